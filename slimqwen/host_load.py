@@ -118,7 +118,7 @@ def retry_until_idle(
         watch = Watch()
         result = measure_round(watch)
         load = watch.load()
-        excess = ", ".join([*load.excess(), *watch.faults])
+        excess = ", ".join(load.excess())
         if not excess or even_if_busy:
             return result, load.model_copy(update={"repeated": attempt, "busy": bool(excess)})
     error = HostBusyError(
@@ -144,8 +144,6 @@ class Watch:
     """The load during the timed sections of a round."""
 
     def __init__(self) -> None:
-        self.faults: list[str] = []
-        """Signs of a too busy host in the responses themselves."""
         self._seconds = self._cpu_s = self._others_s = 0.0
         self._client, self._server = _Delays(), _Delays()
 

@@ -37,7 +37,6 @@ class StandIn(ThreadingHTTPServer):
     """Answers like vLLM; after `lives_for` completions it closes every connection without a word.
 
     Attributes:
-        gap_s: time between tokens by its own counters, whatever it takes to answer; may change between requests.
         cached_tokens: tokens of each prompt that its prefix cache holds, by its own counters; None has no such cache.
     """
 
@@ -47,9 +46,8 @@ class StandIn(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), _Handler)
         self.lives_for = lives_for
         self.requests: list[dict] = []
-        self.gap_s: float | Callable[[], float] = 0.0
         self.cached_tokens: Callable[[dict], int] | None = None
-        self.seconds = self.hits = 0.0
+        self.hits = 0.0
         self.lock = threading.Lock()
 
     @property
@@ -63,17 +61,11 @@ class StandIn(ThreadingHTTPServer):
     def count(self, body: dict) -> None:
         """Count an answer."""
         with self.lock:
-            self.seconds += self.gap_s() if callable(self.gap_s) else self.gap_s
             self.hits += self.cached_tokens(body) if self.cached_tokens else 0
 
     def metrics(self) -> str:
         """Its counters, in the form of Prometheus."""
         count = len(self.requests)
-        histograms = [
-            f"vllm:{name}_seconds_{part} {value}\n"
-            for name in ("inter_token_latency", "request_time_per_output_token")
-            for part, value in (("sum", self.seconds), ("count", count))
-        ]
         labels = (
             f'enable_prefix_caching="{self.cached_tokens is not None}",effective_attention_block_size="16"'
         )
@@ -81,7 +73,7 @@ class StandIn(ThreadingHTTPServer):
             f"vllm:prefix_cache_queries_total {100 * count}\n",
             f"vllm:prefix_cache_hits_total {self.hits}\n",
         ]
-        return "".join([*histograms, *cache, f"vllm:cache_config_info{{{labels}}} 1.0\n"])
+        return "".join([*cache, f"vllm:cache_config_info{{{labels}}} 1.0\n"])
 
     def handle_error(self, request, client_address):
         """A client that hung up is no news."""

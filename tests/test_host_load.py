@@ -3,7 +3,6 @@
 import asyncio
 import time
 from collections.abc import Callable, Iterator
-from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -129,19 +128,6 @@ def test_a_busy_round_that_is_taken_all_the_same_is_marked() -> None:
     number, load = host_load.retry_until_idle(attempts(quiet(other_share=0.5)), "a round", even_if_busy=True)
     assert (number, load.busy) == (0, True)
     assert not host_load.retry_until_idle(attempts(quiet()), "a round", even_if_busy=True)[1].busy
-
-
-@pytest.mark.usefixtures("limits")
-def test_answers_that_show_a_busy_host_count_as_much_as_its_load() -> None:
-    def measure(watch: Watch) -> SimpleNamespace:
-        watch.load = quiet  # type: ignore[method-assign]
-        watch.faults.append("TPOT was 1 ms and by the server's own clock 8 ms")
-        return SimpleNamespace()
-
-    with pytest.raises(
-        HostBusyError, match=r"both attempts: TPOT was .* by the server's own clock 8 ms; end"
-    ):
-        host_load.retry_until_idle(measure, "a round")
 
 
 def test_a_run_has_the_highest_figures_of_its_rounds() -> None:

@@ -33,7 +33,7 @@ def counters(base_url: str) -> Mapping[str, float]:
     return metrics.read_metrics(get_response(f"{base_url}/metrics").text)
 
 
-def send(
+def send_requests(
     server: RunningServer,
     requests: Sequence[tuple[Tokens, int]],
     *,

@@ -1,15 +1,14 @@
-"""Start-up: seconds between starting a variant's server and its first token, phase by phase.
+"""Start-up: seconds between starting a variant's server and its readiness, phase by phase.
 
-A start is cold (an empty compile cache), warm (the cache that a cold start left behind) or baked (the cache that the
-variant's recipe packed). A variant that compiles nothing has one kind of start, eager. The operating system's own cache
-of files is left as it is, so "cold" is about compiled code alone.
+A start is cold (an empty compile cache) or baked (the cache that the variant's recipe packed). A variant that compiles
+nothing has one kind of start, eager. The operating system's own cache of files is left as it is, so "cold" is about
+compiled code alone.
 """
 
 import re
-import shutil
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -17,7 +16,6 @@ from statistics import median
 from types import MappingProxyType
 from typing import ClassVar, Self
 
-import httpx
 from pydantic import Field, model_validator
 
 from slimqwen import host_load
@@ -29,13 +27,12 @@ from slimqwen.records.record import Block, Figure, NonNegative, Ratio, Record
 from slimqwen.records.table import Table
 from slimqwen.serving import baked_cache
 from slimqwen.serving.command import ServerCommand
-from slimqwen.serving.http_client import open_client
-from slimqwen.serving.server import RunningServer, free_port, run_server
+from slimqwen.serving.server import free_port, run_server
 from slimqwen.stats import intervals
 from slimqwen.variant import Variant
 from slimqwen.vllm_plugin import warm_up
 
-KINDS = ("cold", "warm", "baked", "eager")
+KINDS = ("cold", "baked", "eager")
 
 PHASES: Mapping[str, str] = MappingProxyType(
     {
@@ -44,12 +41,9 @@ PHASES: Mapping[str, str] = MappingProxyType(
         "compile": "compiling the graphs, or loading them from the cache, from the compile watch",
         "warm_up": "profiling, allocating the KV cache and warming up the engine, from vLLM's log, without compiling",
         "first_requests": "the server's warm-up requests before it counts as ready, from its log",
-        "first_token": "from readiness to the first token of the first request",
     }
 )
-"""Meaning of each phase; together they last from the start of the first process to the first token."""
-
-_TIMEOUT_S = 600
+"""Meaning of each phase; together they last from the start of the first process until the server is ready."""
 
 _TOTAL_LOAD = re.compile(r"Model loading took \S+ GiB memory and ([\d.]+) seconds")
 _PARTS_OF_LOAD = re.compile(r"(?:Initializing model|Loading weights) took ([\d.]+) seconds")
@@ -57,7 +51,7 @@ _REQUESTS = re.compile(r"Warm-up took ([\d.]+) s")
 _ENGINE = re.compile(r"init engine \([^)]*\) took ([\d.]+) s")
 
 
-class Graph(Block):
+class StartGraph(Block):
     """One compiled graph of a start."""
 
     name: str = Field(min_length=1)
@@ -72,8 +66,8 @@ class Start(Block):
     ready_seconds: NonNegative = Field(
         description="From the start of the process to the first good answer of /health."
     )
-    phases: dict[str, NonNegative] = Field(default={}, description="Seconds by phase; empty in old records.")
-    graphs: tuple[Graph, ...]
+    phases: dict[str, NonNegative] = Field(description="Seconds by phase.")
+    graphs: tuple[StartGraph, ...]
 
 
 Starts = tuple[Start, ...]
@@ -83,32 +77,25 @@ class StartUp(Record):
     """Seconds of a variant's starts, phase by phase, by what the compile cache held."""
 
     kind: ClassVar = "start_up"
+    version: ClassVar = 2
     folder: ClassVar = "results"
     verb: ClassVar = "bench startup"
     leaderboard_columns: ClassVar[Mapping[str, str]] = {"ready_seconds": "start-up until ready, s"}
 
     cold: Starts | None = Field(default=None, min_length=2, description="Starts with an empty compile cache.")
-    warm: Starts | None = Field(
-        default=None, min_length=2, description="Starts with the cache that a cold start left behind."
-    )
     baked: Starts | None = Field(
         default=None, min_length=2, description="Starts with the cache that the recipe packed."
     )
     eager: Starts | None = Field(
         default=None, min_length=2, description="Starts of a variant that compiles nothing."
     )
-    ready_cold_over_warm: Ratio | None = Field(
-        default=None, description="Geometric mean over rounds; before 2026-11-22, of medians."
-    )
-    ready_cold_over_baked: Ratio | None = Field(
-        default=None, description="Geometric mean over rounds; before 2026-11-22, of medians."
-    )
-    phases: dict[str, str] = Field(default={}, description="Meaning of each phase.")
+    ready_cold_over_baked: Ratio | None = Field(default=None, description="Geometric mean over rounds.")
+    phases: dict[str, str] = Field(description="Meaning of each phase.")
 
     @model_validator(mode="after")
     def _has_starts(self) -> Self:
-        if not (self.eager or (self.cold and (self.warm or self.baked))):
-            raise ValueError("expected cold and warm or baked starts, or eager ones")
+        if not (self.eager or self.cold):
+            raise ValueError("expected cold starts, or eager ones")
         return self
 
     @property
@@ -120,39 +107,30 @@ class StartUp(Record):
         """All numbers, and `ready_seconds` of the way the variant starts: baked, else eager, else cold."""
         starts = self.baked or self.eager or self.cold
         assert starts
-        middle, low, high = summary(starts)["ready"]
+        middle, low, high = summarise_starts(starts)["ready"]
         return {**super().figures(), "ready_seconds": Figure(middle, "s", low=low, high=high)}
 
     def tables(self, path: Path) -> list[Table]:
         """Seconds of each phase by kind of start."""
-        meanings = {
-            **self.phases,
-            "ready": "until the server answers: all but the first token",
-            "total": "until the first token",
+        meanings = {**self.phases, "ready": "until the server is ready: all phases"}
+        columns: dict[str, Callable[[str], object]] = {
+            "phase": lambda phase: phase.replace("_", " "),
+            "meaning": lambda phase: meanings[phase],
         }
-        columns = {kind: summary(starts) for kind, starts in self.starts.items()}
-
-        def cell(middle: float, low: float, high: float) -> str:
-            return f"{middle:.1f} [{low:.1f}, {high:.1f}]"
-
-        rows = tuple(
-            (phase.replace("_", " "), meanings[phase], *(cell(*column[phase]) for column in columns.values()))
-            for phase in next(iter(columns.values()))
-        )
+        for kind, starts in self.starts.items():
+            columns[f"{kind}, s"] = partial(_format_seconds, summarise_starts(starts))
         count = min(map(len, self.starts.values()))
         notes = [
             f"Medians of {count} starts of each kind in turns; in brackets the fastest and the slowest, a "
             f"{1 - 2 ** (1 - count):.0%} interval of the median."
         ]
-        for kind, ratio in (("warm", self.ready_cold_over_warm), ("baked", self.ready_cold_over_baked)):
-            if ratio:
-                notes.append(f"Until ready, cold / {kind}: {ratio:.2f}.")
-        headings = ("phase", "meaning", *(f"{kind}, s" for kind in columns))
-        title = f"Start-up of {self.variant}"
-        return [Table(title, headings, rows, (*notes, *provenance.source_notes(self, path)), text_columns=2)]
+        if self.ready_cold_over_baked:
+            notes.append(f"Until ready, cold / baked: {self.ready_cold_over_baked:.2f}.")
+        notes += provenance.source_notes(self, path)
+        return [Table.from_rows(f"Start-up of {self.variant}", meanings, columns, *notes, text_columns=2)]
 
 
-def write(
+def measure_start_up(
     variant: Variant,
     rounds: int,
     log: Path,
@@ -178,7 +156,7 @@ def write(
     server_command = ServerCommand.resolve(variant, port=free_port())
     kinds = ["eager"]
     if server_command.cache is not None:
-        kinds = ["cold", "warm"]
+        kinds = ["cold"]
         if server_command.cache.baked is not None:
             kinds.append("baked")
             server_command = ServerCommand.resolve(
@@ -188,30 +166,25 @@ def write(
     log.unlink(missing_ok=True)
     starts: dict[str, list[Start]] = {kind: [] for kind in kinds}
     loads: list[HostLoad] = []
-    with tempfile.TemporaryDirectory(prefix="slimqwen-start-") as folder:
-        for number in range(rounds):
-            # A warm start needs the cold one's cache, so only the baked one changes its place in the order.
-            for kind in kinds if number % 2 == 0 else [*kinds[2:], *kinds[:2]]:
-                progress("starts", len(loads), len(kinds) * rounds)
-                start, load = host_load.retry_until_idle(
-                    partial(_round, kind, server_command, Path(folder), number, log),
-                    f"{kind} start {number + 1}",
-                    even_if_busy=even_if_busy,
-                )
-                starts[kind].append(start)
-                loads.append(load)
-    progress("starts", len(kinds) * rounds, len(kinds) * rounds)
+    for number in range(rounds):
+        for kind in kinds if number % 2 == 0 else reversed(kinds):
+            progress("starts", len(loads), len(kinds) * rounds)
+            start, load = host_load.retry_until_idle(
+                partial(_time_round, kind, server_command, log),
+                f"{kind} start {number + 1}",
+                even_if_busy=even_if_busy,
+            )
+            starts[kind].append(start)
+            loads.append(load)
+    progress("starts", len(loads), len(loads))
     ready = {kind: [start.ready_seconds for start in series] for kind, series in starts.items()}
-    ratios = {
-        f"ready_cold_over_{kind}": intervals.ratio_of_rounds(ready["cold"], ready[kind], in_turns=True)
-        for kind in ("warm", "baked")
-        if kind in ready
-    }
     record = StartUp.model_validate(
         {
             "variant": variant.name,
             **starts,
-            **ratios,
+            "ready_cold_over_baked": intervals.ratio_of_rounds(ready["cold"], ready["baked"], in_turns=True)
+            if "baked" in ready
+            else None,
             "phases": dict(PHASES),
             "provenance": provenance.of_served_variant(
                 variant, command, started, host_load=host_load.highest_load(loads)
@@ -221,22 +194,23 @@ def write(
     return store.write_record(variant.root / "results", record)
 
 
-def summary(starts: Starts) -> dict[str, tuple[float, float, float]]:
-    """Median, fastest and slowest seconds of each phase, of the time until ready, and of the total.
+def summarise_starts(starts: Starts) -> dict[str, tuple[float, float, float]]:
+    """Median, fastest and slowest seconds of each phase, and of the time until ready.
 
     The two ends are a distribution-free confidence interval of the median: n starts all miss it on one side with
     probability 2^(1 - n).
     """
-    columns: dict[str, list[float]] = {
-        phase: [start.phases[phase] for start in starts] for phase in starts[0].phases
-    }
+    columns = {phase: [start.phases[phase] for start in starts] for phase in starts[0].phases}
     columns["ready"] = [start.ready_seconds for start in starts]
-    if starts[0].phases:
-        columns["total"] = [sum(start.phases.values()) for start in starts]
     return {name: (median(seconds), min(seconds), max(seconds)) for name, seconds in columns.items()}
 
 
-def phases(log: str, ready_seconds: float, first_token_seconds: float) -> dict[str, float]:
+def _format_seconds(summary: Mapping[str, tuple[float, float, float]], phase: str) -> str:
+    middle, low, high = summary[phase]
+    return f"{middle:.1f} [{low:.1f}, {high:.1f}]"
+
+
+def split_phases(log: str, ready_seconds: float) -> dict[str, float]:
     """Seconds of each phase of one start.
 
     Args:
@@ -270,67 +244,40 @@ def phases(log: str, ready_seconds: float, first_token_seconds: float) -> dict[s
         "compile": round(compiling, 2),
         "warm_up": round(max(0.0, float(engine[1]) - compiling), 2),
         "first_requests": round(requests_s, 2),
-        "first_token": round(first_token_seconds, 2),
     }
 
 
-def _check_graphs(kind: str, start: Start, log: Path) -> None:
-    if kind == "eager":
-        return
-    if not start.graphs:
-        raise BenchError(f"expected a {kind} start, but vLLM's log names no graph; log: {log}")
-    must_load = kind in ("warm", "baked")
-    for graph in start.graphs:
-        if graph.loaded != must_load:
-            how = "was compiled" if must_load else "was loaded from the cache"
-            raise BenchError(f"expected a {kind} start, but graph {graph.name} {how}; vLLM's log: {log}")
-
-
-def _round(kind: str, command: ServerCommand, folder: Path, number: int, log: Path, watch: Watch) -> Start:
-    if kind in ("cold", "warm"):
-        root = folder / f"cache-{number}"
+def _time_round(kind: str, command: ServerCommand, log: Path, watch: Watch) -> Start:
+    """One start of a kind; a cold one has a cache of its own."""
+    with tempfile.TemporaryDirectory(prefix="slimqwen-start-") as folder:
         if kind == "cold":
-            shutil.rmtree(root, ignore_errors=True)
-        command = command.with_cache_root(root)
-    with watch.section():
-        start = _start(command, folder / "vllm.log", log)
-    _check_graphs(kind, start, log)
+            command = command.with_cache_root(Path(folder) / "cache")
+        with watch.section():
+            start = _time_start(command, Path(folder) / "vllm.log", log)
+    if kind != "eager" and not start.graphs:
+        raise BenchError(f"expected a {kind} start, but vLLM's log names no graph; log: {log}")
+    for graph in start.graphs:
+        if kind != "eager" and graph.loaded != (kind == "baked"):
+            how = "was loaded from the cache" if graph.loaded else "was compiled"
+            raise BenchError(f"expected a {kind} start, but graph {graph.name} {how}; vLLM's log: {log}")
     return start
 
 
-def _start(command: ServerCommand, log: Path, all_logs: Path) -> Start:
+def _time_start(command: ServerCommand, log: Path, all_logs: Path) -> Start:
     """One start, with its phases and its graphs; its log is added to those of all starts."""
     started = time.monotonic()
     try:
-        with run_server(command, log=log) as server:
+        with run_server(command, log=log):
             ready_seconds = time.monotonic() - started
             log_text = _text(log)
-            first_token_seconds = time_first_token(server)
-        graphs = baked_cache.read_graphs(_text(log))
     finally:
         with all_logs.open("a", encoding="utf-8") as output:
             output.write(_text(log))
     return Start(
         ready_seconds=round(ready_seconds, 2),
-        phases=phases(log_text, ready_seconds, first_token_seconds),
-        graphs=tuple(Graph(**asdict(graph)) for graph in graphs),
+        phases=split_phases(log_text, ready_seconds),
+        graphs=tuple(StartGraph(**asdict(graph)) for graph in baked_cache.read_graphs(log_text)),
     )
-
-
-def time_first_token(server: RunningServer) -> float:
-    """Seconds of a completion of one token.
-
-    Raises:
-        BenchError: the server did not answer.
-    """
-    body = {"model": server.model, "prompt": "Once upon a time", "max_tokens": 1, "temperature": 0}
-    with open_client(_TIMEOUT_S, server.base_url) as client:
-        began = time.monotonic()
-        try:
-            client.post("/v1/completions", json=body).raise_for_status()
-        except httpx.HTTPError as error:
-            raise BenchError(f"{server.base_url} did not answer ({error}); its log: {server.log}") from error
-        return time.monotonic() - began
 
 
 def _text(log: Path) -> str:

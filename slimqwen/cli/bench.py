@@ -47,7 +47,7 @@ def latency(
             raise typer.BadParameter("--baseline takes one variant, and one that has a baseline")
         subjects.insert(0, variants.load(subjects[0].baseline))
     with progress_bar() as progress:
-        paths = latency.measure(
+        paths = latency.measure_latency(
             subjects,
             Workload.load(workload, variant.root),
             command=command(),
@@ -69,7 +69,7 @@ def startup(variant: VariantOption, rounds: Rounds = 6, even_if_busy: EvenIfBusy
 
     log = variant.root / "logs" / f"start-up-{variant.name}.log"
     with progress_bar() as progress:
-        path = start_up.write(
+        path = start_up.measure_start_up(
             variant, rounds, log, command=command(), even_if_busy=even_if_busy, progress=progress
         )
     show_record(path, log)

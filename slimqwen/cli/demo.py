@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -13,7 +13,6 @@ from slimqwen import variant as variants
 from slimqwen.cli.console import command, console, progress_bar, relative, say
 
 if TYPE_CHECKING:
-    from slimqwen.records.record import Record
     from slimqwen.stats.verdict import Verdict
 
 _BASELINE, _VARIANT = "tiny", "tiny-best"
@@ -77,53 +76,32 @@ def _measure(root: Path, rounds: int) -> Evidence:
     Raises:
         SearchError: a stage failed, or nothing could be measured.
     """
-    from slimqwen.bench.latency import Latency
-    from slimqwen.evals import gate
-    from slimqwen.evals.acceptance import Acceptance
-    from slimqwen.evals.fidelity import Fidelity
-    from slimqwen.evals.quality import Quality
     from slimqwen.host_load import HostBusyError
     from slimqwen.recipe import variant_recipe
-    from slimqwen.records import store
     from slimqwen.report.site import DEMO
     from slimqwen.search import SearchError
     from slimqwen.search.executors.local import LocalExecutor, default_width
-    from slimqwen.search.sweep.driver import sweep
-    from slimqwen.search.sweep.required_tasks import Measure, Options
+    from slimqwen.search.measurements import Options
+    from slimqwen.search.sweep import SETUP, sweep
 
-    baseline, variant = (variants.load(name) for name in (_BASELINE, _VARIANT))
-    pair = baseline, variant
-    kinds: dict[Measure, tuple[type[Record], tuple[variants.Variant, ...]]] = {
-        "fidelity": (Fidelity, (variant,)),
-        "acceptance": (Acceptance, pair),
-        "quality": (Quality, pair),
-        "latency": (Latency, pair),
-    }
-    unmeasured = []
-    for measure, (kind, sides) in kinds.items():
-        fields: dict[str, Any] = {"rounds": rounds} if measure == "latency" else {}
-        reusable = [
-            gate.find_reusable(side, kind, folder=root / DEMO / side.name, **fields)
-            if side.weights.exists()
-            else None
-            for side in sides
-        ]
-        if all(reusable):
-            for path in filter(None, reusable):
-                say(f"    reused: {relative(path)}, made {_age(path)} ago")
-        else:
-            unmeasured.append(measure)
+    variant = variants.load(_VARIANT)
     reused_keys = {forecast.key for forecast in variant_recipe.forecast_recipe(variant) if forecast.reused}
     width = default_width()
     # Quality takes longer than the other checks together: as many parts as tasks run at a time share it.
-    options = Options(tuple(unmeasured), tuple(command()), rounds=rounds, parts=width, records=DEMO)
+    options = Options(
+        ("fidelity", "acceptance", "quality", "latency"),
+        tuple(command()),
+        rounds=rounds,
+        parts=width,
+        records=DEMO,
+    )
     with progress_bar() as progress:
         executor = LocalExecutor(root, progress, warm=True, width=width)
         (result,) = sweep([_VARIANT], options, executor, root)
-    if result.failures.keys() - kinds:
+    if SETUP in result.failures:
         raise SearchError(str(result.failure))
-    if result.earlier:
-        say(f"    finished by an interrupted run: {', '.join(result.earlier)}")
+    for path in result.reused:
+        say(f"    reused: {relative(path)}, made {_age(path)} ago")
     for outcome in variant_recipe.run_recipe(variant):
         duration = f"{outcome.manifest.wall_seconds:.0f} s"
         is_reused = outcome.manifest.key in reused_keys
@@ -136,12 +114,7 @@ def _measure(root: Path, rounds: int) -> Evidence:
         else f"{_FAILED}: {failure.reason}"
         for measure, failure in result.failures.items()
     }
-    newest = {
-        _title(measure): [next(iter(store.records(root / DEMO / side.name, kind))) for side in sides]
-        for measure, (kind, sides) in kinds.items()
-        if measure not in result.failures
-    }
-    return Evidence(newest, missing)
+    return Evidence({_title(measure): paths for measure, paths in result.records.items()}, missing)
 
 
 def _title(measure: str) -> str:

@@ -1,5 +1,6 @@
 """`slimqwen search` and `slimqwen sweep`: many variants on this machine or on a Ray cluster."""
 
+import math
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -48,8 +49,7 @@ def search(
         typer.Option(metavar="NAME", help="limits of eval/gates/ (default: the base's EVALUATION)"),
     ] = None,
     space: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="space instead of eval/search/<budget>.yaml"),
+        str | None, typer.Option(metavar="NAME", help="file of eval/search/ (default: that of the budget)")
     ] = None,
     trials: Annotated[
         int | None, typer.Option(min=1, help="candidates, instead of the space's number")
@@ -63,30 +63,27 @@ def search(
     ray: RayAddress = None,
     width: Width = None,
 ) -> None:
-    """Find the fastest variant within a quality budget: levers of recipe and flags, cheap checks before expensive ones.
+    """Find the fastest variant within a quality budget among recipes and flags, cheap checks before expensive ones.
 
     Ctrl-C keeps what has been measured; the same command continues.
     """
-    from slimqwen.search.driver import search as run_search
+    from slimqwen.search.driver import Extent, search_variants
     from slimqwen.search.space import SearchSettings
 
     root = variants.repository_root()
     subject = variants.load(base, root)
     limits = budget or subject.evaluation
-    settings = SearchSettings.load_file(space) if space else SearchSettings.load(limits, root)
+    settings = SearchSettings.load(space or limits, root)
+    extent = Extent(
+        trials or settings.trials,
+        settings.finalists if finalists is None else finalists,
+        math.inf if minutes is None else 60 * minutes,
+        width,
+    )
     with progress_bar() as progress:
-        path = run_search(
-            subject,
-            gpu,
-            limits,
-            settings,
-            _executor(ray, root, progress, width, warm=True),
-            command=command(),
-            trials=trials,
-            minutes=minutes,
-            finalists=finalists,
-            width=width,
-            progress=progress,
+        executor = _executor(ray, root, progress, width, warm=True)
+        path = search_variants(
+            subject, gpu, limits, settings, executor, extent, command=command(), progress=progress
         )
     show_record(path)
 
@@ -102,7 +99,7 @@ class Measure(StrEnum):
     LATENCY = "latency"
 
 
-class Sweep(Judge):
+class ListOptions(Judge):
     """A verb whose list options take several words: `--variants a b` is `--variants a --variants b`."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
@@ -139,11 +136,13 @@ def sweep(
 ) -> None:
     """Measure variants against their baselines in tasks (stages, shards of items, timings), on one machine or many.
 
+    A record that still holds is not measured again; the same command continues an interrupted sweep.
+
     Exit code 0: all gates pass, 1: a gate or a variant fails, 2: inconclusive, 3: error.
     """
     from slimqwen.evals.suites.suite import AUTO
-    from slimqwen.search.sweep.driver import sweep as run_sweep
-    from slimqwen.search.sweep.required_tasks import Options
+    from slimqwen.search.measurements import Options
+    from slimqwen.search.sweep import sweep as run_sweep
 
     if ray is not None and width is not None:
         raise typer.BadParameter(
@@ -162,7 +161,7 @@ def sweep(
         results = run_sweep(variant, options, _executor(ray, root, progress, width), root)
     shown = table(("variant", "outcome", "records"), ())
     for result in results:
-        files = ", ".join(str(relative(path)) for path in result.records)
+        files = ", ".join(str(relative(path)) for paths in result.records.values() for path in paths)
         shown.add_row(result.variant, "failed" if result.failure else result.outcome or "measured", files)
     console.print(shown)
     for result in results:

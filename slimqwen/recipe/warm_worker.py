@@ -1,6 +1,7 @@
 """The warm worker: a process that has imported vLLM and forks itself for each job (`python -m` this module).
 
-Its arguments are the descriptor of its messages and, where its jobs start servers, `--spawner`.
+Its arguments are the descriptor of its messages and, where its jobs start servers, `--spawner`. With `--cold` it
+imports nothing beforehand.
 A job runs as in `slimqwen.recipe.worker`, in a process of its own that may crash or hang, without the seconds of
 imports. Messages are those of `worker`, before them ("started", process id), after them ("ended", exit code).
 """
@@ -20,7 +21,7 @@ from slimqwen import lifeline
 from slimqwen.recipe import worker
 from slimqwen.serving import spawner
 
-_SPAWNER = "--spawner"
+_SPAWNER, _COLD = "--spawner", "--cold"
 
 
 @dataclass(frozen=True)
@@ -58,7 +59,7 @@ class WarmWorker:
 
 @contextmanager
 def started(
-    environment: Mapping[str, str], output: IO[bytes], *, forks_servers: bool = False
+    environment: Mapping[str, str], output: IO[bytes], *, forks_servers: bool = False, imports: bool = True
 ) -> Iterator[WarmWorker]:
     """Start a warm worker. It and the process of its job end with the block.
 
@@ -66,8 +67,9 @@ def started(
         environment: environment variables of the process; PYTHONPATH is added.
         output: file for what its jobs print.
         forks_servers: whether servers that jobs start are forks too (`slimqwen.serving.spawner`).
+        imports: whether it imports vLLM; otherwise each job imports what it needs.
     """
-    arguments = [_SPAWNER] if forks_servers else []
+    arguments = [*([_SPAWNER] if forks_servers else []), *([] if imports else [_COLD])]
     with worker.started(environment, output, __spec__.name, arguments) as (process, messages):
         yield WarmWorker(messages, process)
 
@@ -76,16 +78,11 @@ def main() -> None:
     """Import vLLM, then run each job in a fork; exit with the runner."""
     lifeline.watch(0)
     descriptor, *options = sys.argv[1:]
-    gc.disable()
-    from slimqwen.vllm_plugin import api_server
-
-    before = dict(os.environ)
-    _import_engine()
-    if options:
-        api_server.import_server()
-    api_server.freeze()
-    if options:
-        spawner.fork_spawner(spawner.new_variables(before), int(descriptor))
+    is_warm = _COLD not in options
+    if is_warm:
+        _warm_up(int(descriptor), forks_servers=_SPAWNER in options)
+    else:
+        gc.set_threshold(worker.GARBAGE_THRESHOLD)
     with Connection(int(descriptor), readable=False) as runner, suppress(EOFError):
         while True:
             environment, job = pickle.load(sys.stdin.buffer)
@@ -95,7 +92,7 @@ def main() -> None:
                 os.close(write_end)
                 # The job waits until its process id is sent: its first report must not come before.
                 os.read(read_end, 1)
-                _perform(job, environment, runner, read_end)
+                _perform(job, environment, runner, read_end, is_warm=is_warm)
             os.close(read_end)
             runner.send(("started", pid))
             with suppress(BrokenPipeError):  # the job has died
@@ -103,6 +100,20 @@ def main() -> None:
             _, status = os.waitpid(pid, 0)
             os.close(write_end)  # until here, because the job ends with this process
             runner.send(("ended", os.waitstatus_to_exitcode(status)))
+
+
+def _warm_up(descriptor: int, *, forks_servers: bool) -> None:
+    """Import vLLM, and fork the spawner of servers."""
+    gc.disable()
+    from slimqwen.vllm_plugin import api_server
+
+    before = dict(os.environ)
+    _import_engine()
+    if forks_servers:
+        api_server.import_server()
+    api_server.freeze()
+    if forks_servers:
+        spawner.fork_spawner(spawner.new_variables(before), descriptor)
 
 
 def _import_engine() -> None:
@@ -114,13 +125,16 @@ def _import_engine() -> None:
         import vllm.v1.worker.cpu_worker  # noqa: F401
 
 
-def _perform(job: Any, environment: Mapping[str, str], runner: Connection, parent: int) -> NoReturn:
-    from slimqwen.vllm_plugin.engine_fixes import forked_processes
-
+def _perform(
+    job: Any, environment: Mapping[str, str], runner: Connection, parent: int, *, is_warm: bool
+) -> NoReturn:
     lifeline.watch(0, parent)
     os.environ.clear()
     os.environ.update(environment)
-    forked_processes.set_threads()
+    if is_warm:
+        from slimqwen.vllm_plugin.engine_fixes import forked_processes
+
+        forked_processes.set_threads()
     worker.perform(job, runner)
     sys.stdout.flush()
     sys.stderr.flush()

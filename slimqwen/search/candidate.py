@@ -7,6 +7,7 @@ the same recipe has the same content keys, and reuses their outputs.
 
 import json
 import os
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ import yaml
 from slimqwen import checkpoint
 from slimqwen import variant as variants
 from slimqwen.recipe.stages.prune_vocab import stored_rows
+from slimqwen.search.executors import content_key
 from slimqwen.search.space import Point, Space
 from slimqwen.variant import Variant, scaffold
 
@@ -61,7 +63,7 @@ class Candidate:
 
     @classmethod
     def from_point(cls, point: Point) -> "Candidate":
-        """The candidate of a point; levers without an effect there have their default."""
+        """The candidate of a point; choices without an effect there have their default."""
         candidate = cls(**dict(point))  # type: ignore[arg-type]
         if not candidate.depth:
             candidate = replace(candidate, mtp="none", draft_vocabulary=1.0, redistillation=False)
@@ -80,12 +82,12 @@ class Candidate:
 
     @property
     def target(self) -> "Candidate":
-        """The candidate without drafts, which decides the answers."""
+        """The candidate without drafts, which decides the responses."""
         return Candidate.from_point({**asdict(self), "depth": 0})
 
     @property
     def changes(self) -> dict[str, Any]:
-        """Levers that differ from their default."""
+        """Choices that differ from their default."""
         return {
             field.name: getattr(self, field.name)
             for field in fields(self)
@@ -129,9 +131,8 @@ class Candidate:
         steps = self.steps(space, rows)
         if not steps:
             return None
-        changes = ", ".join(f"{lever} {value}" for lever, value in self.changes.items())
         content = {
-            "description": f"The checkpoint of {base.name} with {changes}.",
+            "description": f"The checkpoint of {base.name} with {describe_changes(self.changes)}.",
             "base": base.name,
             "stages": [{stage: parameters} for stage, parameters in steps],
         }
@@ -154,12 +155,22 @@ class Candidate:
             lines["VLLM_MAX_NUM_SEQS"] = str(self.max_sequences)
         return lines
 
-    def scaffold(self, name: str, base: Variant, space: Space, hypothesis: str, root: Path) -> Variant:
+    def name(self, base: Variant, space: Space) -> str:
+        """Name of its variant: the base's, and a digest of its recipe and lines."""
+        return f"{base.name}-search-{content_key(self.recipe(base, space), self.lines(base))[:10]}"
+
+    def scaffold(self, base: Variant, space: Space, hypothesis: str, root: Path) -> Variant:
         """Write the candidate's folder under experiments/ of a repository if it is missing, and load it."""
+        name = self.name(base, space)
         if name not in variants.names(root):
             recipe, lines = self.recipe(base, space), self.lines(base)
             scaffold.create(name, base.name, hypothesis, recipe=recipe, lines=lines, root=root)
         return variants.load(name, root)
+
+
+def describe_changes(changes: Mapping[str, Any]) -> str:
+    """Values by choice in one line."""
+    return ", ".join(f"{choice} {value}" for choice, value in changes.items()) or "nothing"
 
 
 def make_overlay(base: Variant, folder: Path) -> Path:
@@ -172,18 +183,3 @@ def make_overlay(base: Variant, folder: Path) -> Path:
             if target.is_dir() and not target.name.startswith(".") and not os.path.lexists(link):
                 link.symlink_to(os.path.relpath(target, link.parent))
     return folder
-
-
-def without_cache(variant: Variant, overlay: Path) -> Variant:
-    """A variant in an overlay, with a recipe that bakes no compile cache, because a cache decides no answer."""
-    name = f"{variant.name}-eager"
-    folder = overlay / "experiments" / name
-    if not folder.exists() and variant.recipe is not None:
-        content = yaml.safe_load(variant.recipe.read_text(encoding="utf-8"))
-        content["stages"] = [stage for stage in content["stages"] if "bake_cache" not in stage]
-        recipe = yaml.safe_dump(content, sort_keys=False)
-        lines = {"VLLM_ENFORCE_EAGER": "1"}
-        scaffold.create(
-            name, variant.name, "An incumbent of a search.", recipe=recipe, lines=lines, root=overlay
-        )
-    return variants.load(name if variant.recipe else variant.name, overlay)

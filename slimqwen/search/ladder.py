@@ -7,13 +7,11 @@
    the interval of its share of the base's acceptance length lies below the least share.
 4. speed: on a machine without the GPU the roofline with the measured acceptance length.
 
-Rungs 2 and 3 need an engine; a task in a process of its own measures each of their answers. An answer is a pure
-function of the recipe's steps, flags, settings and versions, and is kept under a digest of these.
+Rungs 2 and 3 need an engine: each is a task (`slimqwen.search.rungs`). Its value is a pure function of the recipe's
+steps, flags, settings and versions, and its key is a digest of these.
 """
 
-import hashlib
 import itertools
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -25,22 +23,19 @@ from slimqwen.checkpoint.tensors import tensor_bytes
 from slimqwen.models.shape import Shape
 from slimqwen.recipe.registry import STAGES
 from slimqwen.records import provenance
-from slimqwen.records.settings import Settings
 from slimqwen.roofline import cost
 from slimqwen.roofline.architecture import shape_model
 from slimqwen.roofline.gpu import GpuSheet
-from slimqwen.search import rungs
-from slimqwen.search.answers import Question
 from slimqwen.search.candidate import Candidate
-from slimqwen.search.executors import ENGINE_BYTES, Resources, Task
-from slimqwen.search.rungs import Budget
+from slimqwen.search.executors import ENGINE_BYTES, Resources, Task, content_key
+from slimqwen.search.rungs import Budget, RungInput, compare_distributions, measure_acceptance
 from slimqwen.search.space import Space
 from slimqwen.variant import Variant
 
 
 @dataclass(frozen=True)
 class Ladder:
-    """Everything that decides the answers of a candidate's rungs.
+    """Everything that decides what is measured of a candidate.
 
     Attributes:
         base: variant that candidates are made from and compared with.
@@ -106,87 +101,56 @@ class Ladder:
 
     @property
     def deepest(self) -> int:
-        """The largest depth at which drafts are counted, of the space and the gate; 0 where none are counted."""
+        """The largest depth at which drafts are measured, of the space and the gate; 0 where there are none."""
         deepest = max(int(depth) for depth in self.space.choices["depth"])
         return deepest and max(deepest, self.budget.acceptance.gate_depth)
 
     def in_overlay(self, candidate: Candidate) -> Variant:
-        """A candidate as a variant of the overlay; its name has a digest of its recipe and lines."""
-        text = json.dumps([candidate.recipe(self.base, self.space), candidate.lines(self.base)])
-        name = f"{self.base.name}-{hashlib.sha256(text.encode()).hexdigest()[:10]}"
-        return candidate.scaffold(name, self.base, self.space, "A candidate of a search.", self.overlay)
+        """A candidate as a variant of the overlay."""
+        return candidate.scaffold(self.base, self.space, "A candidate of a search.", self.overlay)
 
-    def reference(self, variant: Variant, depth: int) -> Question:
-        """The question that counts the drafts of the base or the incumbent at a depth (K).
+    def fidelity_task(self, candidate: Candidate) -> Task:
+        """The task that compares a candidate's distributions; all candidates of one target share it."""
+        return self._task("fidelity", self.in_overlay(candidate.target), [])
+
+    def acceptance_task(self, variant: Variant, *depths: int) -> Task:
+        """The task that measures the acceptance of a variant's drafts.
 
         Args:
-            variant: the variant of the overlay.
+            variant: base, incumbent or candidate; a variant of the overlay.
+            depths: tokens drafted at a time (K), the gate's beside them.
         """
-        acceptance = self.budget.acceptance
-        if variant.name == self.base.name:
-            request = self._request(Candidate(depth=depth), acceptance)
-        else:
-            recipe = variant.recipe.read_text(encoding="utf-8") if variant.recipe else variant.name
-            request = [recipe, self._shared(acceptance), depth]
-        title = f"drafts of {variant.name}"
-        return self._question(request, title, rungs.count_drafts, variant.name, depths=[depth])
+        return self._task("acceptance", variant, sorted({*depths, self.budget.acceptance.gate_depth}))
 
-    def questions(self, candidate: Candidate) -> dict[str, Question]:
-        """The questions of a candidate's rungs by the names of their answers, in the order of the rungs.
-
-        All candidates of one target share its fidelity, and all share the base's acceptance.
-        """
-        name = self.in_overlay(candidate).name
-        request = self._request(candidate.target, self.budget.fidelity)
-        target = self.in_overlay(candidate.target).name
-        title = f"fidelity of {name}"
-        questions = {"fidelity": self._question(request, title, rungs.compare_distributions, target)}
-        if candidate.depth:
-            acceptance = self.budget.acceptance
-            depths = [acceptance.gate_depth]
-            request = self._request(Candidate(depth=acceptance.gate_depth), acceptance)
-            title = f"base_acceptance of {name}"
-            questions["base_acceptance"] = self._question(
-                request, title, rungs.count_drafts, self.base.name, depths=depths
-            )
-            depths = self.budget.counted_depths(candidate.depth)
-            request = [*self._request(candidate, acceptance), {"depths": depths}]
-            title = f"acceptance of {name}"
-            questions["acceptance"] = self._question(request, title, rungs.count_drafts, name, depths=depths)
-        return questions
-
-    def _request(self, candidate: Candidate, settings: Settings) -> Any:
-        changes = [candidate.recipe(self.base, self.space), candidate.lines(self.base)]
-        return [changes, self._shared(settings)]
-
-    def _shared(self, settings: Settings) -> Any:
-        """Everything but the candidate that decides an answer."""
-        split = self.budget.split
-        side = split.as_json() if split else None
-        # The size of the proof's sample decides no answer of a rung.
-        fields = settings.model_dump(mode="json", exclude={"proof_prompts"})
-        return [*self._circumstances, fields, side, self.deepest]
+    def _task(self, rung: str, variant: Variant, depths: Sequence[int]) -> Task:
+        is_fidelity = rung == "fidelity"
+        settings = self.budget.fidelity if is_fidelity else self.budget.acceptance
+        recipe = variant.recipe.read_text(encoding="utf-8") if variant.recipe else None
+        key = content_key(
+            recipe,
+            {name: setting.value for name, setting in variant.settings.items() if name != "VLLM_MODEL"},
+            *self._circumstances,
+            # The size of the proof's sample decides nothing here.
+            settings.model_dump(mode="json", exclude={"proof_prompts"}),
+            str(self.budget.split),
+            self.deepest,
+            depths,
+        )
+        return Task(
+            f"{key}-{rung}",
+            f"{rung} of {variant.name}",
+            compare_distributions if is_fidelity else measure_acceptance,
+            RungInput(
+                base=self.base.name,
+                variant=variant.name,
+                overlay=str(self.overlay.relative_to(self.base.root)),
+                budget=self.budget.name,
+                deepest=self.deepest,
+                depths=tuple(depths),
+            ),
+            Resources(gpus=1 if self.base.platform == "cuda" else 0, memory_bytes=ENGINE_BYTES),
+        )
 
     @cached_property
     def _circumstances(self) -> list[Any]:
-        flags = {name: setting.value for name, setting in self.base.settings.items()}
-        return [checkpoint.digest(self.base.weights), flags, provenance.package_versions()]
-
-    def _question(
-        self, request: Any, title: str, function: Any, candidate: str, **extra_argument: Any
-    ) -> Question:
-        argument = {
-            "base": self.base.name,
-            "candidate": candidate,
-            "overlay": str(self.overlay.relative_to(self.base.root)),
-            "budget": self.budget.name,
-            "deepest": self.deepest,
-            "prompts": self.budget.acceptance.prompts,
-            **extra_argument,
-        }
-        digest = hashlib.sha256(json.dumps(request, sort_keys=True, default=str).encode()).hexdigest()
-        gpus = 1 if self.base.platform == "cuda" else 0
-        needs = Resources(gpus=gpus, memory_bytes=ENGINE_BYTES)
-        return Question(
-            request, Task(f"{digest[:24]}-search-{title.split()[0]}", title, function, argument, needs)
-        )
+        return [checkpoint.digest(self.base.weights), provenance.package_versions()]

@@ -8,7 +8,6 @@ below `non_inferiority.ALPHA`.
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from pydantic import Field
 
@@ -19,8 +18,8 @@ from slimqwen.records.record import Block, Finding, RelativePath, Share, Variant
 from slimqwen.records.split import split_of
 from slimqwen.search import SearchError
 from slimqwen.search.executors import Executor
-from slimqwen.search.sweep.driver import SweepResult, sweep
-from slimqwen.search.sweep.required_tasks import Options
+from slimqwen.search.measurements import Options
+from slimqwen.search.sweep import SweepResult, sweep
 from slimqwen.stats import multiplicity
 from slimqwen.stats.non_inferiority import ALPHA
 
@@ -43,6 +42,11 @@ class Finalist(Block):
         description="Its gate record, as <variant>/<file>; null without a gate."
     )
 
+    @property
+    def passed(self) -> bool:
+        """Whether it may be served."""
+        return self.verdict == Verdict.PASS
+
 
 class Proof(Block):
     """The proof of all finalists of a search."""
@@ -53,18 +57,13 @@ class Proof(Block):
     )
     finalists: tuple[Finalist, ...] = Field(min_length=1)
 
-    @property
-    def promoted(self) -> list[str]:
-        """The finalists that passed, in their order."""
-        return [each.variant for each in self.finalists if each.verdict == Verdict.PASS]
 
-
-def prove(names: Sequence[str], executor: Executor, root: Path, *, command: Sequence[str]) -> Proof:
+def prove_finalists(names: Sequence[str], executor: Executor, root: Path, *, command: Sequence[str]) -> Proof:
     """Gate finalists on the proof's items.
 
-    The gates are a sweep (`sweep.driver`), so a finalist whose engine crashes ends with its reason while the others go
-    on, records that still hold are used again, and an interrupted proof goes on. Two calls with different finalists are
-    two families of hypotheses, so choose all finalists before a single call.
+    The gates are a sweep, so a finalist whose engine crashes ends with its reason while the others go on, records that
+    still hold are used again, and an interrupted proof goes on. Two calls with different finalists are two families of
+    hypotheses, so choose all finalists before a single call.
 
     Args:
         names: the finalists: variants of the repository, each with a baseline and an EVALUATION.
@@ -76,41 +75,38 @@ def prove(names: Sequence[str], executor: Executor, root: Path, *, command: Sequ
     Raises:
         SlimqwenError: there is no finalist, one has no baseline or no usable config.env, or the executor cannot work.
     """
-    names = list(dict.fromkeys(names))
     if not names:
         raise SearchError("no finalist to prove; name at least one variant")
-    options = Options(("gate",), tuple(command), limit=None, split="proof")
-    results = {each.variant: each for each in sweep(names, options, executor, root)}
-    records = {name: each.records[-1] for name, each in results.items() if not each.failure}
-    p_values = [gate.gate_p_value(records[name]) if name in records else 1.0 for name in names]
-    adjusted = multiplicity.holm(p_values)
-    shares = [split_of(store.read_record(path)) for path in records.values()]
+    results = sweep(names, Options(("gate",), tuple(command), limit=None, split="proof"), executor, root)
+    gates = [None if each.failure else each.records["gate"][0] for each in results]
+    p_values = [gate.gate_p_value(path) if path else 1.0 for path in gates]
+    splits = [split_of(store.read_record(path)) for path in gates if path]
     return Proof(
         alpha=ALPHA,
-        proof_share=shares[0].proof_share if shares and shares[0] else None,
-        finalists=tuple(
-            _finalist(results[name], p_value, adjusted_p_value)
-            for name, p_value, adjusted_p_value in zip(names, p_values, adjusted, strict=True)
-        ),
+        proof_share=splits[0].proof_share if splits and splits[0] else None,
+        finalists=tuple(map(_judge_finalist, results, gates, p_values, multiplicity.holm(p_values))),
     )
 
 
-def _finalist(result: SweepResult, p_value: float, adjusted: float) -> Finalist:
+def _judge_finalist(result: SweepResult, path: Path | None, p_value: float, adjusted: float) -> Finalist:
     """The verdict of a finalist: its gate passes, and its adjusted p-value is at most ALPHA."""
-    common: dict[str, Any] = {"variant": result.variant, "p_value": p_value, "adjusted_p_value": adjusted}
-    if result.failure:
-        return Finalist(**common, verdict=Verdict.FAIL, reason=result.failure, findings=(), record=None)
-    path = result.records[-1]
-    gate_verdict = store.read_record(path, Gate).verdict
-    findings = tuple(map(Finding.model_validate, store.read_items(path)))
-    reasons = [
-        f"{each.gate}: {each.figure} {each.verdict}" for each in findings if each.verdict != Verdict.PASS
-    ]
-    verdict = gate_verdict
-    if gate_verdict != Verdict.FAIL and (gate_verdict != Verdict.PASS or adjusted > ALPHA):
-        verdict = Verdict.INCONCLUSIVE
-        reasons.append(f"adjusted p-value {adjusted:.3g} above {ALPHA:g}")
-    name = f"{path.parent.name}/{path.name}"
+    findings: tuple[Finding, ...] = ()
+    verdict, reasons = Verdict.FAIL, [result.failure] if result.failure else []
+    if path:
+        verdict = store.read_record(path, Gate).verdict
+        findings = tuple(map(Finding.model_validate, store.read_items(path)))
+        reasons += [
+            f"{each.gate}: {each.figure} {each.verdict}" for each in findings if each.verdict != Verdict.PASS
+        ]
+        if verdict != Verdict.FAIL and (verdict != Verdict.PASS or adjusted > ALPHA):
+            verdict = Verdict.INCONCLUSIVE
+            reasons.append(f"adjusted p-value {adjusted:.3g} above {ALPHA:g}")
     return Finalist(
-        **common, verdict=verdict, reason="; ".join(reasons) or None, findings=findings, record=name
+        variant=result.variant,
+        verdict=verdict,
+        reason="; ".join(reasons) or None,
+        p_value=p_value,
+        adjusted_p_value=adjusted,
+        findings=findings,
+        record=f"{path.parent.name}/{path.name}" if path else None,
     )

@@ -43,10 +43,6 @@ class Budget:
         gate = GateSettings.load(name, base.root)
         return cls(name, gate.fidelity, gate.acceptance, gate.split("search", base.root))
 
-    def counted_depths(self, depth: int) -> list[int]:
-        """Depths that a candidate's drafts are counted at: its own, for its speed, and the gate's, for the limit."""
-        return sorted({depth, self.acceptance.gate_depth})
-
     def is_met_by(self, trial: SearchTrial) -> bool:
         """Whether a trial's figures lie within the limits on the search's items, with the intervals that it has.
 
@@ -68,7 +64,7 @@ class Budget:
 
 
 @dataclass(frozen=True)
-class Shares:
+class LimitShares:
     """Fidelity figures as shares of their limits.
 
     Attributes:
@@ -84,13 +80,13 @@ class Shares:
     kl_nats: Estimate | None
 
     @classmethod
-    def from_answer(cls, answer: Mapping[str, Any], budget: Budget) -> "Shares":
-        """Compare the answer of the fidelity rung with the limits.
+    def of_figures(cls, fields: Mapping[str, Any], budget: Budget) -> "LimitShares":
+        """Compare the value of `compare_distributions` with the limits.
 
         The divergence over the joined texts has no interval, so its value counts.
         """
         limits = budget.fidelity.limits
-        figures = Figures.model_validate(answer["figures"])
+        figures = Figures.model_validate(fields)
         values: dict[str, tuple[float, float]] = {}
         for name, limit in limits:
             estimate: Estimate | None = getattr(figures, name)
@@ -103,20 +99,45 @@ class Shares:
         return cls(worst, values[worst][0], max(lower for _, lower in values.values()), figures.kl_nats)
 
 
-def compare_distributions(root: Path, argument: Mapping[str, Any], progress: Progress) -> dict[str, Any]:
-    """Make a variant and compare its next-token distributions with the base's.
+@dataclass(frozen=True)
+class RungInput:
+    """What a task of a rung measures.
 
-    Args:
-        argument: {"overlay": folder, "base": name, "candidate": name, "budget": name, "deepest": K}.
-
-    Returns:
-        {"figures": `Figures` as JSON}.
+    Attributes:
+        overlay: folder of the repository of candidates, relative to the real one.
+        budget: name of the gate.
+        deepest: largest depth of the search, which decides the length of prompts.
+        depths: tokens drafted at a time (K); none for fidelity.
     """
+
+    base: str
+    variant: str
+    overlay: str
+    budget: str
+    deepest: int
+    depths: tuple[int, ...]
+
+    def load(self, root: Path) -> tuple[Variant, Variant, Budget]:
+        """The base, the variant and the limits."""
+        base, variant = (variants.load(name, root / self.overlay) for name in (self.base, self.variant))
+        return base, variant, Budget.of_variant(base, self.budget)
+
+
+def compare_distributions(root: Path, argument: RungInput, progress: Progress) -> dict[str, Any]:
+    """Make a variant and compare its next-token distributions with the base's; returns `Figures` as JSON."""
     from slimqwen.evals import token_distributions
 
-    base, variant, budget = _load(root, argument)
-    _make(variant, progress)
+    base, variant, budget = argument.load(root)
+    _make_checkpoint(variant, progress)
     command = ServerCommand.resolve(variant)
+    reference = token_distributions.ReferenceTexts.load(
+        variant.weights,
+        base.weights,
+        budget.fidelity,
+        base.root,
+        max_model_len=command.max_model_len,
+        split=budget.split,
+    )
     reference = token_distributions.ReferenceTexts.load(
         variant.weights,
         base.weights,
@@ -132,41 +153,27 @@ def compare_distributions(root: Path, argument: Mapping[str, Any], progress: Pro
         modes=("single",),
         progress=progress,
     )
-    return {"figures": summarise_texts(texts)["single"].as_json()}
+    return summarise_texts(texts)["single"].as_json()
 
 
-def count_drafts(root: Path, argument: Mapping[str, Any], progress: Progress) -> list[dict[str, Any]]:
-    """Make a variant and count its drafts greedily.
-
-    Args:
-        argument: as for `compare_distributions`, and {"depths": each a number of drafted tokens, K; "prompts":
-            prompts a class}.
-
-    Returns:
-        Items of an acceptance record.
-    """
-    base, variant, budget = _load(root, argument)
-    settings = budget.acceptance.model_copy(update={"prompts": argument["prompts"]})
-    _make(variant, progress)
+def measure_acceptance(root: Path, argument: RungInput, progress: Progress) -> list[dict[str, Any]]:
+    """Make a variant and measure the acceptance of its greedy drafts; returns items of an acceptance record."""
+    base, variant, budget = argument.load(root)
+    _make_checkpoint(variant, progress)
     command = ServerCommand.resolve(variant)
+    settings = budget.acceptance
     # The same prompts for every depth of the space.
-    longest = command.max_model_len - settings.tokens - argument["deepest"] - 1
+    longest = command.max_model_len - settings.tokens - argument.deepest - 1
     classes = drafting.cut_prompts(settings, variant, base, longest, budget.split)
     flags = fidelity.weight_flags(command.flags)
     return [
         item
-        for depth in argument["depths"]
+        for depth in argument.depths
         for item in drafting.measure_drafts(variant.weights, classes, settings, depth, [0.0], flags, progress)
     ]
 
 
-def _load(root: Path, argument: Mapping[str, Any]) -> tuple[Variant, Variant, Budget]:
-    overlay = root / argument["overlay"]
-    base, variant = (variants.load(argument[key], overlay) for key in ("base", "candidate"))
-    return base, variant, Budget.of_variant(base, argument["budget"])
-
-
-def _make(variant: Variant, progress: Progress) -> None:
+def _make_checkpoint(variant: Variant, progress: Progress) -> None:
     if variant.recipe is not None:
         variant_recipe.run_recipe(variant, progress=progress)
     variant.require_weights()

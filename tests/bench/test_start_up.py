@@ -13,7 +13,7 @@ from slimqwen.bench.start_up import StartUp
 from slimqwen.records import provenance, store
 from slimqwen.stats.intervals import TooFewItemsError
 
-SECONDS = {"cold": 90.0, "warm": 40.0, "baked": 30.0, "eager": 35.0}
+SECONDS = {"cold": 90.0, "baked": 30.0, "eager": 35.0}
 CPU_LOG = """\
 (Worker pid=7) INFO 11-21 06:20:45 [base_loader.py:82] Initializing model took 0.345405 seconds
 (Worker pid=7) INFO 11-21 06:20:45 [default_loader.py:501] Loading weights took 0.15 seconds
@@ -32,22 +32,21 @@ INFO [core.py:402] init engine (profile, create kv cache, warmup model) took 9.0
 """
 
 
-def test_phases_add_up_to_the_time_until_the_first_token():
-    result = start_up.phases(CPU_LOG, ready_seconds=60.0, first_token_seconds=0.5)
+def test_phases_add_up_to_the_time_until_ready():
+    result = start_up.split_phases(CPU_LOG, ready_seconds=60.0)
     assert result == {
         "import": pytest.approx(60 - 1.0 - 30.25 - 3.1, abs=0.01),
         "load_weights": pytest.approx(1.0, abs=0.01),
         "compile": 25.5,
         "warm_up": 4.75,
         "first_requests": 3.1,
-        "first_token": 0.5,
     }
     assert list(result) == list(start_up.PHASES)
-    assert sum(result.values()) == pytest.approx(60.5, abs=0.02)
+    assert sum(result.values()) == pytest.approx(60.0, abs=0.02)
 
 
 def test_where_the_log_states_the_whole_of_the_loading_its_parts_are_not_added():
-    result = start_up.phases(GPU_LOG, 20.0, 0.1)
+    result = start_up.split_phases(GPU_LOG, 20.0)
     assert (result["load_weights"], result["compile"], result["warm_up"]) == (4.25, 0.0, 9.0)
 
 
@@ -67,7 +66,7 @@ FAILED_WARM_UP = "ERROR WarmUpError: the warm-up failed, the first requests will
 )
 def test_a_log_that_does_not_state_the_phases_of_the_start_is_an_error(log, ready_seconds, said):
     with pytest.raises(BenchError, match=said):
-        start_up.phases(log, ready_seconds, 0.1)
+        start_up.split_phases(log, ready_seconds)
 
 
 @pytest.fixture
@@ -77,17 +76,14 @@ def measure(monkeypatch, tmp_path):
         store.latest_result(variant.repository_root(), StartUp, "tiny-best"), StartUp
     )
 
-    def run(rounds, *, compiles=True, baked=True, loads=lambda kind: kind in ("warm", "baked")):
-        made, roots = [], []
+    def run(rounds, *, compiles=True, baked=True, loads=lambda kind: kind == "baked"):
+        made = []
 
         def start(command, log, all_logs):
-            kind = command
-            if command.startswith("cache"):
-                kind = "warm" if command in roots else "cold"
-                roots.append(command)
+            kind = "cold" if command == "cache" else str(command)
             made.append(kind)
             seconds = SECONDS[kind] + len(made)
-            graph = start_up.Graph(name="backbone", loaded=loads(kind), seconds=1.0, why_compiled="")
+            graph = start_up.StartGraph(name="backbone", loaded=loads(kind), seconds=1.0, why_compiled="")
             return start_up.Start(
                 ready_seconds=seconds,
                 phases=dict.fromkeys(start_up.PHASES, seconds / len(start_up.PHASES)),
@@ -103,30 +99,30 @@ def measure(monkeypatch, tmp_path):
             one.port = port
             return one
 
-        monkeypatch.setattr(start_up, "_start", start)
+        monkeypatch.setattr(start_up, "_time_start", start)
         monkeypatch.setattr(start_up.ServerCommand, "resolve", resolve)
         monkeypatch.setattr(provenance, "of_served_variant", lambda *_, **__: committed.provenance)
         subject = dataclasses.replace(variant.load("tiny"), root=tmp_path)
-        path = start_up.write(subject, rounds, tmp_path / "logs" / "log", command=["x"])
+        path = start_up.measure_start_up(subject, rounds, tmp_path / "logs" / "log", command=["x"])
         return path, made
 
     return run
 
 
-def test_starts_take_turns_and_the_warm_ones_follow_the_cold_ones(measure):
+def test_starts_take_turns(measure):
     path, made = measure(3)
-    assert made == ["cold", "warm", "baked", "baked", "cold", "warm", "cold", "warm", "baked"]
+    assert made == ["cold", "baked", "baked", "cold", "cold", "baked"]
     record = store.read_record(path, StartUp)
     ready = {kind: [start.ready_seconds for start in starts] for kind, starts in record.starts.items()}
-    assert ready["cold"] == [91, 95, 97]
-    for kind in ("warm", "baked"):
-        ratio = getattr(record, f"ready_cold_over_{kind}")
-        assert ratio.value == pytest.approx(geometric_mean(ready["cold"]) / geometric_mean(ready[kind]))
+    assert ready == {"cold": [91, 94, 95], "baked": [32, 33, 36]}
+    expected = geometric_mean(ready["cold"]) / geometric_mean(ready["baked"])
+    assert record.ready_cold_over_baked.value == pytest.approx(expected)
+    assert record.figures()["ready_seconds"].value == 33
 
 
 @pytest.mark.parametrize(
     ("facts", "kinds"),
-    [({"baked": False}, ["cold", "warm"]), ({"compiles": False}, ["eager"])],
+    [({"baked": False}, ["cold"]), ({"compiles": False}, ["eager"])],
 )
 def test_a_variant_has_the_kinds_of_start_that_its_cache_allows(measure, facts, kinds):
     path, made = measure(2, **facts)
@@ -136,11 +132,11 @@ def test_a_variant_has_the_kinds_of_start_that_its_cache_allows(measure, facts, 
 
 @pytest.mark.parametrize(
     ("wrong", "reason"),
-    [("cold", "was loaded from the cache"), ("warm", "was compiled"), ("baked", "was compiled")],
+    [("cold", "was loaded from the cache"), ("baked", "was compiled")],
 )
 def test_a_start_that_is_not_what_it_is_called_is_no_measurement(measure, wrong, reason):
     with pytest.raises(BenchError, match=f"expected a {wrong} start, but graph backbone {reason}"):
-        measure(2, loads=lambda kind: (kind in ("warm", "baked")) != (kind == wrong))
+        measure(2, loads=lambda kind: (kind == "baked") != (kind == wrong))
 
 
 def test_one_start_of_a_kind_is_refused_before_anything_starts(measure):
@@ -152,22 +148,20 @@ def test_a_record_has_a_table(measure, tmp_path):
     path, _ = measure(5)
     record = store.read_record(path, StartUp)
     (table,) = record.tables(path)
-    assert table.columns == ("phase", "meaning", "cold, s", "warm, s", "baked, s")
-    assert [row[0] for row in table.rows][-2:] == ["ready", "total"]
-    # Cold starts are numbers 1, 5, 7, 11 and 13 of all.
-    assert table.rows[-1][2] == "97.0 [91.0, 103.0]"
+    assert table.columns == ("phase", "meaning", "cold, s", "baked, s")
+    assert [row[0] for row in table.rows][-1:] == ["ready"]
+    # Cold starts are numbers 1, 4, 5, 8 and 9 of all.
+    assert table.rows[-1][2] == "95.0 [91.0, 99.0]"
     assert "94% interval" in table.notes[0]
     with pytest.raises(store.MissingRecordError, match="slimqwen bench startup --variant tiny-mtp4"):
         store.latest_result(tmp_path, StartUp, "tiny-mtp4")
 
 
 @pytest.mark.engine
-def test_a_real_server_answers_its_first_token_and_states_its_phases(tiny_server):
-    first_token = start_up.time_first_token(tiny_server)
+def test_a_real_server_states_its_phases(tiny_server):
     log = Path(tiny_server.log).read_text(encoding="utf-8", errors="replace")
-    result = start_up.phases(log, 600.0, first_token)
-    assert 0 < result["first_token"] + 0.01 < 30
+    result = start_up.split_phases(log, 600.0)
     assert result["load_weights"] < 60
     assert 0 < result["first_requests"] < 60
     assert result["compile"] == 0
-    assert sum(result.values()) == pytest.approx(600.0 + first_token, abs=0.1)
+    assert sum(result.values()) == pytest.approx(600.0, abs=0.1)

@@ -141,7 +141,7 @@ def test_each_bad_file_is_named_once_and_the_rest_is_there(repository, damage, l
         (
             STARTS.replace("_a_", "_b_"),
             {"variant": "b", "schema": "start_up/7"},
-            "this checkout has start_up/1",
+            "this checkout has start_up/2",
         ),
     ],
 )

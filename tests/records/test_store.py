@@ -187,7 +187,7 @@ def test_two_results_of_one_second_do_not_replace_each_other(tmp_path, result):
 
 def test_a_record_of_another_kind_is_refused(tmp_path, result):
     path = store.write_record(tmp_path, result())
-    with pytest.raises(store.RecordError, match="start_up/1 is not a record of kind quality"):
+    with pytest.raises(store.RecordError, match="start_up/2 is not a record of kind quality"):
         store.read_record(path, Quality)
     with pytest.raises(store.RecordError, match="without items"):
         store.read_items(path)

@@ -1,4 +1,4 @@
-"""Repositories in small: one whose gates are stand-ins, with variants of tiny; one with a ladder to search on."""
+"""Repositories in small: one whose gates are stand-ins, one with a suite of its own, one with a ladder to search on."""
 
 import os
 from collections.abc import Callable, Iterator
@@ -9,7 +9,7 @@ import pytest
 
 from slimqwen import variant
 from slimqwen.checkpoint.files import carry_all
-from slimqwen.evals import acceptance, fidelity, quality
+from slimqwen.evals import acceptance, engine, fidelity, quality
 from slimqwen.evals.quality import ScoredPart
 from slimqwen.evals.suites.lm_eval_run import Item, Part, TaskRun
 from slimqwen.evals.suites.suite import Suite
@@ -19,12 +19,19 @@ from slimqwen.search.candidate import make_overlay
 from slimqwen.search.ladder import Ladder
 from slimqwen.search.rungs import Budget
 from slimqwen.search.space import SearchSettings, Space
-from slimqwen.search.sweep import tasks
 from slimqwen.variant import Variant
 from tests.evals.gate_checks import Checks
+from tests.search import stand_in
 
 ROOT = Path(__file__).parents[2]
 QUESTIONS = 1200
+SUITE = """
+chat_template: false
+sample: first
+tasks:
+  - {task: facts, measure: exact_match, non_inferiority_margin: 0.1}
+  - {task: prose, measure: bits_per_byte, non_inferiority_margin: 0.1}
+"""
 
 
 def question(number: int) -> str:
@@ -39,7 +46,7 @@ def checks(monkeypatch: pytest.MonkeyPatch, stamps: None) -> Checks:
     for module in (fidelity, acceptance):
         name = module.__name__.rpartition(".")[2]
         monkeypatch.setattr(module, f"measure_{name}", getattr(made, name))
-    monkeypatch.setattr(tasks, "measure_engine", made.engine)
+    monkeypatch.setattr(engine, "measure_engine", made.engine)
 
     def ask(one: Variant, suite: Suite, part: Part, *, split: Split | None = None, **_: Any) -> ScoredPart:
         made.asked.append(("quality", one.name))
@@ -79,6 +86,20 @@ def root(tmp_path: Path, add_variant: Callable[..., Path]) -> Path:
     (tmp_path / "eval").mkdir()
     for entry in (ROOT / "eval").iterdir():
         (tmp_path / "eval" / entry.name).symlink_to(entry)
+    return tmp_path
+
+
+@pytest.fixture
+def repository(tmp_path: Path, add_variant: Callable[..., Path], stamps: None) -> Path:
+    """A repository with a baseline, three variants of it, and a suite."""
+    add_variant("base", "VLLM_MODEL=weights/tiny\nEVALUATION=small\nVLLM_MAX_MODEL_LEN=512\n")
+    for name, sequences in (("a", 2), ("b", 4), ("e", 8)):
+        add_variant(name, f"BASE=base\nVLLM_MAX_NUM_SEQS={sequences}\n", baseline="base")
+    (tmp_path / "weights").mkdir()
+    (tmp_path / "weights" / "tiny").symlink_to(ROOT / "weights" / "tiny")
+    (tmp_path / "eval" / "suites").mkdir(parents=True)
+    (tmp_path / "eval" / "suites" / "small.yaml").write_text(SUITE)
+    stand_in.describe_variants(("base", "a", "b", "e"), tmp_path)
     return tmp_path
 
 

@@ -28,10 +28,6 @@ class InProcess:
         self.waiting.clear()
 
     @property
-    def pending(self) -> int:
-        return len(self.waiting)
-
-    @property
     def width(self) -> int:
         return 1
 

@@ -1,4 +1,4 @@
-"""An executor whose rungs answer at once: figures that follow from the levers of a candidate alone."""
+"""An executor whose rungs answer at once: figures that follow from the choices of a candidate alone."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -19,12 +19,10 @@ class RecordedRungs(InProcess):
         self.waiting.append(task)  # also a task that waits already: a search must not ask twice
 
     def outcome(self, task: Task) -> Outcome:
-        overlay = self.root / task.argument["overlay"]
-        candidate = variants.load(task.argument["candidate"], overlay)
-        if task.function is rungs.count_drafts:
-            return Result(
-                task.key, [item for depth in task.argument["depths"] for item in _items(candidate, depth)]
-            )
+        candidate = variants.load(task.argument.variant, self.root / task.argument.overlay)
+        if task.function is rungs.measure_acceptance:
+            items = [item for depth in task.argument.depths for item in _items(candidate, depth)]
+            return Result(task.key, items)
         stages = _stages(candidate)
         if stages.get("calibrate", {}).get("targets", {}).get("linear_attention") == "W4A16":
             return Failure(task.key, "its process died (SIGSEGV)")
@@ -55,7 +53,7 @@ def _fidelity(stages: Mapping[str, Any]) -> dict[str, Any]:
         "head_delta_p99": estimate(kl * 20), "head_delta_max": kl * 30, "bits_per_byte": estimate(kl),
         "baseline_bits_per_byte": 0.25, "joined_kl_nats": kl, "joined_tokens": 900,
     }  # fmt: skip
-    return {"figures": figures}
+    return figures
 
 
 def _items(candidate: Variant, depth: int) -> list[dict[str, Any]]:

@@ -1,5 +1,6 @@
 """Candidates: what a point makes, and that equal ones are one."""
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -7,8 +8,9 @@ import pytest
 
 from slimqwen import variant
 from slimqwen.recipe import recipe_file
-from slimqwen.search.candidate import Candidate, make_overlay, without_cache
+from slimqwen.search.candidate import Candidate, describe_changes, make_overlay
 from slimqwen.search.ladder import Ladder
+from tests.search.conftest import ROOT
 
 
 @pytest.mark.parametrize(
@@ -23,7 +25,7 @@ def test_points_that_make_the_same_thing_are_one_candidate(first: dict, second: 
     assert Candidate.from_point(first) == Candidate.from_point(second)
 
 
-def test_a_lever_that_does_something_makes_another_candidate() -> None:
+def test_a_choice_that_does_something_makes_another_candidate() -> None:
     assert Candidate.from_point({"group_size": 64, "mlp": "W4A16"}) != Candidate.from_point({"mlp": "W4A16"})
 
 
@@ -47,8 +49,10 @@ def test_candidates_of_one_target_share_it(ladder: Ladder) -> None:
     assert deep.target != replace(deep, head_bits=4).target
 
 
-def test_every_lever_gives_a_recipe_and_a_configuration_that_can_be_read(ladder: Ladder) -> None:
-    for point in [*ladder.space.first_points(), *ladder.space.moves()]:
+def test_every_choice_gives_a_recipe_and_a_configuration_that_can_be_read(ladder: Ladder) -> None:
+    first, *_ = ladder.space.first_points()
+    moves = [{**first, name: values[-1]} for name, values in ladder.space.open_choices.items()]
+    for point in [*ladder.space.first_points(), *moves]:
         candidate = Candidate.from_point(point)
         made = ladder.in_overlay(candidate)
         assert made.baseline == "tiny"
@@ -59,15 +63,38 @@ def test_every_lever_gives_a_recipe_and_a_configuration_that_can_be_read(ladder:
         assert f'"num_speculative_tokens": {candidate.depth}' in drafts
 
 
-def test_an_overlay_shares_the_store_and_leaves_the_experiments_alone(small_root: Path) -> None:
+def test_an_overlay_shares_the_store_and_leaves_the_experiments_alone(
+    ladder: Ladder, small_root: Path
+) -> None:
     base = variant.load("tiny", small_root)
     before = sorted(path.name for path in (small_root / "experiments").iterdir())
     overlay = make_overlay(base, small_root / "overlay")
     make_overlay(base, small_root / "overlay")  # again, as a run that goes on does
     assert (overlay / "weights" / "store").resolve() == (small_root / "weights" / "store").resolve()
-    incumbent = without_cache(variant.load("tiny-classic", small_root), overlay)
-    assert [step.stage.name for step in recipe_file.read_recipe(incumbent.recipe or Path()).steps] == [
-        "calibrate", "prune_vocab", "sample_outputs", "redistill_mtp",
-    ]  # fmt: skip
-    assert without_cache(base, overlay).weights == overlay / "weights" / "tiny"
+    assert variant.load("tiny", overlay).weights.resolve() == (ROOT / "weights" / "tiny").resolve()
+    made = Candidate(mlp="W4A16").scaffold(base, ladder.space, "A candidate.", overlay)
+    assert made.name.startswith("tiny-search-")
+    assert made.folder.parent == overlay / "experiments"
     assert sorted(path.name for path in (small_root / "experiments").iterdir()) == before
+
+
+def test_lines_of_config_env_are_those_that_differ_from_the_base(ladder: Ladder) -> None:
+    candidate = Candidate(depth=3, state_dtype="bfloat16", kv_cache_dtype="fp8", max_sequences=4)
+    lines = candidate.lines(ladder.base)
+    assert json.loads(lines["VLLM_SPECULATIVE_CONFIG"].strip("'")) == {
+        "method": "mtp",
+        "num_speculative_tokens": 3,
+    }
+    assert {key: value for key, value in lines.items() if key != "VLLM_SPECULATIVE_CONFIG"} == {
+        "VLLM_MAMBA_SSM_CACHE_DTYPE": "bfloat16",
+        "VLLM_KV_CACHE_DTYPE": "fp8",
+        "VLLM_MAX_NUM_SEQS": "4",
+    }
+    assert Candidate().lines(ladder.base) == {}
+    drafting = variant.load("tiny-mtp4", ladder.base.root)
+    assert Candidate().lines(drafting) == {"VLLM_SPECULATIVE_CONFIG": ""}
+
+
+def test_changes_are_one_line() -> None:
+    assert describe_changes(Candidate(mlp="W4A16", depth=2).changes) == "mlp W4A16, depth 2"
+    assert describe_changes({}) == "nothing"

@@ -1,7 +1,6 @@
-"""The ladder: what is known of a candidate before it is made, and which answers candidates share."""
+"""The ladder: what is known of a candidate before it is made, and which tasks candidates share."""
 
 from dataclasses import replace
-from typing import Any
 
 import pytest
 
@@ -10,10 +9,6 @@ from slimqwen.checkpoint.tensors import list_tensors
 from slimqwen.roofline.architecture import read_model, shape_model
 from slimqwen.search.candidate import Candidate
 from slimqwen.search.ladder import Ladder
-
-
-def requests(ladder: Ladder, candidate: Candidate) -> dict[str, Any]:
-    return {answer: question.request for answer, question in ladder.questions(candidate).items()}
 
 
 def test_the_base_is_predicted_as_it_is(ladder: Ladder) -> None:
@@ -40,17 +35,34 @@ def test_a_first_bound_has_the_slack_but_never_more_tokens_than_are_drafted(ladd
     )
 
 
-def test_drafts_do_not_decide_the_answer_of_fidelity(ladder: Ladder) -> None:
+def test_candidates_of_one_target_share_its_fidelity_and_no_acceptance(ladder: Ladder) -> None:
     first, second = Candidate(mlp="W4A16", depth=2), Candidate(mlp="W4A16", depth=6, mtp="W8A16")
-    one, other = requests(ladder, first), requests(ladder, second)
-    assert one["fidelity"] == other["fidelity"]
-    assert one["acceptance"] != other["acceptance"]
-    assert one["fidelity"] != requests(ladder, replace(first, mlp="W8A16"))["fidelity"]
+    keys = [ladder.fidelity_task(each).key for each in (first, second, replace(first, mlp="W8A16"))]
+    assert keys[0] == keys[1] != keys[2]
+    tasks = [ladder.acceptance_task(ladder.in_overlay(each), each.depth) for each in (first, second)]
+    assert tasks[0].key != tasks[1].key
+    assert ladder.fidelity_task(first).argument.depths == ()
 
 
-def test_acceptance_is_counted_at_the_candidates_depth_and_at_the_gates(ladder: Ladder) -> None:
+def test_acceptance_is_measured_at_the_candidates_depth_and_at_the_gates(ladder: Ladder) -> None:
     gate_depth = ladder.budget.acceptance.gate_depth
-    one, other = (requests(ladder, Candidate(depth=depth)) for depth in (gate_depth - 2, gate_depth))
-    assert one["acceptance"][-1] == {"depths": [gate_depth - 2, gate_depth]}
-    assert other["acceptance"][-1] == {"depths": [gate_depth]}
-    assert one["base_acceptance"] == other["base_acceptance"]
+    candidate = ladder.in_overlay(Candidate(depth=gate_depth))
+    depths = [
+        ladder.acceptance_task(candidate, depth).argument.depths for depth in (gate_depth - 2, gate_depth)
+    ]
+    assert depths == [(gate_depth - 2, gate_depth), (gate_depth,)]
+    assert ladder.deepest == 6
+
+
+def test_what_decides_a_rung_decides_its_key(ladder: Ladder) -> None:
+    candidate = Candidate(mlp="W4A16")
+    key = ladder.fidelity_task(candidate).key
+    other_texts = ladder.budget.fidelity.model_copy(update={"texts": "eval/texts/other.jsonl"})
+    changed = replace(ladder, budget=replace(ladder.budget, fidelity=other_texts))
+    assert changed.fidelity_task(candidate).key != key
+    assert replace(ladder, budget=replace(ladder.budget, split=None)).fidelity_task(candidate).key != key
+    # The size of the proof's sample decides nothing here.
+    variant, acceptance = ladder.in_overlay(candidate), ladder.budget.acceptance
+    proof = acceptance.model_copy(update={"proof_prompts": 2 * acceptance.prompts})
+    same = replace(ladder, budget=replace(ladder.budget, acceptance=proof))
+    assert same.acceptance_task(variant, 2).key == ladder.acceptance_task(variant, 2).key

@@ -9,10 +9,9 @@ from slimqwen.evals.quality import Quality
 from slimqwen.records import store
 from slimqwen.records.record import Finding
 from slimqwen.records.split import split_of
-from slimqwen.search import SearchError
+from slimqwen.search import SearchError, measurements
 from slimqwen.search.executors import LocalExecutor
-from slimqwen.search.proof import Proof, prove
-from slimqwen.search.sweep import required_tasks, tasks
+from slimqwen.search.proof import Proof, prove_finalists
 from slimqwen.stats.non_inferiority import ALPHA
 from tests.evals.gate_checks import Checks
 from tests.search.conftest import QUESTIONS, question
@@ -23,7 +22,11 @@ COMMAND = ("slimqwen", "search")
 
 
 def proof_of(names: list[str], root: Path, executor: InProcess | None = None) -> Proof:
-    return prove(names, executor or InProcess(root), root, command=COMMAND)
+    return prove_finalists(names, executor or InProcess(root), root, command=COMMAND)
+
+
+def promoted(proof: Proof) -> list[str]:
+    return [each.variant for each in proof.finalists if each.passed]
 
 
 def gain(findings: tuple[Finding, ...]) -> float:
@@ -39,7 +42,7 @@ def test_what_is_best_on_the_search_s_items_alone_is_not_promoted(root: Path, ch
     proof = proof_of(["lucky", "small", "third"], root)
     lucky, small, third = proof.finalists
     assert gain(lucky.findings) < -0.04 < gain(small.findings) < 0
-    assert proof.promoted == ["small", "third"]
+    assert promoted(proof) == ["small", "third"]
     assert (lucky.verdict, lucky.p_value, lucky.adjusted_p_value) == ("fail", 1.0, 1.0)
     assert lucky.reason == "quality: tinyworld_facts: gain of exact_match fail"
     assert (small.reason, third.reason) == (None, None)
@@ -53,7 +56,7 @@ def test_an_engine_that_crashes_is_not_promoted_and_says_why(root: Path, checks:
     lucky, small = proof.finalists
     assert (lucky.verdict, lucky.reason) == ("fail", "its process died (SIGSEGV)")
     assert (lucky.p_value, lucky.findings, lucky.record) == (1.0, (), None)
-    assert proof.promoted == ["small"]
+    assert promoted(proof) == ["small"]
     # It was a finalist: the family does not shrink because one of it died.
     assert small.adjusted_p_value == pytest.approx(2 * small.p_value)
 
@@ -61,12 +64,11 @@ def test_an_engine_that_crashes_is_not_promoted_and_says_why(root: Path, checks:
 def test_a_process_that_really_dies_ends_the_finalist_and_not_the_proof(
     root: Path, checks: Checks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tasks, "ask_part", crash)
-    for check, (kind, _, settings) in required_tasks._CHECKS.items():
-        monkeypatch.setitem(required_tasks._CHECKS, check, (kind, crash, settings))
-    proof = prove(["lucky"], LocalExecutor(root), root, command=COMMAND)
+    for name in ("ask_part", "measure_record"):
+        monkeypatch.setattr(measurements, name, crash)
+    proof = prove_finalists(["lucky"], LocalExecutor(root), root, command=COMMAND)
     (lucky,) = proof.finalists
-    assert proof.promoted == []
+    assert promoted(proof) == []
     assert lucky.reason is not None
     assert "its process died" in lucky.reason
     assert (proof.proof_share, list(root.glob("experiments/*/gate_*"))) == (None, [])

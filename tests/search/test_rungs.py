@@ -16,7 +16,7 @@ from slimqwen.search.candidate import Candidate
 from slimqwen.search.executors import Failure, LocalExecutor, Result
 from slimqwen.search.ladder import Ladder
 from slimqwen.search.record import SearchTrial
-from slimqwen.search.rungs import Budget, Shares
+from slimqwen.search.rungs import Budget, LimitShares
 from tests.search.trials import trial
 
 TEXTS = 12
@@ -37,12 +37,17 @@ def small_ladder(ladder: Ladder, small_root: Path) -> Ladder:
     return dataclasses.replace(ladder, budget=Budget.of_variant(ladder.base, "tinyworld"))
 
 
-def measured(ladder: Ladder, candidate: Candidate, *answers: str) -> dict[str, Result | Failure]:
-    questions, outcomes = ladder.questions(candidate), {}
+def measured(ladder: Ladder, candidate: Candidate, *rungs: str) -> dict[str, Result | Failure]:
+    base = variant.load(ladder.base.name, ladder.overlay)
+    tasks = {"fidelity": ladder.fidelity_task(candidate)}
+    if candidate.depth:
+        tasks["acceptance"] = ladder.acceptance_task(ladder.in_overlay(candidate), candidate.depth)
+        tasks["base"] = ladder.acceptance_task(base, ladder.deepest)
+    outcomes = {}
     with LocalExecutor(ladder.base.root, warm=True) as executor:
-        for answer in answers or questions:
-            executor.submit(questions[answer].task)
-            outcomes[answer] = executor.wait()
+        for rung in rungs or tasks:
+            executor.submit(tasks[rung])
+            outcomes[rung] = executor.wait()
     return outcomes
 
 
@@ -66,26 +71,46 @@ def test_a_finalist_keeps_every_limit_with_its_whole_interval(ladder: Ladder) ->
     assert not budget.is_met_by(within.model_copy(update={"kl_nats": wide}))
 
 
+def estimate(value: float, standard_error: float) -> dict[str, float]:
+    return {"value": value, "standard_error": standard_error, "count": 30}
+
+
+def test_the_figure_nearest_to_its_limit_and_the_surest_excess_are_told_apart(ladder: Ladder) -> None:
+    limits = ladder.budget.fidelity.limits
+    fields = {name: estimate(0.1 * limit, 0.0) for name, limit in limits}
+    fields["regret_nats"] = estimate(2.0 * limits.regret_nats, limits.regret_nats)
+    fields["bits_per_byte"] = estimate(1.5 * limits.bits_per_byte, 0.1 * limits.bits_per_byte)
+    counts = dict.fromkeys(("texts", "texts_compared", "positions_compared", "joined_tokens"), 9)
+    figures = {**fields, **counts, "head_delta_max": None, "baseline_bits_per_byte": 1.0}
+    shares = LimitShares.of_figures({**figures, "joined_kl_nats": None}, ladder.budget)
+    assert (shares.worst, shares.share) == ("regret_nats", pytest.approx(2.0))
+    assert 1.2 < shares.lower_share < 1.4  # of bits_per_byte
+    assert shares.kl_nats == Estimate(**fields["kl_nats"])
+    joined = LimitShares.of_figures({**figures, "joined_kl_nats": 3 * limits.kl_nats}, ladder.budget)
+    assert joined.worst == "joined_kl_nats"
+    assert joined.share == joined.lower_share == pytest.approx(3.0)
+
+
 @pytest.mark.engine
 def test_a_candidate_is_made_compared_and_counted(small_ladder: Ladder) -> None:
     candidate = Candidate(head_bits=4, depth=2)
     name = small_ladder.in_overlay(candidate).name
-    answers = {}
-    for answer, outcome in measured(small_ladder, candidate).items():
+    values = {}
+    for rung, outcome in measured(small_ladder, candidate).items():
         assert isinstance(outcome, Result), outcome
-        answers[answer] = outcome.value
+        values[rung] = outcome.value
     made = variant.load(name, small_ladder.overlay).weights
     predicted = shape_model(small_ladder.shape(candidate))
     stored = read_model(list_tensors(made), checkpoint.read_config(made))
     for part in ("body", "head", "drafter"):
         assert getattr(predicted, part).bytes == getattr(stored, part).bytes
-    shares = Shares.from_answer(answers["fidelity"], small_ladder.budget)
+    shares = LimitShares.of_figures(values["fidelity"], small_ladder.budget)
     assert shares.kl_nats is not None
     assert 0 < shares.kl_nats.value < 0.01  # a packed head moves distributions, a little
-    assert 0 < answers["fidelity"]["figures"]["texts"] < TEXTS  # those of the search's side alone
+    assert 0 < values["fidelity"]["texts"] < TEXTS  # those of the search's side alone
     gate_depth = small_ladder.budget.acceptance.gate_depth
-    for side, depths in {"acceptance": [2, gate_depth], "base_acceptance": [gate_depth]}.items():
-        rows = summarise_items(answers[side])
+    for side, depths in {"acceptance": [2, gate_depth], "base": [gate_depth, 6]}.items():
+        rows = summarise_items(values[side])
         assert [row.depth for row in rows] == depths
         for row in rows:
             assert row.length is not None

@@ -1,13 +1,11 @@
 """The space: what the checkpoint and the GPU leave to choose."""
 
 import json
-import shutil
 from pathlib import Path
 
 import pytest
 
 from slimqwen import variant
-from slimqwen.records.settings import SettingsError
 from slimqwen.roofline import gpu
 from slimqwen.search import SearchError
 from slimqwen.search.space import SearchSettings, Space
@@ -27,11 +25,11 @@ def with_config(root: Path, **changes: object) -> None:
     (root / "weights" / "tiny" / "config.json").write_text(json.dumps({**config, **changes}))
 
 
-def test_the_embedded_model_has_every_lever_but_those_that_its_gpu_or_its_base_decide(
+def test_the_embedded_model_has_every_choice_but_those_that_its_gpu_or_its_base_decide(
     small_root: Path,
 ) -> None:
     space = derive(small_root)
-    assert set(space.levers) == {
+    assert set(space.open_choices) == {
         "mlp", "attention", "linear_attention", "mtp", "group_size", "rounding", "head_bits", "vocabulary",
         "draft_vocabulary", "redistillation", "depth",
     }  # fmt: skip
@@ -48,10 +46,10 @@ def test_an_fp8_cache_is_a_choice_where_the_gpu_reads_it(small_root: Path) -> No
     assert derive(small_root, "l4").choices["kv_cache_dtype"] == ("auto", "fp8")
 
 
-def test_a_model_without_drafts_or_recurrence_has_no_levers_of_theirs(small_root: Path) -> None:
+def test_a_model_without_drafts_or_recurrence_has_no_choices_of_theirs(small_root: Path) -> None:
     with_config(small_root, mtp_num_hidden_layers=0, layer_types=["full_attention"] * 4)
-    levers = set(derive(small_root).levers)
-    assert not levers & {
+    names = set(derive(small_root).open_choices)
+    assert not names & {
         "mtp",
         "draft_vocabulary",
         "redistillation",
@@ -59,43 +57,37 @@ def test_a_model_without_drafts_or_recurrence_has_no_levers_of_theirs(small_root
         "linear_attention",
         "state_dtype",
     }
-    assert {"mlp", "attention"} <= levers
+    assert {"mlp", "attention"} <= names
 
 
 def test_packed_weights_are_not_packed_again(small_root: Path) -> None:
     with_config(small_root, quantization_config={"config_groups": {}})
-    assert not set(derive(small_root).levers) & {"mlp", "attention", "mtp", "rounding", "head_bits"}
+    assert not set(derive(small_root).open_choices) & {"mlp", "attention", "mtp", "rounding", "head_bits"}
 
 
 def test_settings_replace_choices(small_root: Path) -> None:
-    settings = SearchSettings(choices={"depth": (2,)}, incumbent={"point": {"depth": 2, "mlp": "W8A16"}})
+    settings = SearchSettings(
+        choices={"depth": (2,)},
+        incumbent={"point": {"depth": 2, "mlp": "W8A16"}},
+        points=({"attention": "W4A16"},),
+    )
     space = derive(small_root, settings=settings)
-    assert "depth" not in space.levers
-    (first,), moved = space.first_points(), space.moves()
+    assert "depth" not in space.open_choices
+    first, second = space.first_points()
     assert (first["depth"], first["mlp"], first["attention"]) == (2, "W8A16", "none")
-    # Every other point moves one lever of the first.
-    assert [sum(point[lever] != first[lever] for lever in point) for point in moved] == [1] * len(moved)
-    assert len(moved) == len(space.levers)
+    # Other points change the incumbent's.
+    assert second == {**first, "attention": "W4A16"}
 
 
 @pytest.mark.parametrize(
     ("settings", "fault"),
     [
-        (SearchSettings(choices={"mpl": ("none",)}), "'mpl' is no lever"),
+        (SearchSettings(choices={"mpl": ("none",)}), "'mpl' is no choice"),
         (SearchSettings(incumbent={"point": {"depth": 9}}), "depth 9 is none of 1, 2, 3, 4, 5, 6"),
     ],
 )
-def test_a_lever_or_a_choice_that_does_not_exist_is_refused(
+def test_a_choice_or_a_value_that_does_not_exist_is_refused(
     small_root: Path, settings: SearchSettings, fault: str
 ) -> None:
     with pytest.raises(SearchError, match=fault):
         derive(small_root, settings=settings)
-
-
-def test_a_file_of_ones_own_is_read_and_a_wrong_field_named(tmp_path: Path) -> None:
-    file = tmp_path / "mine.yaml"
-    shutil.copyfile(Path("eval/search/tinyworld.yaml"), file)
-    assert SearchSettings.load_file(file).name == "mine"
-    file.write_text("trials: none\n")
-    with pytest.raises(SettingsError, match=r"mine.yaml: trials"):
-        SearchSettings.load_file(file)

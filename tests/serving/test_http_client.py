@@ -8,7 +8,7 @@ import pytest
 import requests
 
 from slimqwen import variant
-from slimqwen.bench import client, start_up
+from slimqwen.bench import client
 from slimqwen.evals import token_distributions
 from slimqwen.evals.suites import lm_eval_run
 from slimqwen.evals.suites.suite import Suite, SuiteTask
@@ -63,8 +63,7 @@ def test_every_client_reaches_a_server_with_tls_behind_a_proxy(add_variant, tmp_
     with run_server(command, log=tmp_path / "vllm.log") as server:
         assert find_running(command).pid == server.pid
         shared = SharedServer(command.variant, server, False, max_model_len(server.base_url))
-        assert start_up.time_first_token(server) > 0
-        sent = client.send(
+        sent = client.send_requests(
             server, [([5, 6, 7], 4)], rate_per_s=None, fixed_gap=False, concurrency=1, sampling={"temperature": 0},
             seed=0, name="a load", log=log, answered=lambda: None, watch=Watch(),
         )  # fmt: skip

@@ -6,7 +6,7 @@ the other times, `figures` summarises these, `record` is the record kind. `speed
 """
 
 from slimqwen.bench.latency.record import Latency
-from slimqwen.bench.latency.rounds import measure
+from slimqwen.bench.latency.rounds import measure_latency
 from slimqwen.bench.latency.tables import comparison
 
-__all__ = ["Latency", "comparison", "measure"]
+__all__ = ["Latency", "comparison", "measure_latency"]

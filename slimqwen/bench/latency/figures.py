@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from slimqwen.bench.latency.measured_variant import ClassResults
-from slimqwen.bench.latency.record import Acceptance, Distribution, Goodput
+from slimqwen.bench.latency.record import Distribution, Goodput, ServedAcceptance
 from slimqwen.bench.workload import ServiceLevel
 from slimqwen.stats import intervals
 from slimqwen.stats.estimates import Estimate
@@ -44,11 +44,11 @@ def summarise(
     }
 
 
-def acceptance(result: ClassResults) -> Acceptance | None:
-    """Acceptance over a class; None without drafts."""
+def acceptance(result: ClassResults) -> ServedAcceptance | None:
+    """ServedAcceptance over a class; None without drafts."""
     if not result.drafts:
         return None
-    return Acceptance(
+    return ServedAcceptance(
         length=1 + result.accepted_tokens / result.drafts,
         drafts=result.drafts,
         draft_tokens=result.draft_tokens,

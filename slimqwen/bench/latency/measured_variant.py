@@ -7,8 +7,8 @@ from typing import Any
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from slimqwen.bench import BenchError, starvation
-from slimqwen.bench.client import counters, last_line, send
+from slimqwen.bench import BenchError
+from slimqwen.bench.client import counters, last_line, send_requests
 from slimqwen.bench.workload import PromptClass, Workload
 from slimqwen.host_load import HostLoad, Watch
 from slimqwen.progress import Progress
@@ -41,7 +41,7 @@ class ClassResults:
         requests: Sequence[tuple[Tokens, int]],
         answers: Mapping[str, Any],
     ) -> list[dict[str, Any]]:
-        """Add a round of the class as `client.send` returned it, and return its rows."""
+        """Add a round of the class as `client.send_requests` returned it, and return its rows."""
         self.prompts += [prompt for prompt, _ in requests]
         self.durations_s.append(answers["duration"])
         rows = [_row(c, number, index, request, answers) for index, request in enumerate(requests)]
@@ -120,7 +120,6 @@ class MeasuredVariant:
         if self.served is not None and served.max_model_len != self.served.max_model_len:
             raise BenchError(f"{self.variant.name}: the served context changed between two rounds")
         self.served = served
-        starvation.require_counters(counters(served.server.base_url))
         if self.shared.workload.needs_prefix_cache:
             self.block_tokens = block_tokens(served)
         self._prefixes = {}
@@ -142,19 +141,16 @@ class MeasuredVariant:
         requests = list(zip(prompts, (output for _, output in lengths), strict=True))
         activity = f"{self.variant.name}: {c.name} {c.prompt_tokens} -> {c.output_tokens} tokens"
         count = itertools.count(number * c.requests + 1)
-        before = counters(url)
+        before = counters(url) if c.suffix_tokens else {}
 
         def answered() -> None:
             shared.progress(activity, next(count), shared.rounds * c.requests)
 
         answers = self._send(c, requests, number, answered, watch)
-        rows = result.add(c, number, requests, answers)
-        if any(row["error"] for row in result.rows):
+        if any(row["error"] for row in result.add(c, number, requests, answers)):
             require_healthy(served.server, f"measuring {self.variant.name}: {c.name}")
-        after = counters(url)
-        if fault := starvation.fault(rows, before, after):
-            watch.faults.append(f"{self.variant.name}, class {c.name}: {fault}")
         if c.suffix_tokens:
+            after = counters(url)
             queried, hit = (
                 after.get(name, 0.0) - before.get(name, 0.0) for name in (_PREFIX_QUERIES, _PREFIX_HITS)
             )
@@ -177,7 +173,7 @@ class MeasuredVariant:
         watch: Watch,
     ) -> dict[str, Any]:
         assert self.served is not None
-        return send(
+        return send_requests(
             self.served.server,
             requests,
             rate_per_s=self.results[c.name].rate_per_s,

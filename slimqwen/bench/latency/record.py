@@ -58,10 +58,10 @@ class Goodput(Block):
         return ServiceLevel(ttft_ms=self.ttft_ms, tpot_ms=self.tpot_ms)
 
 
-class Acceptance(Block):
+class ServedAcceptance(Block):
     """Speculative decoding over a class, by the server's counters."""
 
-    length: float = Field(ge=1, description="Acceptance length: 1 + accepted tokens / drafts.")
+    length: float = Field(ge=1, description="ServedAcceptance length: 1 + accepted tokens / drafts.")
     drafts: Count
     draft_tokens: Count
     accepted_tokens: Count
@@ -115,7 +115,7 @@ class ClassFigures(Block):
         description="Time between two streamed chunks; with speculation a chunk can hold several tokens."
     )
     e2el_ms: Distribution = Field(description="Time from sending a request to its last token.")
-    acceptance: Acceptance | None = Field(description="null without speculative decoding.")
+    acceptance: ServedAcceptance | None = Field(description="null without speculative decoding.")
     prefix_cache: PrefixCache | None = Field(default=None, description="null where no prefixes are repeated.")
     prompts_sha256: Sha256
 

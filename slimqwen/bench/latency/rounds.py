@@ -31,7 +31,7 @@ from slimqwen.variant import Variant
 
 
 @spawner.share_spawner()
-def measure(
+def measure_latency(
     variants: Sequence[Variant],
     workload: Workload,
     *,

@@ -131,12 +131,6 @@ def compare_latency(first: Path, second: Path) -> list[Speedup]:
     return class_speedups((a, b), [by_class_and_round(store.read_items(path)) for path in (first, second)])
 
 
-def end_to_end(rows: Sequence[Speedup]) -> list[Speedup]:
-    """The speed-up in the time of all requests; in E2EL by class where requests overlap."""
-    total_rows = [row for row in rows if row.prompt_class == ALL_CLASSES]
-    return [row for row in total_rows or rows if row.measure in ("wall_ms", "e2el_ms") and row.interval]
-
-
 def class_speedups(records: tuple[Latency, Latency], sides: Sequence[Mapping[str, Rounds]]) -> list[Speedup]:
     """The speed-ups of the second of two records over the first, of the classes that both have requests of.
 

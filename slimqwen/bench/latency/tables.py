@@ -1,7 +1,8 @@
 """Tables of latency records: the classes of one record, and two records against each other."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 
@@ -41,23 +42,34 @@ _MOST_COLUMNS = 10
 
 def class_table(record: Latency, path: Path) -> Table:
     """Figures of each prompt class of a record, as its workload chooses them."""
-    columns = record.columns or DEFAULT_COLUMNS
-    rows = [
-        (
-            f"{name} {figures.prompt_tokens} -> {figures.output_tokens}",
-            *(_cell(figures, column) for column in columns),
-            f"{figures.request_count} ({figures.failure_count} failed)",
+    chosen = record.columns or DEFAULT_COLUMNS
+    columns: dict[str, Callable[[tuple[str, ClassFigures]], object]] = {
+        "class, tokens": lambda row: f"{row[0]} {row[1].prompt_tokens} -> {row[1].output_tokens}",
+        **{heading(column): partial(_cell, column) for column in chosen},
+        "requests": lambda row: f"{row[1].request_count} ({row[1].failure_count} failed)",
+    }
+    means = "Means ± standard errors, on" if any(column.endswith(".mean") for column in chosen) else "On"
+    notes = [f"{means} {hardware_name(record.provenance.hardware)}."]
+    classes = record.classes.values()
+    if level := next((figures.goodput for figures in classes if figures.goodput), None):
+        notes.append(f"Good: TTFT of {level.ttft_ms:g} ms and TPOT of {level.tpot_ms:g} ms at most.")
+    if any(figures.spread for figures in classes):
+        notes.append("Lengths are means of log-normal ones in classes with a spread.")
+    if cache := next((figures.prefix_cache for figures in classes if figures.prefix_cache), None):
+        notes.append(
+            f"Prefixes of {cache.prefix_tokens} tokens, whole blocks of {cache.block_tokens}; found in the cache: "
+            "share of all prompt tokens, by the server's counters."
         )
-        for name, figures in record.classes.items()
-    ]
-    headings = ("class, tokens", *(heading(column) for column in columns), "requests")
-    notes = _class_notes(record, columns)
-    if any("-" in row for row in rows) and record.columns:
-        notes.append("-: too few requests for this figure, or it does not apply.")
-    notes += source_notes(record, path)
-    if len(headings) > _MOST_COLUMNS:
-        headings, *rows = zip(headings, *rows, strict=True)
-    return Table(f"Latency of {record.variant}{_workload(record)}", headings, tuple(rows), tuple(notes))
+    notes += [*_config_note(record), *source_notes(record, path)]
+    title = f"Latency of {record.variant}{_workload(record)}"
+    table = Table.from_rows(title, record.classes.items(), columns, *notes)
+    if any("-" in row for row in table.rows):
+        missing = "-: too few requests for this figure, or it does not apply."
+        table = replace(table, notes=(*table.notes, missing))
+    if len(columns) > _MOST_COLUMNS:
+        headings, *rows = zip(table.columns, *table.rows, strict=True)
+        table = replace(table, columns=headings, rows=tuple(rows))
+    return table
 
 
 def comparison(first: Path, second: Path) -> Table:
@@ -67,52 +79,41 @@ def comparison(first: Path, second: Path) -> Table:
         NotComparableError: requests or hardware differ.
         RecordError: a record cannot be read.
     """
-    a, b = store.read_record(first, Latency), store.read_record(second, Latency)
-    return speedup_table(
-        (a, b), (first, second), (a.variant, b.variant), speedups.compare_latency(first, second)
-    )
-
-
-def speedup_table(
-    records: tuple[Latency, Latency],
-    paths: tuple[Path, Path],
-    sides: tuple[str, str],
-    ratios: Sequence[Speedup],
-) -> Table:
-    """The figures of two latency records, named by `sides`, beside the speed-ups of the second over the first."""
-    a, b = records
-    first, second = sides
-    rows = [
-        (
-            row.prompt_class + (f" {row.prompt_tokens} -> {row.output_tokens}" if row.prompt_tokens else ""),
-            MEASURES[row.measure],
-            f"{row.first:,.1f}",
-            f"{row.second:,.1f}",
-            f"{row.speedup:.2f}x" if row.speedup is not None else "-",
-            f"{row.interval[0]:.2f} to {row.interval[1]:.2f}" if row.interval else "-",
-            str(min(_request_count(record, row.prompt_class) for record in (a, b))),
-        )
-        for row in ratios
-    ]
-    in_ms = all(row.measure.endswith("_ms") for row in ratios)
+    a, b = records = store.read_record(first, Latency), store.read_record(second, Latency)
+    rows = speedups.compare_latency(first, second)
+    in_ms = all(row.measure.endswith("_ms") for row in rows)
     unit = " median, ms" if in_ms else ""
     in_turns = a.run == b.run
-    headings = (
-        "class, tokens", "measure", f"{first}{unit}", f"{second}{unit}",
-        f"speed-up of {second}{', paired' if in_turns else ''}", "95 % interval", "requests",
-    )  # fmt: skip
+    columns: dict[str, Callable[[Speedup], object]] = {
+        "class, tokens": lambda row: " ".join(
+            [
+                row.prompt_class,
+                *([f"{row.prompt_tokens} -> {row.output_tokens}"] if row.prompt_tokens else []),
+            ]
+        ),
+        "measure": lambda row: MEASURES[row.measure],
+        f"{a.variant}{unit}": lambda row: f"{row.first:,.1f}",
+        f"{b.variant}{unit}": lambda row: f"{row.second:,.1f}",
+        f"speed-up of {b.variant}{', paired' if in_turns else ''}": lambda row: (
+            None if row.speedup is None else f"{row.speedup:.2f}x"
+        ),
+        "95 % interval": lambda row: row.interval and f"{row.interval[0]:.2f} to {row.interval[1]:.2f}",
+        "requests": lambda row: min(_request_count(record, row.prompt_class) for record in records),
+    }
     order = "in turns" if in_turns else "one after the other, not in turns"
-    notes = [f"On {hardware_name(a.provenance.hardware)}, {order}. {_speed_up_note(ratios, first, second)}"]
+    notes = [
+        f"On {hardware_name(a.provenance.hardware)}, {order}. {_speed_up_note(rows, a.variant, b.variant)}"
+    ]
     if not in_ms:
         notes.append("Medians of TTFT, TPOT and E2EL in ms; rates over all rounds.")
-    if any(row.interval is None for row in ratios):
+    if any(row.interval is None for row in rows):
         notes.append(
             "Requests that overlap depend on each other: a rate has an interval only where several rounds have some."
         )
     notes += [note for record in records for note in _config_note(record)]
-    notes += [*cpu_notes(a), *map(source_note, records, paths)]
-    title = f"Latency{_workload(a)}: {first} and {second}"
-    return Table(title, headings, tuple(rows), tuple(notes), text_columns=2)
+    notes += [*cpu_notes(a), *map(source_note, records, (first, second))]
+    title = f"Latency{_workload(a)}: {a.variant} and {b.variant}"
+    return Table.from_rows(title, rows, columns, *notes, text_columns=2)
 
 
 def comparisons(first: Path, second: Path) -> list[Table]:
@@ -137,7 +138,7 @@ def comparisons(first: Path, second: Path) -> list[Table]:
     return tables
 
 
-def _speed_up_note(rows: Sequence[speedups.Speedup], first: str, second: str) -> str:
+def _speed_up_note(rows: Sequence[Speedup], first: str, second: str) -> str:
     counts = sorted({row.rounds for row in rows if row.interval})
     if not any(counts):
         return (
@@ -151,22 +152,6 @@ def _speed_up_note(rows: Sequence[speedups.Speedup], first: str, second: str) ->
     )
 
 
-def _class_notes(record: Latency, columns: Sequence[str]) -> list[str]:
-    classes = record.classes.values()
-    means = "Means ± standard errors, on" if any(column.endswith(".mean") for column in columns) else "On"
-    notes = [f"{means} {hardware_name(record.provenance.hardware)}."]
-    if level := next((figures.goodput for figures in classes if figures.goodput), None):
-        notes.append(f"Good: TTFT of {level.ttft_ms:g} ms and TPOT of {level.tpot_ms:g} ms at most.")
-    if any(figures.spread for figures in classes):
-        notes.append("Lengths are means of log-normal ones in classes with a spread.")
-    if cache := next((figures.prefix_cache for figures in classes if figures.prefix_cache), None):
-        notes.append(
-            f"Prefixes of {cache.prefix_tokens} tokens, whole blocks of {cache.block_tokens}; found in the cache: "
-            "share of all prompt tokens, by the server's counters."
-        )
-    return [*notes, *_config_note(record)]
-
-
 def heading(column: str) -> str:
     """Heading of a column that a workload may ask for."""
     measure, _, statistic = column.partition(".")
@@ -175,33 +160,31 @@ def heading(column: str) -> str:
     return f"{MEASURES[measure]}{'' if statistic == 'mean' else f' {statistic}'}, ms"
 
 
-def _cell(figures: ClassFigures, column: str) -> str:
-    """One formatted figure; "-" where the class has none."""
+def _cell(column: str, row: tuple[str, ClassFigures]) -> object:
+    """One formatted figure of a class; None where it has none."""
+    figures = row[1]
     measure, _, statistic = column.partition(".")
     if statistic:
         times = getattr(figures, measure)
         value = getattr(times, statistic)
         error = f" ± {times.standard_error:,.1f}" if statistic == "mean" else ""
-        return "-" if value is None else f"{value:,.1f}{error}"
+        return None if value is None else f"{value:,.1f}{error}"
+    goodput, cache = figures.goodput, figures.prefix_cache
+    ratio = cache and cache.repeat_speedup
+    total = figures.total_throughput_tokens_per_s
     cells = {
         "request_throughput_per_s": f"{figures.request_throughput_per_s:,.2f}",
         "output_throughput_tokens_per_s": f"{figures.output_throughput_tokens_per_s:,.0f}",
+        "total_throughput_tokens_per_s": None if total is None else f"{total:,.0f}",
+        "goodput_per_s": goodput and f"{goodput.requests_per_s:,.2f}",
+        "good_share": goodput and f"{goodput.good_count / figures.request_count:.0%}",
+        "rate_per_s": figures.arrival and f"{figures.arrival.rate_per_s:,.2f}",
         "concurrency": str(figures.concurrency or "no limit"),
+        "acceptance_length": figures.acceptance and f"{figures.acceptance.length:.2f}",
+        "prefix_hits": cache and f"{cache.hit_tokens / cache.queried_tokens:.0%}",
+        "repeat_speedup": ratio and f"{ratio.value:.1f}x [{ratio.low:.1f}, {ratio.high:.1f}]",
     }
-    if figures.total_throughput_tokens_per_s is not None:
-        cells["total_throughput_tokens_per_s"] = f"{figures.total_throughput_tokens_per_s:,.0f}"
-    if figures.acceptance:
-        cells["acceptance_length"] = f"{figures.acceptance.length:.2f}"
-    if figures.arrival:
-        cells["rate_per_s"] = f"{figures.arrival.rate_per_s:,.2f}"
-    if figures.goodput:
-        cells["goodput_per_s"] = f"{figures.goodput.requests_per_s:,.2f}"
-        cells["good_share"] = f"{figures.goodput.good_count / figures.request_count:.0%}"
-    if cache := figures.prefix_cache:
-        cells["prefix_hits"] = f"{cache.hit_tokens / cache.queried_tokens:.0%}"
-        if ratio := cache.repeat_speedup:
-            cells["repeat_speedup"] = f"{ratio.value:.1f}x [{ratio.low:.1f}, {ratio.high:.1f}]"
-    return cells.get(column, "-")
+    return cells[column]
 
 
 def _workload(record: Latency) -> str:

@@ -11,22 +11,20 @@ from typing import Self
 
 from slimqwen.progress import Progress, silent
 from slimqwen.search import SearchError
-from slimqwen.search.executors.process import ForkedProcess, FreshProcess, affinity
+from slimqwen.search.executors.process import TaskProcess, affinity
 from slimqwen.search.executors.task import Outcome, Task
 from slimqwen.serving import platform
 
 _DEFAULT_MAX_WIDTH = 4
 """Most tasks at a time by default: with more, a sampler would propose points without results."""
 
+_ALONE = -1
+"""Lane with every CPU, for a task beside which nothing runs."""
+
 
 def default_width() -> int:
     """Tasks at a time on this machine: one for each core, and one where engines run on a GPU."""
     return 1 if platform.detect() == "cuda" else min(_DEFAULT_MAX_WIDTH, platform.physical_cores())
-
-
-_ALONE, _UNBOUND = -1, -2
-"""Lanes that may use every CPU: `_ALONE` for a task beside which nothing runs, `_UNBOUND` for one `every_cpu` task
-beside the tasks of other lanes."""
 
 
 class LocalExecutor:
@@ -48,7 +46,7 @@ class LocalExecutor:
         self._root, self._progress, self._warm, self._width = root, progress, warm, width
         self._waiting: deque[Task] = deque()
         self._running: dict[int, Task] = {}
-        self._processes: dict[int, FreshProcess | ForkedProcess] = {}
+        self._processes: dict[int, TaskProcess] = {}
 
     def __enter__(self) -> Self:
         """Nothing has to be started before the first task."""
@@ -61,11 +59,6 @@ class LocalExecutor:
         for process in self._processes.values():
             process.close()
         self._processes.clear()
-
-    @property
-    def pending(self) -> int:
-        """Number of submitted tasks whose outcome has not been returned."""
-        return len(self._waiting) + len(self._running)
 
     @property
     def width(self) -> int:
@@ -90,10 +83,10 @@ class LocalExecutor:
         Raises:
             SearchError: no task is pending.
         """
-        if not self.pending:
+        if not (self._waiting or self._running):
             raise SearchError("no task is pending; submit one before waiting for its outcome")
         while True:
-            self._begin()
+            self._begin_tasks()
             ready = connection.wait([self._processes[lane].messages for lane in self._running])
             for lane in [each for each in self._running if self._processes[each].messages in ready]:
                 outcome = self._processes[lane].receive()
@@ -102,38 +95,30 @@ class LocalExecutor:
                     del self._running[lane]
                     return outcome
 
-    def _begin(self) -> None:
+    def _begin_tasks(self) -> None:
         """Start waiting tasks in their order while a lane and memory are free."""
-        while self._waiting and (lane := self._free_lane(self._waiting[0])) is not None:
+        while self._waiting and (lane := self._find_free_lane(self._waiting[0])) is not None:
             task = self._running[lane] = self._waiting.popleft()
-            self._process(lane).begin(task)
+            if lane not in self._processes:
+                report = partial(self._report, lane)
+                self._processes[lane] = TaskProcess(self._root, report, self._cpus(lane), warm=self._warm)
+            self._processes[lane].begin(task)
 
-    def _free_lane(self, task: Task) -> int | None:
+    def _find_free_lane(self, task: Task) -> int | None:
         """The lane that a task can begin in now; None where it has to wait."""
         runs_alone = self._width > 1 and bool(task.resources.whole_node or task.resources.gpus)
-        lanes = [_UNBOUND] if task.resources.every_cpu and self._width > 1 else range(self._width)
         if not self._running:
-            return _ALONE if runs_alone else lanes[0]
+            return _ALONE if runs_alone else 0
         memory = sum(each.resources.memory_bytes for each in (task, *self._running.values()))
-        is_full = len(self._running) == self._width
-        if runs_alone or is_full or _ALONE in self._running or memory > platform.total_memory():
+        if runs_alone or _ALONE in self._running or memory > platform.total_memory():
             return None
-        return next((lane for lane in lanes if lane not in self._running), None)
-
-    def _process(self, lane: int) -> FreshProcess | ForkedProcess:
-        if lane not in self._processes:
-            kind = ForkedProcess if self._warm and lane != _UNBOUND else FreshProcess
-            self._processes[lane] = kind(self._root, partial(self._report, lane), self._cpus(lane))
-        return self._processes[lane]
+        return next((lane for lane in range(self._width) if lane not in self._running), None)
 
     def _cpus(self, lane: int) -> Collection[int]:
-        """CPUs of a lane, equally many for each; none for a lane without a restriction.
-
-        The first lanes have the last CPUs: vLLM's engine in the lane without a restriction takes the first.
-        """
-        if self._width == 1 or lane < 0:
+        """CPUs of a lane, equally many for each; none for a lane without a restriction."""
+        if self._width == 1 or lane == _ALONE:
             return ()
-        cpus = sorted(os.sched_getaffinity(0), reverse=True)
+        cpus = sorted(os.sched_getaffinity(0))
         return cpus[lane :: self._width][: max(1, len(cpus) // self._width)]
 
     def _report(self, lane: int, activity: str, done: float, total: float) -> None:

@@ -1,12 +1,8 @@
-"""Processes of tasks: an exception, a crash or a lack of memory there is a failure here.
-
-A fresh process imports what its task needs. A forked one comes from a process that has imported vLLM already.
-"""
+"""Processes of tasks: an exception, a crash or a lack of memory there is a failure here."""
 
 import os
 from collections.abc import Collection, Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -18,69 +14,28 @@ from slimqwen.recipe.warm_worker import WarmWorker
 from slimqwen.search.executors.task import Failure, Outcome, Result, Task
 from slimqwen.serving import platform
 
+_LOG = Path("logs") / "tasks.log"
 
-class _Process:
-    """Runs one task at a time, in a process that ends with this one."""
 
-    def __init__(self, root: Path, progress: Progress, cpus: Collection[int] = ()) -> None:
+class TaskProcess:
+    """Runs one task at a time, each in a fork of one process that ends with this one.
+
+    What tasks print goes to logs/tasks.log of the repository.
+    """
+
+    def __init__(
+        self, root: Path, progress: Progress, cpus: Collection[int] = (), *, warm: bool = False
+    ) -> None:
         """Make a runner of tasks.
 
         Args:
             cpus: logical CPUs that the process may use; none for those of this process.
+            warm: whether tasks, and on a CPU their servers, are forks of a process that has imported vLLM.
         """
-        self._root, self._progress, self._cpus = root, progress, cpus
+        self._root, self._progress, self._cpus, self._warm = root, progress, cpus, warm
         self._open_resources = ExitStack()
-
-    def close(self) -> None:
-        """End the process, and with it a task that runs."""
-        self._open_resources.close()
-
-
-class FreshProcess(_Process):
-    """A new process for each task; what the task prints goes to logs/task-<key>.log of the repository."""
-
-    @property
-    def messages(self) -> Connection:
-        """Connection with the reports of the running task; readable when `receive` would not wait."""
-        return self._messages
-
-    def begin(self, task: Task) -> None:
-        """Start a task; the one before must have ended."""
-        self._task = task
-        self._log = _log_folder(self._root) / f"task-{task.key[:40]}.log"
-        output = self._open_resources.enter_context(self._log.open("wb"))
-        with affinity(self._cpus):
-            started = worker.started(os.environ, output)
-            self._process, self._messages = self._open_resources.enter_context(started)
-        with suppress(BrokenPipeError):  # `receive` reports that it has died
-            worker.give(self._process, _call, self._root, self._log.parent, (task.function, task.argument))
-
-    def receive(self) -> Outcome | None:
-        """Take the task's next message; its outcome where it has ended."""
-        try:
-            kind, *content = self._messages.recv()
-        except EOFError:
-            cause = worker.death_cause(self._process.wait())
-            reason = f"its process died ({cause}); its log is logs/{self._log.name}"
-            self.close()
-            return Failure(self._task.key, reason)
-        if kind == "progress":
-            self._progress(*content)
-            return None
-        worker.wait_for_end(self._process)
-        self.close()
-        return _outcome(self._task, kind, content[0])
-
-
-class ForkedProcess(_Process):
-    """A fork of one process that has imported vLLM for each task; what tasks print goes to logs/tasks.log.
-
-    On a CPU the servers that tasks start are forks too (`slimqwen.serving.spawner`).
-    """
-
-    def __init__(self, root: Path, progress: Progress, cpus: Collection[int] = ()) -> None:
-        super().__init__(root, progress, cpus)
         self._worker: WarmWorker | None = None
+        self._outcome: Outcome | None = None
 
     @property
     def messages(self) -> Connection:
@@ -89,51 +44,53 @@ class ForkedProcess(_Process):
         return self._worker.messages
 
     def begin(self, task: Task) -> None:
-        """Start a task; the first one begins once vLLM is imported."""
-        self._task = task
-        self._kind, self._content = "failed", "its process died"
+        """Start a task; the one before must have ended."""
+        self._task, self._outcome = task, None
         if self._worker is None:
             self._worker = self._start_worker()
         with suppress(BrokenPipeError):  # `receive` reports that it has died
             self._worker.send(os.environ, _call, self._root, self._root, (task.function, task.argument))
 
     def _start_worker(self) -> WarmWorker:
-        enter = self._open_resources.enter_context
-        output = enter((_log_folder(self._root) / "tasks.log").open("ab"))
-        environment, on_cpu = dict(os.environ), platform.detect() == "cpu"
-        if on_cpu:
+        (self._root / _LOG).parent.mkdir(parents=True, exist_ok=True)
+        output = self._open_resources.enter_context((self._root / _LOG).open("ab"))
+        environment, forks_servers = dict(os.environ), self._warm and platform.detect() == "cpu"
+        if forks_servers:
             environment |= platform.preloaded_libraries(environment)
         with affinity(self._cpus):
-            return enter(warm_worker.started(environment, output, forks_servers=on_cpu))
+            return self._open_resources.enter_context(
+                warm_worker.started(environment, output, forks_servers=forks_servers, imports=self._warm)
+            )
 
     def receive(self) -> Outcome | None:
         """Take the task's next message; its outcome where its process has ended."""
-        assert self._worker is not None, "a task has begun"
+        key = self._task.key
         try:
-            kind, *content = self._worker.messages.recv()
+            kind, *content = self.messages.recv()
         except EOFError:
             self.close()
-            return Failure(self._task.key, "the process that tasks are forked from died")
-        if kind == "ended":
-            outcome = _outcome(self._task, self._kind, self._content)
-            if isinstance(outcome, Failure) and content[0]:
-                return replace(outcome, reason=f"{outcome.reason} (exit code {content[0]})")
-            return outcome
+            return Failure(key, f"the process that tasks are forked from died; its log is {_LOG}")
         if kind == "progress":
             self._progress(*content)
-        elif kind != "started":
-            self._kind, self._content = kind, content[0]
+        elif kind == "done":
+            self._outcome = Result(key, content[0])
+        elif kind in ("refused", "failed"):
+            error = content[0] if isinstance(content[0], SlimqwenError) else None
+            self._outcome = Failure(key, " ".join(str(content[0]).split()), error)
+        elif kind == "ended":
+            cause = worker.death_cause(content[0])
+            return self._outcome or Failure(key, f"its process died ({cause}); its log is {_LOG}")
         return None
 
     def close(self) -> None:
         """End the process that tasks are forked from, and a task that runs."""
         self._worker = None
-        super().close()
+        self._open_resources.close()
 
 
-def run(task: Task, root: Path, progress: Progress) -> Outcome:
-    """Run a task in a fresh process to its end."""
-    process = FreshProcess(root, progress)
+def run_task(task: Task, root: Path, progress: Progress) -> Outcome:
+    """Run a task in a process of its own to its end."""
+    process = TaskProcess(root, progress)
     try:
         process.begin(task)
         while (outcome := process.receive()) is None:
@@ -157,19 +114,6 @@ def affinity(cpus: Collection[int]) -> Iterator[None]:
         os.sched_setaffinity(0, before)
 
 
-def _log_folder(root: Path) -> Path:
-    folder = root / "logs"
-    folder.mkdir(parents=True, exist_ok=True)
-    return folder
-
-
 def _call(root: Path, _: Path, job: tuple[Any, Any], progress: Progress) -> Any:
     function, argument = job
     return function(root, argument, progress)
-
-
-def _outcome(task: Task, kind: str, content: Any) -> Outcome:
-    if kind == "done":
-        return Result(task.key, content)
-    error = content if isinstance(content, SlimqwenError) else None
-    return Failure(task.key, " ".join(str(content).split()), error)

@@ -30,12 +30,16 @@ RETRIES = 3
 
 _THREADS = "OMP_NUM_THREADS"
 _POLL_S = 0.5
-_NO_NODE_S = 60
 _CONNECT_S = 5
+_NO_NODE_S = 60
+"""How long a cluster may be without a node, and how long it may list one that is lost: Ray takes 30 s to notice."""
+
+_REPORT_S = 180
+"""How long a node may take to report on itself: its worker imports this package, on a node that may be at work."""
 
 
 @dataclass(frozen=True)
-class Node:
+class NodeReport:
     """A node's report on itself.
 
     Attributes:
@@ -51,7 +55,7 @@ class Node:
 
 
 class RayExecutor:
-    """Runs tasks on the nodes of a Ray cluster that is running already, or on one of its own on this machine."""
+    """Runs tasks on the nodes of a Ray cluster that is running already."""
 
     def __init__(self, root: Path, address: str, progress: Progress = silent) -> None:
         """Make an executor for a repository on a folder that all nodes share.
@@ -76,8 +80,8 @@ class RayExecutor:
             import ray
         except ImportError:
             raise SearchError("Ray is not installed; `make install EXTRAS=ray` installs it") from None
-        self._require_address()
         try:
+            self._connect_socket()
             ray.init(
                 address=self._address,
                 log_to_driver=False,
@@ -85,7 +89,7 @@ class RayExecutor:
                 configure_logging=False,
                 ignore_reinit_error=True,
             )
-        except (ConnectionError, RuntimeError, ValueError, OSError) as error:
+        except (RuntimeError, ValueError, OSError) as error:
             cause = " ".join(str(error).split())[:200]
             raise SearchError(
                 f"no Ray cluster at {self._address} ({cause}); `ray start --head` starts one"
@@ -108,11 +112,6 @@ class RayExecutor:
         self._tasks.clear()
         ray.shutdown()
         shutil.rmtree(self._folder, ignore_errors=True)
-
-    @property
-    def pending(self) -> int:
-        """Number of submitted tasks whose outcome has not been returned."""
-        return len(self._tasks)
 
     @property
     def width(self) -> int:
@@ -139,7 +138,7 @@ class RayExecutor:
                 f"{task.title} needs {needs.gpus} GPUs and no node of the cluster has more than {self._gpus}; "
                 "add a node that has"
             )
-        remote = ray.remote(max_calls=1, max_retries=RETRIES, scheduling_strategy="SPREAD")(_run)
+        remote = ray.remote(max_calls=1, max_retries=RETRIES, scheduling_strategy="SPREAD")(_run_on_node)
         options: dict[str, Any] = {
             # An engine on a CPU takes every core.
             "num_cpus": self._cpus if needs.whole_node or not needs.gpus else 1,
@@ -160,14 +159,11 @@ class RayExecutor:
 
         if not self._tasks:
             raise SearchError("no task is pending; submit one before waiting for its outcome")
-        no_node_since = None
-        while True:
-            ready, _ = ray.wait(list(self._tasks), timeout=_POLL_S)
-            if ready:
-                break
-            now = time.monotonic()
-            no_node_since = None if _worker_nodes() else no_node_since or now
-            if no_node_since and now - no_node_since > _NO_NODE_S:
+        last_seen = time.monotonic()
+        while not (ready := ray.wait(list(self._tasks), timeout=_POLL_S)[0]):
+            if _list_nodes():
+                last_seen = time.monotonic()
+            elif time.monotonic() - last_seen > _NO_NODE_S:
                 raise SearchError(
                     f"the cluster has had no node for {_NO_NODE_S} s; add one and run again: finished tasks are kept"
                 )
@@ -181,54 +177,50 @@ class RayExecutor:
         self._progress(f"{task.title}: ended", self._ended, self._ended + len(self._tasks))
         return outcome
 
-    def _require_address(self) -> None:
-        """Refuse an address where nothing listens; Ray itself would wait for minutes."""
-        if self._address == "auto":
-            return
-        host, _, port = self._address.rpartition(":")
-        try:
+    def _connect_socket(self) -> None:
+        """Raise an OSError or ValueError for an address where nothing listens; Ray itself would wait for minutes."""
+        if self._address != "auto":
+            host, _, port = self._address.rpartition(":")
             socket.create_connection((host, int(port)), _CONNECT_S).close()
-        except (OSError, ValueError) as error:
-            raise SearchError(
-                f"no Ray cluster at {self._address} ({error}); `ray start --head` starts one"
-            ) from None
 
-    def _look_at_nodes(self) -> list[Node]:
+    def _look_at_nodes(self) -> list[NodeReport]:
         """Every node's view of the shared folder, its packages and its hardware."""
         import ray
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-        ray_nodes = _worker_nodes()
-        if not ray_nodes:
-            raise SearchError("the Ray cluster has no node with a CPU; add one with `ray start --address`")
         token = secrets.token_hex(8)
         (self._folder / "driver").write_text(token, encoding="utf-8")
-        look = ray.remote(num_cpus=0, max_retries=0)(_look)
-        references = []
-        for number, node in enumerate(ray_nodes):
-            affinity = NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
-            remote = look.options(scheduling_strategy=affinity)
-            references.append(remote.remote(str(self._folder), token, str(number)))
-        try:
-            nodes: list[Node] = ray.get(references, timeout=_NO_NODE_S)
-        except ray.exceptions.RayError as error:
-            cause = " ".join(str(error).split())[-200:]
-            raise SearchError(
-                f"a node of the cluster cannot run this package ({cause}); install it there at the same path"
-            ) from None
-        for number, report in enumerate(nodes):
-            answer = self._folder / str(number)
+        look = ray.remote(num_cpus=0, max_retries=RETRIES)(_look)
+        asked = {}
+        for node in _list_nodes():
+            only_there = NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
+            remote = look.options(scheduling_strategy=only_there)
+            asked[node["NodeID"]] = remote.remote(str(self._folder), token, node["NodeID"])
+        reports = {}
+        for node_id, reference in asked.items():
+            try:
+                reports[node_id] = report = ray.get(reference, timeout=_REPORT_S)
+            except ray.exceptions.RayError as error:
+                if not isinstance(error, ray.exceptions.RayTaskError) and _is_lost(node_id):
+                    continue
+                cause = " ".join(str(error).split())[-200:]
+                raise SearchError(
+                    f"a node of the cluster cannot run this package ({cause}); install it there at the same path"
+                ) from None
+            answer = self._folder / node_id
             if not (report.sees_folder and answer.is_file() and answer.read_text(encoding="utf-8") == token):
                 raise SearchError(
                     f"node {report.name} does not share the repository's folder; mount it there at the same path"
                 )
-        self._cpus = min(int(node["Resources"]["CPU"]) for node in ray_nodes)
-        gpus = [int(node["Resources"].get("GPU", 0)) for node in ray_nodes]
-        self._gpus = max(gpus)
-        self._width = max(sum(gpus), len(ray_nodes))
-        return nodes
+        resources = [node["Resources"] for node in _list_nodes() if node["NodeID"] in reports]
+        if not resources:
+            raise SearchError("the Ray cluster has no node with a CPU; add one with `ray start --address`")
+        gpus = [int(each.get("GPU", 0)) for each in resources]
+        self._cpus, self._gpus = min(int(each["CPU"]) for each in resources), max(gpus)
+        self._width = max(sum(gpus), len(resources))
+        return list(reports.values())
 
-    def _require_alike(self, nodes: list[Node]) -> None:
+    def _require_alike(self, nodes: list[NodeReport]) -> None:
         """Refuse nodes whose figures could not be compared."""
         packages = provenance.package_versions()
         for node in nodes:
@@ -244,32 +236,39 @@ class RayExecutor:
             )
 
 
-def _run(task: Task, root: str, threads: str | None) -> Outcome:
+def _run_on_node(task: Task, root: str, threads: str | None) -> Outcome:
     """Run a task on a node with the driver's number of OpenMP threads; Ray calls it there."""
     os.environ.pop(_THREADS, None)  # Ray sets it to the task's number of CPUs
     if threads is not None:
         os.environ[_THREADS] = threads
-    return process.run(task, Path(root), silent)
+    return process.run_task(task, Path(root), silent)
 
 
-def _look(folder: str, token: str, answer: str) -> Node:
+def _look(folder: str, token: str, answer: str) -> NodeReport:
     """Report on this node; Ray calls it there."""
+    import ray
+
     try:
         sees = (Path(folder) / "driver").read_text(encoding="utf-8") == token
         (Path(folder) / answer).write_text(token, encoding="utf-8")
     except OSError:
         sees = False
-    return Node(_node_name(), sees, provenance.package_versions(), provenance.hardware())
+    name = f"{platform.node()}-{ray.get_runtime_context().get_node_id()[:6]}"
+    return NodeReport(name, sees, provenance.package_versions(), provenance.hardware())
 
 
-def _node_name() -> str:
-    import ray
-
-    return f"{platform.node()}-{ray.get_runtime_context().get_node_id()[:6]}"
-
-
-def _worker_nodes() -> list[Mapping[str, Any]]:
-    """The living nodes of the cluster that tasks can run on."""
+def _list_nodes() -> list[Mapping[str, Any]]:
+    """The nodes of the cluster that tasks can run on; one that was lost seconds ago may be among them."""
     import ray
 
     return [node for node in ray.nodes() if node["Alive"] and node["Resources"].get("CPU", 0) >= 1]
+
+
+def _is_lost(node_id: str) -> bool:
+    """Whether Ray finds within a minute that a node is gone."""
+    until = time.monotonic() + _NO_NODE_S
+    while any(node["NodeID"] == node_id for node in _list_nodes()):
+        if time.monotonic() > until:
+            return False
+        time.sleep(_POLL_S)
+    return True

@@ -9,6 +9,8 @@ process that submitted it writes the records.
         outcome = executor.wait()  # Result or Failure
 """
 
+import hashlib
+import json
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -29,13 +31,11 @@ class Resources:
     Attributes:
         memory_bytes: main memory, bytes; 0 where nothing is known.
         whole_node: whether nothing may run beside it, as for a timing.
-        every_cpu: whether it may use every CPU, beside other tasks.
     """
 
     gpus: int = 0
     memory_bytes: int = 0
     whole_node: bool = False
-    every_cpu: bool = False
 
 
 @dataclass(frozen=True)
@@ -56,6 +56,12 @@ class Task:
     argument: Any
     resources: Resources = Resources()
     urgent: bool = False
+
+
+def content_key(*ingredients: Any) -> str:
+    """Key of a task from everything that decides its value, as JSON."""
+    text = json.dumps(ingredients, sort_keys=True, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()[:24]
 
 
 @dataclass(frozen=True)
@@ -86,18 +92,11 @@ class Executor(Protocol):
     def __exit__(self, *_: object) -> None: ...
 
     @property
-    def pending(self) -> int:
-        """Number of submitted tasks whose outcome has not been returned."""
-
-    @property
     def width(self) -> int:
         """Tasks that run at a time at most, once the executor is entered."""
 
     def as_task(self) -> AbstractContextManager[None]:
-        """Restrict this thread to the CPUs of a task.
-
-        Commands resolved in the block then have the thread count of a task's server, as earlier records of tasks do.
-        """
+        """Restrict this thread to the CPUs of a task: commands that it resolves have a task's thread count."""
 
     def submit(self, task: Task) -> None:
         """Hand in a task; one whose key is pending already is ignored."""

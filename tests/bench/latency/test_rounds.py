@@ -1,13 +1,16 @@
 import contextlib
+import itertools
+import math
 
 import numpy as np
 import pytest
 import yaml
 
-from slimqwen.bench import BenchError, latency, starvation
+from slimqwen import host_load
+from slimqwen.bench import BenchError, latency
 from slimqwen.bench.latency import measured_variant, rounds
 from slimqwen.bench.workload import PromptClass, Workload
-from slimqwen.host_load import HostBusyError
+from slimqwen.host_load import HostBusyError, HostLoad
 from slimqwen.records import store
 from slimqwen.records.pairing import NotComparableError
 from slimqwen.report import tables
@@ -62,10 +65,12 @@ def measure(monkeypatch, write_workload):
             order.append(variant.name)
             yield by_name[variant.name]
 
-        monkeypatch.setattr(rounds, "serve", serve)
+        monkeypatch.setattr(rounds, "share_server", serve)
         variants = [one.variant for one in served_variants]
         chosen = workload or write_workload()
-        return latency.measure(variants, chosen, command=["slimqwen bench latency"], **arguments), order
+        return latency.measure_latency(
+            variants, chosen, command=["slimqwen bench latency"], **arguments
+        ), order
 
     return run
 
@@ -261,48 +266,54 @@ def test_a_repetition_that_the_server_did_not_find_is_no_measurement(
     assert not list(served.variant.folder.glob("latency_*"))
 
 
-class Busy:
-    """A server's time between tokens: 50 ms in some of its rounds, which a stand-in that answers at once has not."""
+@pytest.fixture
+def busy(monkeypatch):
+    """Make the host too busy in some attempts at a round, counted from 0 over all rounds."""
 
-    def __init__(self, *rounds, requests=7):
-        self.rounds, self.requests, self.count = rounds, requests, 0
+    def make(*attempts):
+        numbers = itertools.count()
 
-    def __call__(self):
-        self.count += 1
-        return 0.05 * ((self.count - 1) // self.requests in self.rounds)
+        def load(_):
+            share = 0.5 if next(numbers) in attempts else 0.0
+            return HostLoad(seconds=1, other_share=share, client_delay_ms=None, server_delay_ms=None)
+
+        monkeypatch.setattr(host_load, "LIMITS", host_load.LoadLimits(0.1, math.inf, math.inf))
+        monkeypatch.setattr(host_load.Watch, "load", load)
+
+    return make
 
 
-def test_a_round_of_a_starved_client_is_measured_again_by_all_variants(measure, add_served, stand_in):
-    """A round is 7 requests, two of them for warm-up; of the second variant's rounds the first is no good."""
-    fast, starved = stand_in(), stand_in()
-    starved.gap_s = Busy(0, requests=4)
-    paths, order = measure(add_served("fast", fast), add_served("starved", starved), rounds=2)
-    assert order == ["fast", "starved"] * 3
+def test_a_busy_round_is_measured_again_by_all_variants(measure, add_served, stand_in, busy):
+    """A round is 7 requests, two of them for warm-up."""
+    servers = stand_in(), stand_in()
+    busy(0)
+    paths, order = measure(
+        *(add_served(name, server) for name, server in zip("ab", servers, strict=True)), rounds=2
+    )
+    assert order == ["a", "b"] * 3
     records = [store.read_record(path) for path in paths]
     assert [(record.rounds, record.rounds_repeated) for record in records] == [(2, 1), (2, 1)]
     digests = [[figures.prompts_sha256 for figures in record.classes.values()] for record in records]
     assert digests[0] == digests[1]
     # No server has seen a text of the repeated round before.
-    prompts = prompts_of(fast)
+    prompts = prompts_of(servers[0])
     assert len(set(prompts)) == len(prompts) == 3 * 7
     assert [item["round"] for item in store.read_items(paths[1])] == [0, 0, 0, 1, 1, 1, 0, 0, 1, 1]
 
 
-def test_a_host_that_stays_busy_is_an_error_of_one_line_and_no_record(measure, add_served, stand_in):
-    server = stand_in()
-    server.gap_s = 0.05
-    served = add_served("tiny", server)
+def test_a_host_that_stays_busy_is_an_error_of_one_line_and_no_record(measure, add_served, stand_in, busy):
+    busy(0, 1)
+    served = add_served("tiny", stand_in())
     with pytest.raises(
-        HostBusyError, match=r"^round 1: host too busy in both attempts: tiny, .* 50\.0 ms; end other"
+        HostBusyError, match=r"^round 1: host too busy in both attempts: other .* 50\.0 % CPU .*; end other"
     ):
         measure(served)
     assert not list(served.variant.folder.glob("latency_*"))
 
 
-def test_figures_of_a_busy_host_are_marked_and_compared_with_nothing(measure, add_served, stand_in):
-    server, quiet = stand_in(), stand_in()
-    server.gap_s = 0.05
-    subject, other = add_served("tiny", server), add_served("other", quiet)
+def test_figures_of_a_busy_host_are_marked_and_compared_with_nothing(measure, add_served, stand_in, busy):
+    busy(0, 1)
+    subject, other = add_served("tiny", stand_in()), add_served("other", stand_in())
     (path,), order = measure(subject, even_if_busy=True)
     assert order == ["tiny", "tiny"]
     record = store.read_record(path)
@@ -325,14 +336,12 @@ def test_a_sweep_of_the_concurrency_covers_the_most_capable_variant():
 
 @pytest.mark.engine
 def test_a_real_server_is_timed(served_tiny, tmp_path, monkeypatch):
-    # A busy host ends a measurement; here other tests may keep it busy.
-    monkeypatch.setattr(starvation, "fault", lambda *_: "")
-    monkeypatch.setattr(rounds, "serve", lambda *_, **__: contextlib.nullcontext(served_tiny))
+    monkeypatch.setattr(rounds, "share_server", lambda *_, **__: contextlib.nullcontext(served_tiny))
     shape = {"prompt_tokens": 40, "output_tokens": 16, "requests": 3}
     few = (PromptClass(name="single", **shape), PromptClass(name="poisson", rate_per_s=50, **shape))
     workload = Workload.load("classes", repository_root())
     workload = workload.model_copy(update={"classes": few, "rounds": 1, "reference_context_tokens": 256})
-    (path,) = latency.measure(
+    (path,) = latency.measure_latency(
         [load("tiny")], workload, command=["slimqwen bench latency"], records_folders=[tmp_path / "tiny"]
     )
     record = store.read_record(path)

@@ -27,23 +27,25 @@ def crash(root: Path, _: Any, progress: Progress) -> None:
     os.kill(os.getpid(), signal.SIGSEGV)
 
 
-def sleep(root: Path, seconds: float, progress: Progress) -> float:
-    """Leave the process id in a file, then sleep."""
-    with (root / "pids.txt").open("a") as stream:
-        stream.write(f"{os.getpid()}\n")
-    progress("sleeping", 0, seconds)
-    time.sleep(seconds)
-    return seconds
-
-
 def meet(root: Path, name: str, progress: Progress) -> tuple[str, set[int]]:
-    """Wait at most 60 s for another task that is here too; its name and this process's CPUs."""
+    """Wait at most 300 s for another task that is here too; its name and this process's CPUs."""
     (root / f"{name}.here").touch()
-    for _ in range(600):
+    for _ in range(3000):
         if others := [path.stem for path in root.glob("*.here") if path.stem != name]:
             return others[0], os.sched_getaffinity(0)
         time.sleep(0.1)
     return "", os.sched_getaffinity(0)
+
+
+def hold(root: Path, name: str, progress: Progress) -> str:
+    """Leave the process id in a file, then wait until there is a file named go, 60 s at most."""
+    with (root / "pids.txt").open("a") as stream:
+        stream.write(f"{os.getpid()}\n")
+    for _ in range(600):
+        if (root / "go").is_file():
+            break
+        time.sleep(0.1)
+    return name
 
 
 def look_beside(root: Path, name: str, progress: Progress) -> tuple[list[str], set[int]]:
@@ -56,12 +58,13 @@ def look_beside(root: Path, name: str, progress: Progress) -> tuple[list[str], s
     return beside, os.sched_getaffinity(0)
 
 
-def interrupt_parent(root: Path, sleepers: int, progress: Progress) -> None:
-    """Do what Ctrl-C does to the process that waits once so many tasks sleep, then outlive it."""
-    while sleepers and not (root / "pids.txt").is_file():
+def interrupt(root: Path, waiting: tuple[int, int], progress: Progress) -> None:
+    """Do what Ctrl-C does to the process that waits once so many other tasks run, then outlive it."""
+    pid, others = waiting
+    while others and not (root / "pids.txt").is_file():
         time.sleep(0.05)
     (root / "pid.txt").write_text(str(os.getpid()))
-    os.kill(os.getppid(), signal.SIGINT)
+    os.kill(pid, signal.SIGINT)
     time.sleep(60)
 
 

@@ -1,11 +1,14 @@
+"""The local executor with real processes."""
+
 import os
+import time
 from pathlib import Path
 
 import psutil
 import pytest
 
 from slimqwen.search import SearchError
-from slimqwen.search.executors import Failure, LocalExecutor, Resources, Result, Task
+from slimqwen.search.executors import Failure, LocalExecutor, Resources, Result, Task, local
 from tests.search.executors import tasks
 
 
@@ -13,12 +16,10 @@ def test_a_task_gives_its_value_and_reports_its_progress(tmp_path: Path) -> None
     heard = []
     with LocalExecutor(tmp_path, lambda *report: heard.append(report)) as executor:
         executor.submit(Task("key", "double 4", tasks.double, 4))
-        assert executor.pending == 1
         outcome = executor.wait()
     assert isinstance(outcome, Result)
     assert (outcome.key, outcome.value) == ("key", 8)
     assert heard == [("double 4: doubling", 1, 1), ("double 4: ended", 1, 1)]
-    assert executor.pending == 0
 
 
 @pytest.mark.parametrize(
@@ -26,7 +27,7 @@ def test_a_task_gives_its_value_and_reports_its_progress(tmp_path: Path) -> None
     [
         (tasks.refuse, "no such variant; name another", "no such variant; name another"),
         (tasks.raise_defect, None, "ValueError: a defect"),
-        (tasks.crash, None, "its process died (SIGSEGV); its log is logs/task-key.log"),
+        (tasks.crash, None, "its process died (SIGSEGV); its log is logs/tasks.log"),
     ],
 )
 def test_what_raises_or_crashes_is_a_failure_with_its_reason(
@@ -44,16 +45,12 @@ def test_what_raises_or_crashes_is_a_failure_with_its_reason(
 def test_one_key_is_run_once(tmp_path: Path) -> None:
     with LocalExecutor(tmp_path) as executor:
         executor.submit(Task("key", "first", tasks.double, 1))
-        executor.submit(Task("key", "second", tasks.double, 1))
-        assert executor.pending == 1
-
-
-def test_an_interrupt_stops_the_running_task(tmp_path: Path) -> None:
-    with LocalExecutor(tmp_path) as executor:
-        executor.submit(Task("key", "title", tasks.interrupt_parent, 0))
-        with pytest.raises(KeyboardInterrupt):
+        executor.submit(Task("key", "second", tasks.double, 2))
+        outcome = executor.wait()
+        assert isinstance(outcome, Result)
+        assert outcome.value == 2
+        with pytest.raises(SearchError, match="no task is pending; submit one"):
             executor.wait()
-    assert not psutil.pid_exists(int((tmp_path / "pid.txt").read_text()))
 
 
 @pytest.mark.skipif((os.cpu_count() or 1) < 2, reason="two tasks on CPUs of their own need two CPUs")
@@ -70,18 +67,6 @@ def test_two_tasks_run_beside_each_other_on_cpus_of_their_own(tmp_path: Path, wa
     with executor.as_task():  # what an earlier record of a task is compared with
         assert len(os.sched_getaffinity(0)) == len(met[0][1])
     assert met[0][1].isdisjoint(met[1][1])
-
-
-@pytest.mark.skipif((os.cpu_count() or 1) < 2, reason="two tasks beside each other need two CPUs")
-@pytest.mark.usefixtures("all_cpus")
-def test_a_task_on_every_cpu_runs_beside_another(tmp_path: Path) -> None:
-    with LocalExecutor(tmp_path, width=2) as executor:
-        executor.submit(Task("a", "a", tasks.meet, "a"))
-        executor.submit(Task("b", "b", tasks.meet, "b", Resources(every_cpu=True)))
-        outcomes = sorted((executor.wait(), executor.wait()), key=lambda outcome: outcome.key)
-    met = [outcome.value for outcome in outcomes if isinstance(outcome, Result)]
-    assert [other for other, _ in met] == ["b", "a"]
-    assert met[0][1] < met[1][1] == os.sched_getaffinity(0)
 
 
 def test_an_urgent_task_begins_before_those_that_wait(tmp_path: Path) -> None:
@@ -110,17 +95,28 @@ def test_a_task_that_needs_the_whole_node_or_too_much_memory_runs_alone(tmp_path
     assert ended["1"][1] == ended["4"][1] == os.sched_getaffinity(0)  # a timing, an engine on a GPU
 
 
-def test_an_interrupt_stops_every_running_task(tmp_path: Path) -> None:
+@pytest.mark.parametrize("others", [0, 1])
+def test_an_interrupt_stops_every_running_task(tmp_path: Path, others: int) -> None:
     with LocalExecutor(tmp_path, width=2) as executor:
-        executor.submit(Task("sleeper", "title", tasks.sleep, 60))
-        executor.submit(Task("key", "title", tasks.interrupt_parent, 1))
+        for number in range(others):
+            executor.submit(Task(f"{number}", "title", tasks.hold, "x"))
+        executor.submit(Task("key", "title", tasks.interrupt, (os.getpid(), others)))
         with pytest.raises(KeyboardInterrupt):
             executor.wait()
-    processes = [*(tmp_path / "pids.txt").read_text().split(), (tmp_path / "pid.txt").read_text()]
-    assert len(processes) == 2
-    assert not any(psutil.pid_exists(int(process)) for process in processes)
+    pids = [int((tmp_path / "pid.txt").read_text())]
+    if others:
+        pids += map(int, (tmp_path / "pids.txt").read_text().split())
+    assert len(pids) == 1 + others
+    until = time.monotonic() + 30
+    while any(map(psutil.pid_exists, pids)) and time.monotonic() < until:
+        time.sleep(0.1)
+    assert not any(map(psutil.pid_exists, pids))
 
 
-def test_nothing_to_wait_for_is_an_error(tmp_path: Path) -> None:
-    with LocalExecutor(tmp_path) as executor, pytest.raises(SearchError, match="no task is pending"):
-        executor.wait()
+@pytest.mark.parametrize(("cuda", "cores", "width"), [(True, 8, 1), (False, 2, 2), (False, 16, 4)])
+def test_by_default_a_task_runs_on_each_core_or_one_on_a_gpu(
+    monkeypatch: pytest.MonkeyPatch, cuda: bool, cores: int, width: int
+) -> None:
+    monkeypatch.setattr(local.platform, "detect", lambda: "cuda" if cuda else "cpu")
+    monkeypatch.setattr(local.platform, "physical_cores", lambda: cores)
+    assert local.default_width() == width

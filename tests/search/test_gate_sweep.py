@@ -5,8 +5,8 @@ from pathlib import Path
 from slimqwen import variant
 from slimqwen.evals.gate import Gate
 from slimqwen.records import store
-from slimqwen.search.sweep.driver import sweep
-from slimqwen.search.sweep.required_tasks import Options
+from slimqwen.search.measurements import Options
+from slimqwen.search.sweep import sweep
 from tests.evals.gate_checks import Checks
 from tests.search.in_process import InProcess
 
@@ -21,7 +21,7 @@ def test_the_gate_of_a_sweep_is_that_of_its_checks(root: Path, checks: Checks) -
         "quality 1/2 of tiny", "quality 2/2 of tiny", "acceptance of tiny",
         "engine of small", "quality 1/2 of small", "quality 2/2 of small", "fidelity of small", "acceptance of small",
     ]  # fmt: skip
-    record = store.read_record(result.records[-1], Gate)
+    record = store.read_record(result.records["gate"][0], Gate)
     assert record.verdicts == dict.fromkeys(("fidelity", "acceptance", "quality", "engine"), "pass")
     assert len(record.records) == 6
     assert all((root / "experiments" / name).is_file() for name in record.records)
@@ -30,29 +30,38 @@ def test_the_gate_of_a_sweep_is_that_of_its_checks(root: Path, checks: Checks) -
 
 def test_checks_alone_leave_their_records_in_the_folder_that_is_named(root: Path, checks: Checks) -> None:
     options = Options(measures=("acceptance", "fidelity"), command=("slimqwen", "demo"), records="demo")
-    for _ in range(2):  # nothing is used again without a gate
-        executor = InProcess(root)
-        (result,) = sweep(["small"], options, executor, root)
-        titles = [task.title for task in executor.ran]
-        assert titles == ["acceptance of tiny", "fidelity of small", "acceptance of small"]
+    executor = InProcess(root)
+    (result,) = sweep(["small"], options, executor, root)
+    titles = [task.title for task in executor.ran]
+    assert titles == ["acceptance of tiny", "fidelity of small", "acceptance of small"]
     assert (result.failure, result.outcome) == (None, "")
-    assert sorted(path.relative_to(root / "demo").parts[0] for path in result.records) == [
-        "small",
-        "small",
-        "tiny",
-    ]
+    folders = {
+        name: [path.parent.relative_to(root) for path in paths] for name, paths in result.records.items()
+    }
+    tiny, small = Path("demo/tiny"), Path("demo/small")
+    assert folders == {"acceptance": [tiny, small], "fidelity": [small]}
 
 
 def test_what_holds_is_not_measured_again(root: Path, checks: Checks) -> None:
-    sweep(["small"], OPTIONS, InProcess(root), root)
+    (first,) = sweep(["small"], OPTIONS, InProcess(root), root)
     executor = InProcess(root)
     (result,) = sweep(["small"], OPTIONS, executor, root)
     assert executor.ran == []
-    assert result.outcome == "pass"
+    assert (result.outcome, result.records) == ("pass", first.records)
 
 
 def test_one_check_decides(root: Path, checks: Checks) -> None:
     checks.wrong = {("small", None): 100}
     (result,) = sweep(["small"], OPTIONS, InProcess(root), root)
     assert result.outcome == "fail"
-    assert variant.load("small", root).folder / result.records[-1].name == result.records[-1]
+    assert result.records["gate"][0].parent == variant.load("small", root).folder
+
+
+def test_nothing_follows_from_some_checks_of_a_gate(root: Path, checks: Checks) -> None:
+    executor = InProcess(root)
+    executor.broken = "fidelity of small"
+    options = Options(measures=("gate", "latency"), command=("slimqwen", "sweep"))
+    (result,) = sweep(["small"], options, executor, root)
+    assert result.failures.keys() == {"fidelity"}
+    assert result.records.keys() == {"acceptance", "quality", "engine"}
+    assert not any(task.title.startswith("latency") for task in executor.ran)

@@ -4,56 +4,55 @@ import dataclasses
 import threading
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 
+from slimqwen.search import measurements
 from slimqwen.search.executors import LocalExecutor
 from slimqwen.search.executors.ray import RayExecutor
-from slimqwen.search.sweep import tasks
-from slimqwen.search.sweep.driver import sweep
-from tests.search.sweep import stand_in
-from tests.search.sweep.stand_in import OPTIONS, contents
+from slimqwen.search.sweep import sweep
+from tests.search import stand_in
+from tests.search.stand_in import OPTIONS, contents
 
 pytest.importorskip("ray", reason="Ray is an extra: `make install EXTRAS=ray`")
 cluster_utils = pytest.importorskip("ray.cluster_utils")
 
-NAMES = ["a", "b", "e"]
+NAMES = ["a", "b"]
 TWO_PARTS = dataclasses.replace(OPTIONS, parts=2)
 
 
 def test_a_lost_node_changes_no_record(repository: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tasks, "ask_part", stand_in.ask_part)
-    seconds = repository / stand_in.SECONDS
-    seconds.write_text("0")
+    monkeypatch.setattr(measurements, "ask_part", stand_in.ask_part)
+    go, pids = repository / "go", repository / "pids.txt"
+    go.touch()
     results = sweep(NAMES, TWO_PARTS, LocalExecutor(repository), repository)
-    assert [each.failure for each in results] == [None, None, None]
+    assert [each.failure for each in results] == [None, None]
     local = contents(repository)
     for path in repository.glob("experiments/*/quality_*"):
         path.unlink()
-    (repository / "pids.txt").unlink()
-    seconds.write_text("4")
+    pids.unlink()
+    go.unlink()
     cluster = cluster_utils.Cluster(initialize_head=True, head_node_args={"num_cpus": 0})
     try:
         nodes = [cluster.add_node(num_cpus=1, num_gpus=1, object_store_memory=100 << 20) for _ in range(2)]
-        remover = threading.Thread(target=_remove_while_busy, args=(cluster, nodes[1], repository))
+
+        def remove_while_busy() -> None:
+            """Remove a node once each has a part, which it holds until there is the file."""
+            until = time.monotonic() + 120
+            while time.monotonic() < until and (not pids.is_file() or len(pids.read_text().split()) < 2):
+                time.sleep(0.1)
+            cluster.remove_node(nodes[1], allow_graceful=False)
+            go.touch()
+
+        remover = threading.Thread(target=remove_while_busy)
         remover.start()
         results = sweep(NAMES, TWO_PARTS, RayExecutor(repository, cluster.address), repository)
         remover.join()
     finally:
         cluster.shutdown()
-    assert [each.failure for each in results] == [None, None, None]
-    assert len(_begun(repository)) > len(NAMES) * TWO_PARTS.parts  # what the node was doing was done again
+    assert [each.failure for each in results] == [None, None]
+    sides = len(NAMES) + 1
+    assert (
+        len(pids.read_text().split()) == sides * TWO_PARTS.parts + 1
+    )  # what the node was doing was done again
     assert contents(repository) == local
-
-
-def _remove_while_busy(cluster: Any, node: Any, repository: Path) -> None:
-    until = time.monotonic() + 60
-    while time.monotonic() < until and len(_begun(repository)) < 2:
-        time.sleep(0.1)
-    cluster.remove_node(node, allow_graceful=False)
-
-
-def _begun(repository: Path) -> list[str]:
-    file = repository / "pids.txt"
-    return file.read_text().split() if file.is_file() else []

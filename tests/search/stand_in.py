@@ -3,7 +3,7 @@
 import json
 import os
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +13,10 @@ from slimqwen.evals.suites.suite import Suite
 from slimqwen.progress import Progress
 from slimqwen.records import provenance, store
 from slimqwen.records.record import ServedProvenance
-from slimqwen.search.sweep.required_tasks import Options
+from slimqwen.search.measurements import Measurement, Options
 
 ITEMS = 7
 OPTIONS = Options(measures=("quality",), command=("slimqwen", "sweep"), parts=3, limit=ITEMS)
-SECONDS = "stand-in-seconds.txt"
-"""File of the repository with the seconds that a part takes."""
 
 
 def describe_variants(names: Iterable[str], root: Path) -> None:
@@ -42,34 +40,31 @@ def contents(root: Path) -> dict[str, Any]:
     return found
 
 
-def answers(root: Path, argument: Mapping[str, Any]) -> dict[str, Any]:
-    """What `tasks.ask_part` would give: an item's score is its index modulo two."""
-    suite = Suite.load(argument["suite"], root)
-    part = Part(*argument["part"])
-    values = {}
-    for name in argument["variants"]:
-        runs = [
-            TaskRun(
-                each,
-                [
-                    Item(each.name, n, f"{n:016x}", float(n % 2), 1.0, None, None)
-                    for n in part.positions(ITEMS)
-                ],
-                100,
-                False,
-            )
-            for each in suite.tasks
-        ]
-        described = ServedProvenance.model_validate_json((root / f"{name}.provenance.json").read_text())
-        made = described.model_copy(update={"started": provenance.utc_now(), "ended": provenance.utc_now()})
-        values[name] = json.loads(json.dumps(ScoredPart(runs, made).as_json()))
-    return values
+def score(root: Path, what: Measurement) -> dict[str, Any]:
+    """What `measurements.ask_part` would give: an item's score is its index modulo two."""
+    suite, part = Suite.load(what.settings_name, root), Part(what.part, what.options.parts)
+    runs = [
+        TaskRun(
+            each,
+            [Item(each.name, n, f"{n:016x}", float(n % 2), 1.0, None, None) for n in part.positions(ITEMS)],
+            100,
+            False,
+        )
+        for each in suite.tasks
+    ]
+    described = ServedProvenance.model_validate_json((root / f"{what.sides[0]}.provenance.json").read_text())
+    made = described.model_copy(update={"started": provenance.utc_now(), "ended": provenance.utc_now()})
+    value: dict[str, Any] = json.loads(json.dumps(ScoredPart(runs, made).as_json()))
+    return value
 
 
-def ask_part(root: Path, argument: Mapping[str, Any], progress: Progress) -> dict[str, Any]:
-    """Leave the process id in a file, take a while, and answer."""
+def ask_part(root: Path, what: Measurement, progress: Progress) -> dict[str, Any]:
+    """Leave the process id in a file, wait until there is a file named go, 60 s at most, and answer."""
     with (root / "pids.txt").open("a") as stream:
         stream.write(f"{os.getpid()}\n")
     progress("answering", 0, 1)
-    time.sleep(float((root / SECONDS).read_text()))
-    return answers(root, argument)
+    for _ in range(600):
+        if (root / "go").is_file():
+            break
+        time.sleep(0.1)
+    return score(root, what)

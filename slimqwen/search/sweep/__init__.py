@@ -1,1 +1,0 @@
-"""Sweeps: the same measurements of many variants, as tasks of an executor."""
