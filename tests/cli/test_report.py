@@ -62,7 +62,6 @@ def test_options_together_do_all_that_they_say(repository, monkeypatch):
     assert code == 0
     assert [line.partition(":")[0] for line in said.splitlines()] == [
         "written",
-        "rewritten",
-        "rewritten",
+        *3 * ["rewritten"],
         "0 records, no fault",
     ]
