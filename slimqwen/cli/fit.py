@@ -52,7 +52,7 @@ def fit(
         console.print(tables.gpus_table(subject, settings, root).as_rich())
         say(tables.suggest_start(subject, root))
         return
-    fits = tables.fit_on_gpu(subject, settings, name, root)
+    fits = tables.fit_on_gpus(subject, settings, [name], root)[name]
     say(tables.give_verdict(subject, settings, name, fits))
     console.print(tables.steps_table(subject, settings, name, fits).as_rich())
     for line in (

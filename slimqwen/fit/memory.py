@@ -66,33 +66,43 @@ class ServerSettings:
         """Those of a variant's config.env, or of the server that this project would begin with.
 
         Raises:
-            FitError: heads that the GPUs cannot share, or a length that the model was not made for.
+            FitError: heads that the GPUs cannot share, a length that the model was not made for, or no number.
         """
         flags = {key.removeprefix("VLLM_").lower(): value for key, value in subject.settings.items()}
+
+        def number(key: str, default: int) -> int:
+            try:
+                return int(flags.get(key, default))
+            except ValueError:
+                line = f"VLLM_{key.upper()}={flags[key]}"
+                raise FitError(
+                    f"{subject.name}: {line} is no whole number here; write it with digits"
+                ) from None
+
         native = int(subject.text.get("max_position_embeddings", CONTEXT_LEN))
-        length = context_len or int(flags.get("max_model_len", min(native, CONTEXT_LEN)))
+        # What a config.env leaves out has vLLM's own default.
+        depth, utilization, prefix_caching, longest = DRAFT_DEPTH, UTILIZATION, "0", min(native, CONTEXT_LEN)
+        if subject.variant:
+            drafts = json.loads(flags.get("speculative_config", "{}"))
+            depth = int(drafts["num_speculative_tokens"]) if "mtp" in str(drafts.get("method")) else 0
+            utilization, prefix_caching, longest = MEMORY_UTILIZATION, "1", native
+        length = context_len or number("max_model_len", longest)
         if not 1 <= length <= native:
             raise FitError(
                 f"{subject.name} was made for 1 to {native:,} tokens, not {length:,}; correct --context"
             )
-        # What a config.env leaves out has vLLM's own default.
-        depth, utilization, prefix_caching = DRAFT_DEPTH, UTILIZATION, "0"
-        if subject.variant:
-            drafts = json.loads(flags.get("speculative_config", "{}"))
-            depth = int(drafts.get("num_speculative_tokens", 0))
-            utilization, prefix_caching = MEMORY_UTILIZATION, "1"
-        gpus = int(flags.get("tensor_parallel_size", 1))
+        gpus = number("tensor_parallel_size", 1)
         _check_heads(subject.text, gpus)
         return cls(
             context_len=length,
-            sequences=sequences or int(flags.get("max_num_seqs", SEQUENCES)),
+            sequences=sequences or number("max_num_seqs", SEQUENCES),
             depth=depth if subject.has_mtp else 0,
             dtype=flags.get("dtype", "auto"),
             kv_cache_dtype=flags.get("kv_cache_dtype", "auto"),
             state_dtype=flags.get("mamba_ssm_cache_dtype", "auto"),
             utilization=float(flags.get("gpu_memory_utilization", utilization)),
             prefix_caching=flags.get("enable_prefix_caching", prefix_caching) != "0",
-            batched_tokens=int(flags.get("max_num_batched_tokens", BATCHED_TOKENS)),
+            batched_tokens=number("max_num_batched_tokens", BATCHED_TOKENS),
             gpus=gpus,
         )
 

@@ -29,14 +29,10 @@ SHAPES_CONTEXT_LEN = 8192
 """Context of the table of all shapes."""
 
 
-def fit_on_gpu(subject: Subject, settings: ServerSettings, gpu: str, root: Path) -> list[Fit]:
-    """A checkpoint and its optimised forms on a GPU of eval/devices.yaml."""
-    return _fit_all(subject, settings, [gpu], root)[gpu]
-
-
-def _fit_all(
+def fit_on_gpus(
     subject: Subject, settings: ServerSettings, gpus: Iterable[str], root: Path
 ) -> dict[str, list[Fit]]:
+    """A checkpoint and its optimised forms on GPUs of eval/devices.yaml, by their names there."""
     sheets, models = read_gpus(root), read_gpu_models(root)
     length = subject.family.acceptance_lengths.get(settings.depth)
     sized = [size_checkpoint(step, settings) for step in list_optimised(subject)]
@@ -168,7 +164,7 @@ def suggest_start(subject: Subject, root: Path) -> str:
 def gpus_table(subject: Subject, settings: ServerSettings, root: Path) -> Table:
     """The checkpoint on every GPU: as stored, and with the first optimisations that make it fit."""
     models = read_gpu_models(root)
-    rows = _fit_all(subject, settings, models, root)
+    rows = fit_on_gpus(subject, settings, models, root)
 
     def enough(cell: Callable[[Fit], str]) -> Callable[[str], object]:
         return lambda gpu: next((cell(fit) for fit in rows[gpu] if fit.fits), None)
@@ -201,7 +197,7 @@ def shapes_table(root: Path) -> Table:
     for name in names:
         subject = find_subject(name, root)
         settings = replace(ServerSettings.of(subject, SHAPES_CONTEXT_LEN, 1), depth=0)
-        fits = _fit_all(subject, settings, models, root)
+        fits = fit_on_gpus(subject, settings, models, root)
         cells[name] = {gpu: _first_that_fits(each) for gpu, each in fits.items()}
     columns: dict[str, Callable[[str], object]] = {
         "GPU": str,

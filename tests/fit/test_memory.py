@@ -29,7 +29,7 @@ PLANNED = ["cyankiwi", "cyankiwi-best", "cyankiwi-seq8-w4lm", "qwen3.5-4b", "qwe
 def fitted(model: str, gpu: str, **changes: object) -> tuple[Subject, ServerSettings, list[Fit]]:
     subject = find_subject(model, ROOT)
     settings = replace(ServerSettings.of(subject, None, None), **changes)
-    return subject, settings, tables.fit_on_gpu(subject, settings, gpu, ROOT)
+    return subject, settings, tables.fit_on_gpus(subject, settings, [gpu], ROOT)[gpu]
 
 
 @pytest.mark.parametrize("name", PLANNED)
@@ -95,6 +95,27 @@ def test_what_a_config_env_leaves_out_has_the_default_of_vllm(add_variant, tmp_p
     assert ServerSettings.of(find_subject("said", tmp_path), 128, 9) == replace(
         said, context_len=128, sequences=9
     )
+
+
+@pytest.mark.parametrize(
+    ("line", "depth"),
+    [
+        ("""VLLM_SPECULATIVE_CONFIG='{"method": "ngram", "num_speculative_tokens": 2}'""", 0),
+        ("""VLLM_SPECULATIVE_CONFIG='{"method": "qwen3_5_mtp", "num_speculative_tokens": 2}'""", 2),
+        ("VLLM_MAX_MODEL_LEN=4k", None),
+    ],
+)
+def test_only_drafts_of_the_mtp_head_count_and_numbers_are_digits(add_variant, tmp_path, line, depth):
+    (tmp_path / "weights").mkdir()
+    (tmp_path / "weights" / "tiny").symlink_to(ROOT / "weights" / "tiny")
+    add_variant("own", f"VLLM_MODEL=weights/tiny\n{line}\n")
+    if depth is None:
+        with pytest.raises(
+            FitError, match="own: VLLM_MAX_MODEL_LEN=4k is no whole number here; write it with"
+        ):
+            ServerSettings.of(find_subject("own", tmp_path), None, None)
+    else:
+        assert ServerSettings.of(find_subject("own", tmp_path), None, None).depth == depth
 
 
 @pytest.mark.parametrize("length", [0, 40961])
