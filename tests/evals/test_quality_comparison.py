@@ -4,6 +4,7 @@ import pytest
 
 from slimqwen.evals import quality_comparison
 from slimqwen.records import pairing, store
+from slimqwen.stats import intervals, non_inferiority
 from tests import record_files
 
 FACTS = "example_facts"
@@ -43,6 +44,16 @@ def test_scores_are_paired_item_by_item(write):
     assert facts.discordance.p_value == pytest.approx(1.0)
     assert prose.discordance is None
     assert prose.higher_is_better is False
+    assert facts.p_value == non_inferiority.paired_proportion_p_value(facts.discordance, 4, 0.04)
+
+
+def test_a_gain_of_a_measure_of_which_less_is_better_is_a_fall(write):
+    _, prose = quality_comparison.compare_quality(write("a"), write("b", prose=(0.9, 2.1)))
+    difference = prose.difference
+    assert prose.gain == pytest.approx(-0.05) == -difference.value
+    error = difference.standard_error
+    expected = intervals.p_value(-0.05, error, 2, -0.04, higher_is_better=True)
+    assert prose.p_value == pytest.approx(expected)
 
 
 def test_of_scores_on_as_many_items_those_of_one_kind_of_machine_are_paired(write):
@@ -144,3 +155,24 @@ def test_repeats_of_an_item_are_one_observation(tmp_path):
     (row,) = quality_comparison.compare_quality(base, write("c", [(1, 0), (1, 1), (1, 1), (0, 0)]))
     assert row.discordance is None
     assert row.difference.value == pytest.approx(-0.125)
+
+
+def test_a_table_has_both_scores_the_verdict_and_the_sizes_on_disk(write):
+    half = provenance()["checkpoint"] | {"size_bytes": 4_000_000}
+    first = write("a", facts=(1, 0, 1, 1))
+    second = write("b", facts=(0, 1, 0, 1), prose=(1.0, 2.4), provenance=provenance(checkpoint=half))
+    shown = quality_comparison.comparison_table(first, second)
+    assert shown.title == "Quality: a and b, paired by item"
+    assert shown.columns[2:4] == ("a", "b")
+    facts, prose = shown.rows
+    assert facts[:4] == ("facts", "exact match", "0.750", "0.500")
+    assert facts[4].startswith("-0.250 ± ")
+    assert facts[6:9] == ("1.000", "0.04", "inconclusive")
+    assert facts[9] == "4"
+    assert prose[:2] == ("prose", "bits per byte")
+    assert prose[4].startswith("+0.300 ± ")
+    assert prose[6] == "-"
+    assert shown.notes[0] == "Checkpoints on disk: 8.0 MB and 4.0 MB, 2.00x."
+    same = quality_comparison.comparison_table(first, first)
+    assert same.columns[2:4] == ("a", "a again")
+    assert same.rows[0][9].startswith("4 (")
