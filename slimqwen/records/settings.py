@@ -1,5 +1,10 @@
-"""Settings of a measurement: the YAML files eval/<folder>/<name>.yaml with prompts, sizes and limits."""
+"""Settings of a measurement: the YAML files eval/<folder>/<name>.yaml with prompts, sizes and limits.
 
+An own evaluation is a folder eval/own/<name>/ with texts, questions and prompts; eval/own.yaml has the settings that
+its files leave out.
+"""
+
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Self, TypeVar
@@ -16,6 +21,10 @@ SettingsName = Annotated[str, Field(min_length=1, validation_alias="plan", seria
 """The field of a record that names the settings of its measurement."""
 
 
+OWN = Path("eval") / "own"
+"""Folder of own evaluations, relative to the repository."""
+
+
 class SettingsError(SlimqwenError):
     """A file of eval/ that is missing or cannot be used."""
 
@@ -26,33 +35,53 @@ class Settings(BaseModel):
     Attributes:
         folder: folder of eval/.
         section: top-level key of a file that holds them; empty for the whole file.
+        own_file: file of an own evaluation that holds them, without its suffix; empty if they have no such file.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     folder: ClassVar[str]
     section: ClassVar[str] = ""
+    own_file: ClassVar[str] = ""
 
     name: str = ""
 
     @classmethod
     def load(cls, name: str, root: Path) -> Self:
-        """Read eval/<folder>/<name>.yaml of a repository.
+        """Read eval/<folder>/<name>.yaml of a repository, or the settings of the own evaluation eval/own/<name>/.
 
         Args:
-            name: name of the file without its suffix.
+            name: name of the file without its suffix, or of the folder.
 
         Raises:
             SettingsError: the file or its section is missing, or a field is missing or wrong.
         """
         file = root / "eval" / cls.folder / f"{name}.yaml"
-        known = ", ".join(sorted(path.stem for path in file.parent.glob("*.yaml"))) or "none"
+        if cls.own_file and not file.is_file() and (root / OWN / name).is_dir():
+            own = root / OWN / name / f"{cls.own_file}.yaml"
+            content = cls._own_content(name, root)
+            source = own if own.is_file() else root / f"{OWN}.yaml"
+            return read_yaml(source, root, lambda _: cls._from_content(content, name), missing="is missing")
+        known = sorted(path.stem for path in file.parent.glob("*.yaml"))
+        if cls.own_file:
+            known += sorted(path.name for path in (root / OWN).glob("*/"))
         return read_yaml(
             file,
             root,
             lambda content: cls._from_content(content, name),
-            missing=f"does not exist; choose one of: {known}, or write that file",
+            missing="does not exist; "
+            + (f"choose one of: {', '.join(known)}, or write that file" if known else "write it"),
         )
+
+    @classmethod
+    def _own_content(cls, name: str, root: Path) -> dict[str, Any]:
+        """Fields of the settings of an own evaluation: those of its file, and for the others those of eval/own.yaml."""
+        text = (root / f"{OWN}.yaml").read_text(encoding="utf-8")
+        content: dict[str, Any] = yaml.safe_load(re.sub(r"\bNAME\b", name, text))[cls.own_file]
+        own = root / OWN / name / f"{cls.own_file}.yaml"
+        if own.is_file():
+            content = _replace_fields(content, read_yaml(own, root, lambda own: own or {}, missing="is missing"))
+        return content
 
     @classmethod
     def _from_content(cls, content: Any, name: str) -> Self:
@@ -63,8 +92,18 @@ class Settings(BaseModel):
         return cls.model_validate({**content[cls.section], "name": name})
 
     def file(self, root: Path) -> Path:
-        """The file in a repository."""
-        return root / "eval" / self.folder / f"{self.name}.yaml"
+        """The file in a repository; eval/own.yaml for an own evaluation without such a file."""
+        file = root / "eval" / self.folder / f"{self.name}.yaml"
+        own = root / OWN / self.name / f"{self.own_file}.yaml"
+        return file if file.is_file() or not self.own_file else own if own.is_file() else root / f"{OWN}.yaml"
+
+
+def _replace_fields(content: Any, replacements: Any) -> Any:
+    """Content with the fields of replacements, mappings field by field."""
+    if not isinstance(content, dict) or not isinstance(replacements, dict):
+        return replacements
+    replaced = {name: _replace_fields(content.get(name), value) for name, value in replacements.items()}
+    return {**content, **replaced}
 
 
 def read_yaml(file: Path, root: Path, build: Callable[[Any], Content], *, missing: str) -> Content:

@@ -1,0 +1,224 @@
+"""Questions of one's own: eval/own/NAME/questions.jsonl as a task of lm-eval, and the scoring of their responses.
+
+A line holds `prompt` (the user's message) or `messages` (a chat, with `tools`), `answer`, and optionally `choices`.
+The metric of suite.yaml decides what is right; without one each question is scored by its form: by choice where it has
+choices, as a tool call where its answer is an object, else exactly.
+"""
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from slimqwen.text.files import CorpusError, read_json_lines
+
+Metric = Literal["exact", "contains", "choice", "tool_call"]
+
+SCORE = "exact_match"
+"""Name of the metric in lm-eval's results, whatever decides it."""
+
+_CHAT = "slimqwen-chat:"
+"""Begins the text of a question that is a whole chat: lm-eval passes texts alone, and the client renders this one."""
+
+_JSON_CALL = re.compile(r"<tool_call>\s*(\{.*?\})\s*</tool_call>", re.DOTALL)
+_XML_CALL = re.compile(r"<function=([^>]+)>(.*?)</function>", re.DOTALL)
+_XML_PARAMETER = re.compile(r"<parameter=([^>]+)>\n?(.*?)\n?</parameter>", re.DOTALL)
+
+
+class Question(BaseModel):
+    """One line of questions.jsonl.
+
+    Attributes:
+        prompt: message of the user.
+        messages: chat instead of a prompt, in the form of chat templates; ends before the response.
+        tools: functions that the chat offers.
+        answer: the right response; one of the choices; or the tool call {"name", "arguments"}.
+        choices: all responses of a multiple choice, listed after the prompt under the letters A, B, C, …
+    """
+
+    model_config = ConfigDict(extra="ignore", frozen=True)
+
+    prompt: Annotated[str, Field(min_length=1)] | None = None
+    messages: Annotated[list[dict[str, Any]], Field(min_length=1)] | None = None
+    tools: list[dict[str, Any]] | None = None
+    answer: str | dict[str, Any]
+    choices: Annotated[list[str], Field(min_length=2, max_length=26)] | None = None
+
+    @model_validator(mode="after")
+    def _check_fields_together(self) -> Self:
+        if (self.prompt is None) == (self.messages is None):
+            raise ValueError("give one of prompt and messages")
+        if self.tools and self.messages is None:
+            raise ValueError("tools go with messages")
+        if self.choices is not None and self.answer not in self.choices:
+            raise ValueError("the answer is none of the choices")
+        if isinstance(self.answer, dict) and not isinstance(self.answer.get("name"), str):
+            raise ValueError('an answer that is a tool call is {"name": …, "arguments": {…}}')
+        return self
+
+    @property
+    def form(self) -> Metric:
+        """The metric that fits where suite.yaml names none."""
+        if self.choices is not None:
+            return "choice"
+        return "tool_call" if isinstance(self.answer, dict) else "exact"
+
+
+def read_questions(file: Path, metric: Metric | None) -> list[Question]:
+    """Read and check all questions.
+
+    Raises:
+        CorpusError: the file cannot be read, or lines are unusable; names up to five of them with their faults.
+    """
+    questions, faults = [], []
+    try:
+        data = file.read_bytes()
+    except OSError as error:
+        raise CorpusError(f"{file}: cannot be read ({error.strerror}); put the questions there") from None
+    for position, content in read_json_lines(data.splitlines(keepends=True), file):
+        number = data.count(b"\n", 0, position) + 1
+        try:
+            question = Question.model_validate(content)
+            if (metric or question.form) == "choice" and question.choices is None:
+                raise ValueError("metric choice, and no choices")
+            if (metric == "tool_call") != isinstance(question.answer, dict) and metric is not None:
+                raise ValueError(f"metric {metric} does not fit this answer")
+            questions.append(question)
+        except ValidationError as error:
+            first = error.errors()[0]
+            field = ".".join(str(part) for part in first["loc"])
+            faults.append(f"line {number}: {field + ': ' if field else ''}{first['msg']}")
+        except ValueError as error:
+            faults.append(f"line {number}: {error}")
+    if faults:
+        more = f", and {len(faults) - 5} more" if len(faults) > 5 else ""
+        raise CorpusError(f"{file}: {'; '.join(faults[:5])}{more}; correct them")
+    if len(questions) < 2:
+        raise CorpusError(f"{file}: {len(questions)} questions give no standard error; write 2 or more")
+    return questions
+
+
+def write_task(name: str, file: Path, metric: Metric | None, max_gen_toks: int, folder: Path) -> None:
+    """Write the questions as a task of lm-eval: task file, items and scoring, by an absolute path of the items.
+
+    Args:
+        name: of the task.
+        folder: replaced files are written into it.
+
+    Raises:
+        CorpusError: as `read_questions`.
+    """
+    questions = read_questions(file, metric)
+    folder.mkdir(parents=True, exist_ok=True)
+    items = folder / "items.jsonl"
+    # One string an item: columns of a data set have one type, and answers and tools have several.
+    rows = [json.dumps({"question": each.model_dump_json(exclude_none=True)}) for each in questions]
+    items.write_text("\n".join(rows) + "\n", encoding="utf-8")
+    scoring = (
+        f"from slimqwen.evals.suites import questions\n\ntext = questions.question_text\n\n\n"
+        f"def score(item, responses):\n    return questions.score_response(item, responses, {metric!r})\n"
+    )
+    (folder / "scoring.py").write_text(scoring, encoding="utf-8")
+    task = (
+        f"task: {name}\ndataset_path: json\ndataset_kwargs: {{data_files: {{test: {json.dumps(str(items))}}}}}\n"
+        "test_split: test\noutput_type: generate_until\nnum_fewshot: 0\n"
+        "doc_to_text: !function scoring.text\ndoc_to_target: question\n"
+        f"generation_kwargs: {{until: [], do_sample: false, temperature: 0.0, max_gen_toks: {max_gen_toks}}}\n"
+        "process_results: !function scoring.score\n"
+        f"metric_list: [{{metric: {SCORE}, aggregation: mean, higher_is_better: true}}]\n"
+    )
+    (folder / "questions.yaml").write_text(task, encoding="utf-8")
+
+
+def question_text(item: Mapping[str, str]) -> str:
+    """The user's message of an item, or a whole chat in the form that `chat_of` reads."""
+    question = Question.model_validate_json(item["question"])
+    if question.messages is not None:
+        messages = [*question.messages]
+        if question.choices:
+            messages.append({"role": "user", "content": _choice_list(question.choices)})
+        return _CHAT + json.dumps({"messages": messages, "tools": question.tools})
+    assert question.prompt is not None
+    return "\n".join([question.prompt, *([_choice_list(question.choices)] if question.choices else [])])
+
+
+def chat_of(text: str) -> tuple[list[dict[str, Any]], list[dict[str, Any]] | None]:
+    """Messages and tools of a text of `question_text`."""
+    if not text.startswith(_CHAT):
+        return [{"role": "user", "content": text}], None
+    chat = json.loads(text.removeprefix(_CHAT))
+    return chat["messages"], chat["tools"]
+
+
+def score_response(
+    item: Mapping[str, str], responses: Sequence[str], metric: Metric | None
+) -> dict[str, float]:
+    """1 for a right response, else 0; in the form of lm-eval's `process_results`.
+
+    Args:
+        responses: of the model without its thoughts; the first counts.
+        metric: None for the one that fits the question's form.
+    """
+    question = Question.model_validate_json(item["question"])
+    response = responses[0].strip()
+    match metric or question.form:
+        case "exact":
+            right = _normalised(response) == _normalised(str(question.answer))
+        case "contains":
+            right = _normalised(str(question.answer)) in _normalised(response)
+        case "choice":
+            right = _chosen(response, question.choices or []) == question.answer
+        case "tool_call":
+            right = tool_calls(response) == [_call(question.answer)]
+    return {SCORE: float(right)}
+
+
+def tool_calls(response: str) -> list[tuple[str, dict[str, Any]]]:
+    """Name and arguments of each tool call, in the forms of Qwen's templates: JSON, or XML with a parameter a tag."""
+    calls: list[tuple[str, dict[str, Any]]] = []
+    for match in _JSON_CALL.finditer(response):
+        try:
+            calls.append(_call(json.loads(match[1])))
+        except (ValueError, AttributeError):
+            calls.append(("", {}))  # a call that does not parse is a wrong call
+    for name, body in _XML_CALL.findall(response):
+        calls.append(
+            (name.strip(), {key.strip(): _value(text) for key, text in _XML_PARAMETER.findall(body)})
+        )
+    return calls
+
+
+def _call(call: Any) -> tuple[str, dict[str, Any]]:
+    arguments = call.get("arguments") or {}
+    return str(call.get("name", "")), json.loads(arguments) if isinstance(arguments, str) else arguments
+
+
+def _value(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
+
+
+def _normalised(text: str) -> str:
+    """Lower case, one space between words, no full stop at the end."""
+    return " ".join(text.casefold().split()).rstrip(".")
+
+
+def _choice_list(choices: Sequence[str]) -> str:
+    lines = [f"{chr(ord('A') + number)}. {choice}" for number, choice in enumerate(choices)]
+    return "\n".join([*lines, "Answer with the letter of the right choice."])
+
+
+def _chosen(response: str, choices: Sequence[str]) -> str | None:
+    """The choice that a response names: by its text, by a letter at its beginning, or by its last letter on its own."""
+    for choice in choices:
+        if _normalised(choice) == _normalised(response):
+            return choice
+    last = chr(ord("A") + len(choices) - 1)
+    first = re.match(rf"\W*([A-{last}])(?:[.):]|$)", response)
+    letters = [first[1]] if first else re.findall(rf"\b([A-{last}])\b", response)
+    return choices[ord(letters[-1]) - ord("A")] if letters else None
