@@ -90,7 +90,9 @@ def read_questions(file: Path, metric: Metric | None) -> list[Question]:
         except ValidationError as error:
             first = error.errors()[0]
             field = ".".join(str(part) for part in first["loc"])
-            faults.append(f"line {number}: {field + ': ' if field else ''}{first['msg']}")
+            faults.append(
+                f"line {number}: {field + ': ' if field else ''}{first['msg'].removeprefix('Value error, ')}"
+            )
         except ValueError as error:
             faults.append(f"line {number}: {error}")
     if faults:

@@ -1,0 +1,147 @@
+import json
+from pathlib import Path
+
+import pytest
+
+from slimqwen.evals.suites import questions
+from slimqwen.text.files import CorpusError
+
+CALL = {"name": "get_weather", "arguments": {"city": "Köln", "days": 2}}
+
+
+def write_questions(folder: Path, *rows: object) -> Path:
+    file = folder / "questions.jsonl"
+    file.write_text("\r\n".join(json.dumps(row, ensure_ascii=False) for row in rows), encoding="utf-8-sig")
+    return file
+
+
+def item(**fields: object) -> dict[str, str]:
+    return {"question": json.dumps(fields)}
+
+
+def right(response: str, metric: questions.Metric | None = None, **fields: object) -> bool:
+    score = questions.score_response(item(prompt="?", **fields), [response], metric)[questions.SCORE]
+    assert score in (0.0, 1.0)
+    return score == 1.0
+
+
+def test_exact_ignores_case_spaces_and_a_full_stop_and_nothing_else():
+    assert right(" Forty  two.\n", answer="forty two")
+    assert not right("Forty two or three", answer="forty two")
+    assert not right("", answer="forty two")
+
+
+def test_contains_finds_the_answer_in_a_sentence():
+    assert right("It is Forty two, I think.", "contains", answer="forty two")
+    assert not right("It is forty-two.", "contains", answer="forty two")
+
+
+@pytest.mark.parametrize(
+    ("response", "chosen"),
+    [
+        ("B", "blue"),
+        ("(B)", "blue"),
+        ("B. because A is red", "blue"),
+        ("Blue", "blue"),
+        ("A dog has no colour, so C", "green"),
+        ("The answer is C.", "green"),
+        ("D", None),
+        ("I do not know", None),
+    ],
+)
+def test_a_choice_is_named_by_its_text_or_its_letter(response, chosen):
+    choices = ["red", "blue", "green"]
+    assert [answer for answer in choices if right(response, choices=choices, answer=answer)] == (
+        [chosen] if chosen else []
+    )
+
+
+@pytest.mark.parametrize(
+    ("response", "is_right"),
+    [
+        (
+            '<tool_call>\n{"name": "get_weather", "arguments": {"days": 2, "city": "Köln"}}\n</tool_call>',
+            True,
+        ),
+        (
+            "<tool_call>\n<function=get_weather>\n<parameter=city>\nKöln\n</parameter>\n"
+            "<parameter=days>\n2\n</parameter>\n</function>\n</tool_call>",
+            True,
+        ),
+        ('<tool_call>{"name": "get_weather", "arguments": {"days": 3, "city": "Köln"}}</tool_call>', False),
+        ('<tool_call>{"name": "get_weather", "arguments": {"city": "Köln"}}</tool_call>', False),
+        ('<tool_call>{"name": "weather", "arguments": {"days": 2, "city": "Köln"}}</tool_call>', False),
+        ('<tool_call>{"name": "get_weather", "arguments": {"days": 2,}}</tool_call>', False),
+        ("It will rain.", False),
+    ],
+)
+def test_a_tool_call_is_right_by_name_and_arguments(response, is_right):
+    assert right(response, answer=CALL) == is_right
+
+
+def test_a_second_tool_call_is_one_too_many():
+    call = f"<tool_call>{json.dumps(CALL)}</tool_call>"
+    assert right(call, answer=CALL)
+    assert not right(call + call, answer=CALL)
+
+
+def test_a_chat_passes_through_the_text_that_lm_eval_carries():
+    messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Weather?"}]
+    tools = [{"type": "function", "function": {"name": "get_weather"}}]
+    text = questions.question_text(item(messages=messages, tools=tools, answer=CALL))
+    assert questions.chat_of(text) == (messages, tools)
+    assert questions.chat_of("Weather?") == ([{"role": "user", "content": "Weather?"}], None)
+
+
+def test_choices_follow_the_prompt_under_letters():
+    text = questions.question_text(item(prompt="Sky?", choices=["red", "blue"], answer="blue"))
+    assert text.startswith("Sky?\nA. red\nB. blue\n")
+
+
+def test_a_byte_order_mark_and_crlf_are_no_part_of_a_question(tmp_path):
+    file = write_questions(
+        tmp_path, {"prompt": "一加一?", "answer": "二"}, {"prompt": "1 + 2?", "answer": "3"}
+    )
+    assert [each.answer for each in questions.read_questions(file, None)] == ["二", "3"]
+
+
+def test_every_unusable_line_is_named_at_once(tmp_path):
+    file = write_questions(
+        tmp_path,
+        {"prompt": "1 + 1?", "answer": "2"},
+        {"answer": "2"},
+        {"prompt": "1 + 1?"},
+        {"prompt": "Sky?", "choices": ["red", "blue"], "answer": "green"},
+        {"prompt": "?", "answer": {"arguments": {}}},
+    )
+    with pytest.raises(CorpusError) as raised:
+        questions.read_questions(file, None)
+    message = str(raised.value)
+    assert "line 1:" not in message
+    for fault in (
+        "line 2: give one of prompt and messages",
+        "line 3: answer: Field required",
+        "line 4: the answer is none of the choices",
+        "line 5: an answer that is a tool call",
+    ):
+        assert fault in message
+
+
+@pytest.mark.parametrize(
+    ("metric", "row", "fault"),
+    [
+        ("choice", {"prompt": "?", "answer": "a"}, "metric choice, and no choices"),
+        ("tool_call", {"prompt": "?", "answer": "a"}, "metric tool_call does not fit"),
+        ("contains", {"prompt": "?", "answer": CALL}, "metric contains does not fit"),
+    ],
+)
+def test_a_metric_that_does_not_fit_an_answer_is_refused(tmp_path, metric, row, fault):
+    with pytest.raises(CorpusError, match=fault):
+        questions.read_questions(write_questions(tmp_path, row), metric)
+
+
+def test_one_question_is_too_few(tmp_path):
+    with pytest.raises(CorpusError, match="1 questions give no standard error"):
+        questions.read_questions(write_questions(tmp_path, {"prompt": "1 + 1?", "answer": "2"}), None)
+    with pytest.raises(CorpusError, match="put the questions there"):
+        questions.read_questions(tmp_path / "absent.jsonl", None)
