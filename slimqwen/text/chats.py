@@ -108,8 +108,8 @@ class ChatRenderer:
         template = (self.templates.get("tool_use") if tools else None) or self.templates.get("default")
         if template is None:
             raise ValueError("the checkpoint has no chat_template.jinja")
-        messages = [_checked_message(message) for message in messages]
-        tools = [_checked_tool(tool) for tool in tools] if tools else None
+        messages = [check_message(message) for message in messages]
+        tools = [check_tool(tool) for tool in tools] if tools else None
         text = self._render(template.text, messages, tools, to_continue)
         without_calls = [{**message, "tool_calls": []} for message in messages]
         if tools and self._render(template.text, messages, None, to_continue) == text:
@@ -180,7 +180,7 @@ def require_text_or_chat(reader: TextFile | DataSet, document: Document, *, or_p
         raise CorpusError(f"{reader.location(document.position)}: neither a text nor a chat; {form}{also}")
 
 
-def _checked_message(message: Any) -> dict[str, Any]:
+def check_message(message: Any) -> dict[str, Any]:
     """A message as vLLM's server takes it from a request."""
     from vllm.renderers.chat_utils import has_non_text_content
 
@@ -215,7 +215,7 @@ def _checked_call(call: Any) -> dict[str, Any]:
     return {**call, "function": {**function, "arguments": without_nulls(arguments)}}
 
 
-def _checked_tool(tool: Any) -> dict[str, Any]:
+def check_tool(tool: Any) -> dict[str, Any]:
     """A tool as vLLM's server gives it to the template."""
     from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionToolsParam
 

@@ -13,6 +13,7 @@ import aiohttp
 from lm_eval.models.openai_completions import LocalCompletionsAPI
 
 from slimqwen.errors import SlimqwenError
+from slimqwen.evals.suites.questions import chat_of
 from slimqwen.progress import Progress
 from slimqwen.records.journal import Journal
 
@@ -71,7 +72,8 @@ class ServedCompletions(LocalCompletionsAPI):  # type: ignore[misc]  # lm_eval i
         self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True
     ) -> Any:
         """Prompt rendered by the checkpoint's chat template."""
-        return render(self.tokenizer, chat_history, self.thinking, add_generation_prompt)
+        messages, tools = chat_of(chat_history)
+        return render(self.tokenizer, messages, self.thinking, add_generation_prompt, tools)
 
     def parse_generations(self, outputs: Any, **_: Any) -> list[str]:
         """Texts of one response, with finish reason and length."""
@@ -160,9 +162,10 @@ class ServedCompletions(LocalCompletionsAPI):  # type: ignore[misc]  # lm_eval i
 
 def render(
     tokenizer: Any,
-    messages: list[dict[str, str]],
+    messages: list[dict[str, Any]],
     thinking: bool | None,
     add_generation_prompt: bool = True,
+    tools: list[dict[str, Any]] | None = None,
 ) -> str:
     """Render messages with a chat template; `thinking` sets its enable_thinking, None leaves the default."""
     switch = {} if thinking is None else {"enable_thinking": thinking}
@@ -172,6 +175,7 @@ def render(
             tokenize=False,
             add_generation_prompt=add_generation_prompt,
             continue_final_message=not add_generation_prompt,
+            tools=tools,
             **switch,
         )
     )

@@ -122,6 +122,7 @@ def run_suite(
         PromptTooLongError: the served context cannot hold a prompt.
     """
     root = server.variant.root
+    suite.write_own_task(root)
     # Data, task files and the Python that these call decide the scores.
     files = set(datasets.require_datasets(suite.datasets, suite.nltk, root))
     for pattern in ("*.yaml", "*.py"):

@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from slimqwen.text.chats import check_message
 from slimqwen.text.files import CorpusError, read_json_lines
 
 Metric = Literal["exact", "contains", "choice", "tool_call"]
@@ -136,22 +137,28 @@ def write_task(name: str, file: Path, metric: Metric | None, max_gen_toks: int, 
 
 
 def question_text(item: Mapping[str, str]) -> str:
-    """The user's message of an item, or a whole chat in the form that `chat_of` reads."""
+    """The user's message of an item, or a whole chat in the form that `chat_of` reads.
+
+    Raises:
+        ValueError: a message that no server takes.
+    """
     question = Question.model_validate_json(item["question"])
-    if question.messages is not None:
-        messages = [*question.messages]
-        if question.choices:
-            messages.append({"role": "user", "content": _choice_list(question.choices)})
-        return _CHAT + json.dumps({"messages": messages, "tools": question.tools})
-    assert question.prompt is not None
-    return "\n".join([question.prompt, *([_choice_list(question.choices)] if question.choices else [])])
+    choices = [_choice_list(question.choices)] if question.choices else []
+    if question.messages is None:
+        return "\n".join([str(question.prompt), *choices])
+    messages = [
+        *map(check_message, question.messages),
+        *({"role": "user", "content": each} for each in choices),
+    ]
+    return _CHAT + json.dumps({"messages": messages, "tools": question.tools})
 
 
-def chat_of(text: str) -> tuple[list[dict[str, Any]], list[dict[str, Any]] | None]:
-    """Messages and tools of a text of `question_text`."""
-    if not text.startswith(_CHAT):
-        return [{"role": "user", "content": text}], None
-    chat = json.loads(text.removeprefix(_CHAT))
+def chat_of(messages: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], list[dict[str, Any]] | None]:
+    """Messages and tools of the chat that lm-eval made of a text: those of `question_text`, or its own without tools."""
+    content = messages[0]["content"] if len(messages) == 1 else ""
+    if not content.startswith(_CHAT):
+        return messages, None
+    chat = json.loads(content.removeprefix(_CHAT))
     return chat["messages"], chat["tools"]
 
 

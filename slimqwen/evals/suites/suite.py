@@ -1,5 +1,6 @@
 """Suites: the lm-eval tasks that are scored together, as eval/suites/<name>.yaml states them."""
 
+import contextlib
 from pathlib import Path
 from typing import Any, ClassVar, Final, Literal
 
@@ -12,8 +13,9 @@ from pydantic import (
     PositiveInt,
 )
 
+from slimqwen.evals.suites import questions
 from slimqwen.evals.suites.datasets import HubDataset
-from slimqwen.records.settings import Settings
+from slimqwen.records.settings import OWN, Settings
 from slimqwen.records.split import Side, Split
 from slimqwen.stats import non_inferiority
 
@@ -84,6 +86,18 @@ class SuiteTask(BaseModel):
         return self.model_dump(include=names, exclude_defaults=True)
 
 
+class OwnQuestions(BaseModel):
+    """suite.yaml of an own evaluation: how questions.jsonl is asked and scored; eval/own.yaml explains each field."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    metric: questions.Metric | None
+    non_inferiority_margin: NonNegativeFloat
+    assumed_discordance: float = Field(gt=0, lt=1)
+    max_gen_toks: PositiveInt
+    thinking: bool | None
+
+
 class Suite(Settings):
     """Tasks that are scored together.
 
@@ -98,9 +112,11 @@ class Suite(Settings):
         tasks: tasks in the order of the file.
         proof_share: share of the items that a search never sees, because its proof is made on them; it also splits the
             texts of fidelity and the documents of acceptance of the same gate.
+        questions: how the questions of an own evaluation are asked; None for other suites.
     """
 
     folder: ClassVar[str] = "suites"
+    own_file: ClassVar[str] = "suite"
 
     tasks_folder: Path | None = None
     lm_eval_folders: tuple[str, ...] = ()
@@ -111,6 +127,42 @@ class Suite(Settings):
     nltk: tuple[str, ...] = ()
     tasks: tuple[SuiteTask, ...] = Field(min_length=1)
     proof_share: float = Field(default=0.5, gt=0, lt=1)
+    questions: OwnQuestions | None = None
+
+    @classmethod
+    def _from_content(cls, content: Any, name: str) -> "Suite":
+        if "metric" not in content:
+            return super()._from_content(content, name)
+        own = OwnQuestions.model_validate(content)
+        task = SuiteTask(
+            task=f"{name}_questions",
+            measure=questions.SCORE,
+            non_inferiority_margin=own.non_inferiority_margin,
+            assumed_discordance=own.assumed_discordance,
+            thinking=own.thinking,
+        )
+        folder = Path(".cache") / "own" / name
+        return cls(
+            name=name, tasks_folder=folder, chat_template=True, sample="first", tasks=(task,), questions=own
+        )
+
+    def write_own_task(self, root: Path) -> None:
+        """Write the questions of an own evaluation as a task into `tasks_folder`; nothing for other suites.
+
+        Raises:
+            CorpusError: a question is unusable.
+        """
+        if self.questions is None or self.tasks_folder is None:
+            return
+        file = OWN / self.name / "questions.jsonl"
+        with contextlib.chdir(root):  # lm-eval reads its task file there, and paths stand in messages
+            questions.write_task(
+                self.tasks[0].name,
+                file,
+                self.questions.metric,
+                self.questions.max_gen_toks,
+                self.tasks_folder,
+            )
 
     def split(self, side: Side | None) -> Split | None:
         """A side of the split of its items; None for all of them."""

@@ -89,8 +89,10 @@ def test_a_chat_passes_through_the_text_that_lm_eval_carries():
     messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Weather?"}]
     tools = [{"type": "function", "function": {"name": "get_weather"}}]
     text = questions.question_text(item(messages=messages, tools=tools, answer=CALL))
-    assert questions.chat_of(text) == (messages, tools)
-    assert questions.chat_of("Weather?") == ([{"role": "user", "content": "Weather?"}], None)
+    assert questions.chat_of([{"role": "user", "content": text}]) == (messages, tools)
+    plain = [{"role": "user", "content": "Weather?"}]
+    assert questions.chat_of(plain) == (plain, None)
+    assert questions.chat_of(plain + plain) == (plain + plain, None)
 
 
 def test_choices_follow_the_prompt_under_letters():
