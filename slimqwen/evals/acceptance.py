@@ -126,6 +126,7 @@ def measure_acceptance(
     depths: Sequence[int],
     *,
     command: Sequence[str],
+    gate_depth: int | None = None,
     greedy_only: bool = False,
     split: Split | None = None,
     speed_bound: SpeedBound | None = None,
@@ -138,6 +139,7 @@ def measure_acceptance(
 
     Args:
         depths: tokens drafted at a time (K); 0 measures the speed without drafts.
+        gate_depth: K at which the record is compared with another; None for that of the settings.
         greedy_only: whether to leave out temperatures above 0.
         speed_bound: cost model that chooses the depth where no GPU is measured; None for no choice there.
 
@@ -178,7 +180,7 @@ def measure_acceptance(
             variant=variant.name,
             settings_name=settings_name,
             split=split,
-            gate_depth=settings.gate_depth,
+            gate_depth=gate_depth or settings.depth_of(variant),
             least_share=settings.least_share,
             classes=longest,
             prompts=digest,

@@ -18,8 +18,11 @@ from slimqwen.records.settings import Settings
 from slimqwen.records.split import Split
 from slimqwen.serving import draft_counts, in_process
 from slimqwen.serving import platform as platforms
+from slimqwen.serving.command import ServerCommand
 from slimqwen.text import prompts
 from slimqwen.variant import Variant
+
+_UNSERVED_DEPTH = 4
 
 Item = Mapping[str, Any]
 """Counters of one group: {"depth", "class", "temperature", "group", "drafts", "accepted_per_position",
@@ -27,10 +30,15 @@ Item = Mapping[str, Any]
 
 
 class AcceptanceSettings(Settings):
-    """Section acceptance of eval/gates/<name>.yaml; tinyworld.yaml explains each field."""
+    """Section acceptance of eval/gates/<name>.yaml; tinyworld.yaml explains each field.
+
+    Attributes:
+        gate_depth: tokens drafted at a time (K) at which the gate compares; 0: those that are served.
+    """
 
     folder: ClassVar[str] = "gates"
     section: ClassVar[str] = "acceptance"
+    own_file: ClassVar[str] = "gate"
 
     documents: str
     seed: int
@@ -41,7 +49,7 @@ class AcceptanceSettings(Settings):
     temperatures: tuple[float, ...] = Field(min_length=1)
     classes: dict[str, int] = Field(min_length=1)
     gpu: str
-    gate_depth: int = Field(ge=1)
+    gate_depth: int = Field(ge=0)
     least_share: float = Field(gt=0, le=1)
 
     @model_validator(mode="after")
@@ -50,6 +58,11 @@ class AcceptanceSettings(Settings):
         if fewest < self.groups:
             raise ValueError(f"{fewest} prompts do not make {self.groups} groups")
         return self
+
+    def depth_of(self, variant: Variant) -> int:
+        """The K at which the gate compares a variant with its baseline; 4 for one that is served without drafts."""
+        served = ServerCommand.resolve(variant).flags.get("speculative-config") or {}
+        return self.gate_depth or int(served.get("num_speculative_tokens") or _UNSERVED_DEPTH)
 
     def prompt_count(self, split: Split | None) -> int:
         """Prompts of each class; `proof_prompts` gives their number on the proof's side of a split."""

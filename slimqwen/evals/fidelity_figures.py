@@ -84,6 +84,7 @@ class FidelitySettings(Settings):
 
     folder: ClassVar[str] = "gates"
     section: ClassVar[str] = "fidelity"
+    own_file: ClassVar[str] = "gate"
 
     texts: Path
     prefix: str

@@ -55,6 +55,7 @@ class GateSettings(Settings):
     """eval/gates/<name>.yaml: a section of settings for each check; `quality` names a suite of eval/suites/."""
 
     folder: ClassVar[str] = "gates"
+    own_file: ClassVar[str] = "gate"
 
     fidelity: FidelitySettings
     acceptance: AcceptanceSettings
@@ -136,15 +137,17 @@ def measure_gate(
     baseline = baseline_of(variant)
     options: dict[str, Any] = {"command": command, "progress": progress}
     sides = (baseline, variant)
-    depth = settings.acceptance.gate_depth
+    depth = settings.acceptance.depth_of(variant)
     evidence = {
         "fidelity": [
             find_reusable(variant, Fidelity, settings_name=settings_name)
             or fidelity.measure_fidelity(variant, settings_name, **options)
         ],
         "acceptance": [
-            find_reusable(side, Acceptance, settings_name=settings_name)
-            or acceptance.measure_acceptance(side, settings_name, [depth], greedy_only=True, **options)
+            find_reusable(side, Acceptance, settings_name=settings_name, gate_depth=depth)
+            or acceptance.measure_acceptance(
+                side, settings_name, [depth], gate_depth=depth, greedy_only=True, **options
+            )
             for side in sides
         ],
         "quality": _measure_quality(sides, settings.quality, options),

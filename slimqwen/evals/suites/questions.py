@@ -154,7 +154,7 @@ def question_text(item: Mapping[str, str]) -> str:
 
 
 def chat_of(messages: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], list[dict[str, Any]] | None]:
-    """Messages and tools of the chat that lm-eval made of a text: those of `question_text`, or its own without tools."""
+    """Messages and tools of the chat that lm-eval made of a text of `question_text`, or of any other text."""
     content = messages[0]["content"] if len(messages) == 1 else ""
     if not content.startswith(_CHAT):
         return messages, None
