@@ -1,0 +1,114 @@
+"""An own evaluation, eval/own/NAME/: texts, questions and limits of one's own."""
+
+import dataclasses
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from slimqwen import variant
+from slimqwen.evals import quality
+from slimqwen.evals.drafting import AcceptanceSettings
+from slimqwen.evals.fidelity_figures import FidelitySettings
+from slimqwen.evals.gate import GateSettings
+from slimqwen.evals.suites import lm_eval_run
+from slimqwen.evals.suites.suite import Suite
+from slimqwen.records.settings import SettingsError
+from slimqwen.serving.shared_server import SharedServer
+from slimqwen.text.files import CorpusError
+
+FACTS = [json.loads(line) for line in Path("eval/tasks/tinyworld/facts.jsonl").read_text().splitlines()[:8]]
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    """A repository with the committed variants and an own evaluation named mine, without files yet."""
+    repository = variant.repository_root()
+    for name in ("experiments", "weights"):
+        (tmp_path / name).symlink_to(repository / name)
+    (tmp_path / "eval" / "own" / "mine").mkdir(parents=True)
+    shutil.copy(repository / "eval" / "own.yaml", tmp_path / "eval")
+    return tmp_path
+
+
+def write_questions(root: Path, rows: list[dict[str, object]]) -> None:
+    file = root / "eval" / "own" / "mine" / "questions.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+
+
+def test_a_gate_without_a_file_is_the_policy_for_own_evaluations(root: Path) -> None:
+    gate = GateSettings.load("mine", root)
+    assert gate.fidelity.texts == Path("eval/own/mine/texts.jsonl")
+    assert gate.acceptance.documents == "eval/own/mine/texts.jsonl"
+    assert gate.quality == "mine"
+    assert gate.file(root) == root / "eval" / "own.yaml"
+    assert FidelitySettings.load("mine", root).limits == gate.fidelity.limits
+
+
+def test_a_field_of_gate_yaml_replaces_that_field_alone(root: Path) -> None:
+    before = FidelitySettings.load("mine", root)
+    own = root / "eval" / "own" / "mine" / "gate.yaml"
+    own.write_text("fidelity: {limits: {kl_nats: 0.5}, batch: 2}\n")
+    after = FidelitySettings.load("mine", root)
+    assert (after.limits.kl_nats, after.batch) == (0.5, 2)
+    assert after.limits.bits_per_byte == before.limits.bits_per_byte
+    assert after.file(root) == own
+    own.write_text("fidelity: {limits: {kl: 0.5}}\n")
+    with pytest.raises(SettingsError, match=r"eval/own/mine/gate\.yaml: .*limits\.kl: Extra inputs"):
+        GateSettings.load("mine", root)
+
+
+def test_drafts_are_compared_at_the_depth_that_is_served(root: Path) -> None:
+    settings = AcceptanceSettings.load("mine", root)
+    drafting = variant.load("tiny-mtp4", root)
+    lines = {**drafting.settings}
+    served = dataclasses.replace(
+        lines["VLLM_SPECULATIVE_CONFIG"], value='{"method": "mtp", "num_speculative_tokens": 3}'
+    )
+    drafting = dataclasses.replace(drafting, settings={**lines, "VLLM_SPECULATIVE_CONFIG": served})
+    assert settings.depth_of(drafting) == 3
+    assert settings.depth_of(variant.load("tiny", root)) == 4
+    assert settings.model_copy(update={"gate_depth": 2}).depth_of(drafting) == 2
+
+
+def test_a_name_that_is_neither_a_file_nor_a_folder_lists_both(root: Path) -> None:
+    with pytest.raises(SettingsError, match=r"eval/gates/other\.yaml does not exist; choose one of: mine"):
+        GateSettings.load("other", root)
+
+
+def test_a_suite_of_own_questions_takes_its_margin_from_suite_yaml(root: Path) -> None:
+    (root / "eval" / "own" / "mine" / "suite.yaml").write_text(
+        "non_inferiority_margin: 0.1\nthinking: false\n"
+    )
+    (task,) = Suite.load("mine", root).tasks
+    assert (task.name, task.non_inferiority_margin, task.thinking) == ("mine_questions", 0.1, False)
+
+
+def test_unusable_questions_are_named_before_a_task_is_written(root: Path) -> None:
+    write_questions(root, [{"prompt": "?", "answer": "a"}, {"prompt": "?"}])
+    with pytest.raises(CorpusError, match=r"eval/own/mine/questions\.jsonl: line 2: answer: Field required"):
+        Suite.load("mine", root).write_own_task(root)
+    assert not (root / ".cache").exists()
+
+
+@pytest.mark.engine
+def test_own_questions_are_asked_through_the_chat_template_and_scored(
+    root: Path, served_tiny: SharedServer
+) -> None:
+    (root / "eval" / "own" / "mine" / "suite.yaml").write_text("{max_gen_toks: 12, thinking: false}\n")
+    rows: list[dict[str, object]] = [{"prompt": fact["question"], "answer": fact["answer"]} for fact in FACTS]
+    chat = [{"role": "user", "content": FACTS[0]["question"]}]
+    rows += [{"messages": chat, "answer": FACTS[0]["answer"]}, {"messages": chat, "answer": "nowhere"}]
+    write_questions(root, rows)
+    suite = Suite.load("mine", root)
+    server = dataclasses.replace(served_tiny, variant=variant.load("tiny", root))
+    runs, files = lm_eval_run.run_suite(suite, server, limit=None, log=root / "logs" / "own.log")
+    (run,) = runs
+    score = quality.score_task(run)
+    values = [item.value for item in run.items]
+    assert score.item_count == 10
+    assert values[8] == values[0]  # the same question as a chat
+    assert values[9] == 0
+    assert sum(values) >= 4  # tiny knows 71 % of such facts
+    assert {file.name for file in files} == {"items.jsonl", "questions.yaml", "scoring.py"}
