@@ -18,6 +18,8 @@ from pydantic import BaseModel, ConfigDict, Field
 from slimqwen.errors import SlimqwenError
 
 _ATTEMPTS = 2
+_LOOK_S, _IDLE_WITHIN_S = 1.0, 20.0
+"""Length of a look at a host before a round, and how long it may take to become idle, seconds."""
 
 SERVER_DELAYS = "slimqwen:event_loop_delay_seconds"
 """Metric of a server: delays of timers in its event loop, seconds."""
@@ -104,7 +106,9 @@ def highest_load(rounds: Sequence[HostLoad]) -> HostLoad:
 def retry_until_idle(
     measure_round: Callable[["Watch"], Result], name: str, *, even_if_busy: bool = False
 ) -> tuple[Result, HostLoad]:
-    """Measure a round, and once more if the host was too busy; return its result and the load meanwhile.
+    """Measure a round on an idle host, and once more if it was too busy meanwhile; return its result and the load.
+
+    A round takes minutes, so a host on which other work goes on is not measured at all.
 
     Args:
         measure_round: times its work in sections of the watch.
@@ -112,23 +116,42 @@ def retry_until_idle(
         even_if_busy: accept the first result on a busy host too; its load is marked.
 
     Raises:
-        HostBusyError: the host was too busy in both attempts.
+        HostBusyError: the host was too busy in both attempts, or did not become idle before one.
     """
     for attempt in range(_ATTEMPTS):
+        if not even_if_busy:
+            _wait_until_idle(name)
         watch = Watch()
         result = measure_round(watch)
         load = watch.load()
         excess = ", ".join(load.excess())
         if not excess or even_if_busy:
             return result, load.model_copy(update={"repeated": attempt, "busy": bool(excess)})
+    raise _busy_error(f"{name}: host too busy in both attempts", load, excess)
+
+
+def _wait_until_idle(name: str) -> None:
+    deadline = time.monotonic() + _IDLE_WITHIN_S
+    while True:
+        watch = Watch()
+        with watch.section():
+            time.sleep(_LOOK_S)
+        load = watch.load()
+        if load.other_share <= LIMITS.other_share:
+            return
+        if time.monotonic() > deadline:
+            raise _busy_error(f"{name}: host busy for {_IDLE_WITHIN_S:g} s", load, ", ".join(load.excess()))
+
+
+def _busy_error(fault: str, load: HostLoad, excess: str) -> HostBusyError:
     error = HostBusyError(
-        f"{name}: host too busy in both attempts: {excess}; end other work on this machine and run again "
+        f"{fault}: {excess}; end other work on this machine and run again "
         "(--even-if-busy writes a record that no comparison uses)"
     )
     error.cause = excess
     if load.other_share > LIMITS.other_share:  # event loops are late because of them
         error.cause = f"other processes used {100 * load.other_share:.0f} % of the CPU"
-    raise error
+    return error
 
 
 async def timer_delays() -> AsyncIterator[float]:

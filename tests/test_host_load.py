@@ -1,6 +1,7 @@
 """Shares of the machine that others take, late event loops, repeated rounds; every reading is injected."""
 
 import asyncio
+import itertools
 import time
 from collections.abc import Callable, Iterator
 
@@ -113,7 +114,41 @@ def attempts(*loads: HostLoad) -> Callable[[Watch], int]:
 
 @pytest.fixture
 def limits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Limits of these tests, on a host that is idle before each round."""
     monkeypatch.setattr(host_load, "LIMITS", LIMITS)
+    monkeypatch.setattr(host_load, "_LOOK_S", 0.0)
+    others_take(monkeypatch, 0.0)
+
+
+def others_take(monkeypatch: pytest.MonkeyPatch, *shares: float) -> None:
+    """Other processes take these shares of two CPUs in looks of a second at the host; the last for ever."""
+    following = itertools.chain(shares, itertools.repeat(shares[-1]))
+    readings = itertools.accumulate((2 * share for share in following), initial=0.0)
+    pairs = itertools.pairwise(readings)
+    looks = itertools.chain.from_iterable(
+        ((n, 2, a, 0.0), (n + 1, 2, b, 0.0)) for n, (a, b) in enumerate(pairs)
+    )
+    monkeypatch.setattr(host_load._Clocks, "now", lambda pid: host_load._Clocks(*next(looks)))
+
+
+@pytest.mark.usefixtures("limits")
+def test_a_round_begins_when_the_host_has_become_idle(monkeypatch: pytest.MonkeyPatch) -> None:
+    others_take(monkeypatch, 0.9, 0.11, 0.09, 0.9)
+    number, load = host_load.retry_until_idle(attempts(quiet()), "a round")
+    assert (number, load.repeated) == (0, 0)
+    assert host_load._Clocks.now(None).wall_s == 3  # three looks, and no more
+
+
+@pytest.mark.usefixtures("limits")
+def test_a_host_that_stays_busy_is_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    others_take(monkeypatch, 0.8)
+    monkeypatch.setattr(host_load, "_IDLE_WITHIN_S", 0.0)
+    with pytest.raises(
+        HostBusyError, match=r"^round 1: host busy for 0 s: other processes used 80\.0 % CPU"
+    ) as raised:
+        host_load.retry_until_idle(attempts(), "round 1")
+    assert raised.value.cause == "other processes used 80 % of the CPU"
+    assert host_load.retry_until_idle(attempts(quiet()), "round 1", even_if_busy=True)[0] == 0
 
 
 @pytest.mark.usefixtures("limits")
