@@ -1,14 +1,16 @@
 """Workloads: the prompt classes that a measurement sends, read from eval/workloads/<name>.yaml."""
 
 import math
+import statistics
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from slimqwen.bench import BenchError
-from slimqwen.records.settings import Settings
+from slimqwen.records.settings import OWN, Settings
 
 TO_MAX_NUM_SEQS = "1..max_num_seqs"
 """Concurrency of a class that stands for several: 1, 2, 4, … up to the sequences that the server runs at once."""
@@ -156,9 +158,12 @@ class Workload(Settings):
         service_level: limits of a request that counts for the goodput; None where no goodput is counted.
         columns: figures of the table, `<measure>.<statistic>` or a figure of a class.
         classes: classes in the order in which they are sent.
+        prompts: file of prompts that are sent as they are, in every round, relative to the repository; None for prompts
+            that are cut from documents.
     """
 
     folder: ClassVar[str] = "workloads"
+    own_file: ClassVar[str] = "workload"
 
     documents: str
     seed: int
@@ -172,6 +177,28 @@ class Workload(Settings):
     service_level: ServiceLevel | None = None
     columns: tuple[Column, ...] = DEFAULT_COLUMNS
     classes: Annotated[tuple[PromptClass, ...], Field(min_length=1)]
+    prompts: Path | None = None
+
+    @classmethod
+    def _from_content(cls, content: Any, name: str) -> "Workload":
+        if "classes" in content or "output_tokens" not in content:
+            return super()._from_content(content, name)
+        # The lengths are those of the prompts, which a tokenizer has to count: see `of_own_prompts`.
+        only = PromptClass(
+            name="own", prompt_tokens=1, output_tokens=content.pop("output_tokens"), requests=2
+        )
+        own = {"documents": "", "seed": 0, "reference_context_tokens": 1, "min_tokens": 2, "classes": (only,)}
+        file = OWN / name / "prompts.jsonl"
+        return super()._from_content({**own, "prompts": file, **content}, name)
+
+    def of_own_prompts(self, prompts: Sequence[Sequence[int]], output_tokens: Sequence[int]) -> "Workload":
+        """The workload with a single class that has the mean lengths of its own prompts, tokens."""
+        lengths = {
+            "prompt_tokens": round(statistics.fmean(map(len, prompts))),
+            "output_tokens": round(statistics.fmean(output_tokens)),
+            "requests": len(prompts),
+        }
+        return self.model_copy(update={"classes": (self.classes[0].model_copy(update=lengths),)})
 
     @field_validator("classes", mode="before")
     @classmethod

@@ -82,12 +82,12 @@ class TextFile:
         self._path = path
 
     def __iter__(self) -> Iterator[Document]:
-        with _reading(self._path), self._path.open("rb") as stream:
+        with reading(self._path), self._path.open("rb") as stream:
             yield from self._documents(stream, 0)
 
     def at(self, position: int) -> Document:
         """The document that begins at a byte."""
-        with _reading(self._path), self._path.open("rb") as stream:
+        with reading(self._path), self._path.open("rb") as stream:
             stream.seek(position)
             return next(self._documents(stream, position))
 
@@ -192,7 +192,8 @@ def _not_utf8(name: object, line: int, error: UnicodeDecodeError) -> CorpusError
 
 
 @contextlib.contextmanager
-def _reading(path: Path) -> Iterator[None]:
+def reading(path: Path) -> Iterator[None]:
+    """Turn an OSError of a file into a CorpusError."""
     try:
         yield
     except OSError as error:

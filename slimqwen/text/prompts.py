@@ -5,9 +5,13 @@ import json
 import random
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from typing import Any, Self
 
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from slimqwen.text.chats import ChatRenderer
 from slimqwen.text.corpus import file_texts, resolve_text
-from slimqwen.text.files import CorpusError
+from slimqwen.text.files import CorpusError, read_json_lines, reading
 
 Tokens = list[int]
 
@@ -30,6 +34,23 @@ def documents(source: str, seed: int, root: Path) -> Iterator[str]:
     texts = [text.strip() for text in texts if text.strip()]
     start = random.Random(seed).randrange(len(texts)) if texts else 0
     yield from texts[start:] + texts[:start]
+
+
+class OwnPrompt(BaseModel):
+    """One line of prompts.jsonl of an own evaluation."""
+
+    model_config = ConfigDict(extra="ignore", frozen=True)
+
+    prompt: str | None = Field(default=None, min_length=1)
+    messages: list[Any] | None = Field(default=None, min_length=1)
+    tools: Any = None
+    output_tokens: int | None = Field(default=None, ge=2)
+
+    @model_validator(mode="after")
+    def _is_of_one_form(self) -> Self:
+        if (self.prompt is None) == (self.messages is None):
+            raise ValueError("give one of prompt and messages")
+        return self
 
 
 class PromptCutter:
@@ -86,6 +107,37 @@ class PromptCutter:
                 self._known_prompts.add(tuple(prompt))
                 prompts.append(prompt)
         return prompts
+
+
+def read_own_prompts(file: Path, weights: Path) -> list[tuple[Tokens, int | None]]:
+    """Prompts that are sent as they are, each with the number of tokens to generate, or None where its line names none.
+
+    A line is {"prompt": text}, or {"messages": […], "tools": […]}, which the checkpoint's chat template renders; both
+    with an optional "output_tokens".
+
+    Raises:
+        CorpusError: the file cannot be read, or a line is none of the two.
+    """
+    renderer = ChatRenderer(weights)
+    prompts: list[tuple[Tokens, int | None]] = []
+    with reading(file), file.open("rb") as stream:
+        for number, (_, line) in enumerate(read_json_lines(stream, file), start=1):
+            try:
+                fields = OwnPrompt.model_validate(line)
+                text = fields.prompt or renderer.render(
+                    fields.messages or [], fields.tools, to_continue=True
+                )
+            # Templates raise exceptions of any type.
+            except Exception as error:
+                reason = " ".join(str(error).split())[:200]
+                raise CorpusError(
+                    f"{file}, prompt {number}: unusable ({reason}); correct or remove it"
+                ) from None
+            tokens = list(renderer.tokenizer(text, add_special_tokens=False)["input_ids"])
+            prompts.append((tokens, fields.output_tokens))
+    if len(prompts) < 2:
+        raise CorpusError(f"{file}: {len(prompts)} prompts give no interval; write 2 or more")
+    return prompts
 
 
 def digest(prompts: list[Tokens]) -> str:

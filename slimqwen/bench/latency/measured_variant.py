@@ -13,7 +13,7 @@ from slimqwen.bench.workload import PromptClass, Workload
 from slimqwen.host_load import HostLoad, Watch
 from slimqwen.progress import Progress
 from slimqwen.serving.shared_server import SharedServer, get_response, require_healthy
-from slimqwen.text.prompts import PromptCutter, Tokens
+from slimqwen.text.prompts import PromptCutter, Tokens, read_own_prompts
 from slimqwen.variant import Variant
 
 _PREFIX_QUERIES, _PREFIX_HITS = (f"vllm:prefix_cache_{name}_total" for name in ("queries", "hits"))
@@ -81,8 +81,12 @@ class MeasuredVariant:
 
     def __init__(self, variant: Variant, lines: Mapping[str, str], shared: SharedState) -> None:
         self.variant, self.lines, self.shared = variant, lines, shared
-        self.cutter = PromptCutter.for_checkpoint(
-            variant.weights, shared.workload.documents, shared.workload.seed, variant.root
+        workload = shared.workload
+        self.own_prompts = own_prompts(workload, variant) if workload.prompts else []
+        self.cutter = (
+            PromptCutter(iter(()), lambda _: [])
+            if workload.prompts
+            else PromptCutter.for_checkpoint(variant.weights, workload.documents, workload.seed, variant.root)
         )
         self.results = {c.name: ClassResults() for c in shared.workload.expanded(shared.max_num_seqs)}
         self.served: SharedServer | None = None
@@ -132,13 +136,22 @@ class MeasuredVariant:
         shared, result = self.shared, self.results[c.name]
         url = served.server.base_url
         result.rate_per_s = self._rate_per_s(c)
-        warm_up = self.cutter.cut(shared.workload.warmup_requests, c.prompt_tokens)
+        if self.own_prompts:
+            requests = self.own_prompts
+            # The same lengths from the last token to the first: no prefix of a prompt is cached before it is sent.
+            warm_up = [
+                (prompt[::-1], output) for prompt, output in requests[: shared.workload.warmup_requests]
+            ]
+            self._require_room(requests)
+        else:
+            prompts = self.cutter.cut(shared.workload.warmup_requests, c.prompt_tokens)
+            warm_up = [(prompt, c.output_tokens) for prompt in prompts]
+            seed = (shared.workload.seed, number, position)
+            lengths = c.lengths(seed, shared.workload.min_tokens, served.max_model_len)
+            prompts = self._prompts(c, [prompt for prompt, _ in lengths])
+            requests = list(zip(prompts, (output for _, output in lengths), strict=True))
         if warm_up:
-            self._send(c, [(prompt, c.output_tokens) for prompt in warm_up], 0, lambda: None, Watch())
-        seed = (shared.workload.seed, number, position)
-        lengths = c.lengths(seed, shared.workload.min_tokens, served.max_model_len)
-        prompts = self._prompts(c, [prompt for prompt, _ in lengths])
-        requests = list(zip(prompts, (output for _, output in lengths), strict=True))
+            self._send(c, warm_up, 0, lambda: None, Watch())
         activity = f"{self.variant.name}: {c.name} {c.prompt_tokens} -> {c.output_tokens} tokens"
         count = itertools.count(number * c.requests + 1)
         before = counters(url) if c.suffix_tokens else {}
@@ -158,6 +171,16 @@ class MeasuredVariant:
             result.queried_tokens += queried
             result.hit_tokens += hit
         shared.saturation.setdefault(c.name, answers["completed"] / answers["duration"])
+
+    def _require_room(self, requests: Sequence[tuple[Tokens, int]]) -> None:
+        """Check that the served context holds each prompt with its response."""
+        assert self.served is not None
+        for number, (prompt, output_tokens) in enumerate(requests, start=1):
+            if len(prompt) + output_tokens > self.served.max_model_len:
+                raise BenchError(
+                    f"{self.shared.workload.prompts}, prompt {number}: {len(prompt)} + {output_tokens} tokens, and "
+                    f"{self.variant.name} takes {self.served.max_model_len}: shorten it, or raise VLLM_MAX_MODEL_LEN"
+                )
 
     def _rate_per_s(self, c: PromptClass) -> float | None:
         if c.load is not None and c.load_of is not None:
@@ -210,6 +233,17 @@ class MeasuredVariant:
                 f"{self.variant.name}: the prefix cache had {hit:,.0f} tokens of class {c.name} before it was sent; "
                 "end the server that runs, so that a fresh one is started"
             )
+
+
+def own_prompts(workload: Workload, variant: Variant) -> list[tuple[Tokens, int]]:
+    """The prompts of an own evaluation in a variant's tokens, each with the number of tokens to generate.
+
+    Raises:
+        CorpusError: the file cannot be read, or one of its prompts is unusable.
+    """
+    assert workload.prompts is not None
+    prompts = read_own_prompts(variant.root / workload.prompts, variant.weights)
+    return [(prompt, output or workload.classes[0].output_tokens) for prompt, output in prompts]
 
 
 def block_tokens(served: SharedServer) -> int:

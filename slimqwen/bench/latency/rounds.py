@@ -12,7 +12,7 @@ from typing import Any
 from slimqwen import host_load
 from slimqwen.bench import BenchError, overlay
 from slimqwen.bench.latency import figures
-from slimqwen.bench.latency.measured_variant import MeasuredVariant, SharedState
+from slimqwen.bench.latency.measured_variant import MeasuredVariant, SharedState, own_prompts
 from slimqwen.bench.latency.record import Arrival, ClassFigures, Latency, PrefixCache
 from slimqwen.bench.latency.speedups import by_class_and_round, by_round
 from slimqwen.bench.workload import PromptClass, Workload
@@ -61,6 +61,9 @@ def measure_latency(
     if rounds < 1:
         raise BenchError(f"{rounds} rounds measure nothing: take 1 or more")
     started = provenance.utc_now()
+    if workload.prompts:
+        prompts, output_tokens = zip(*own_prompts(workload, variants[0]), strict=True)
+        workload = workload.of_own_prompts(prompts, output_tokens)
     shared = SharedState(workload, max_num_seqs(variants, workload), rounds, progress)
     sides = [
         MeasuredVariant(*overlay.servable(variant, workload.config, workload.name), shared)
@@ -158,7 +161,8 @@ def _record(
     assert side.served is not None
     served, shared, workload = side.served, side.shared, side.shared.workload
     load = host_load.highest_load(shared.loads)
-    text_file = resolve_text(workload.documents, side.variant.root)
+    root = side.variant.root
+    text_file = root / workload.prompts if workload.prompts else resolve_text(workload.documents, root)
     unscaled_classes = workload.expanded(shared.max_num_seqs)
     return Latency(
         variant=side.variant.name,
