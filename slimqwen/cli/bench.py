@@ -31,7 +31,7 @@ def latency(
     baseline: Annotated[
         bool, typer.Option("--baseline", help="time the variant's baseline in turns with it, baseline first")
     ] = False,
-    workload: WorkloadName = "classes",
+    workload: WorkloadName = None,
     rounds: Annotated[int | None, typer.Option(help="rounds, instead of the workload's")] = None,
     records_dir: RecordsFolder = None,
     port: Port = None,
@@ -46,10 +46,12 @@ def latency(
         if len(subjects) > 1 or subjects[0].baseline is None:
             raise typer.BadParameter("--baseline takes one variant, and one that has a baseline")
         subjects.insert(0, variants.load(subjects[0].baseline))
+    own = variant.settings["EVALUATION"].value if "EVALUATION" in variant.settings else ""
+    has_prompts = own and (variant.root / OWN / own / "prompts.jsonl").is_file()
     with progress_bar() as progress:
         paths = latency.measure_latency(
             subjects,
-            Workload.load(workload, variant.root),
+            Workload.load(workload or (own if has_prompts else "classes"), variant.root),
             command=command(),
             rounds=rounds,
             port=port,

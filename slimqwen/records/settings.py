@@ -80,7 +80,9 @@ class Settings(BaseModel):
         content: dict[str, Any] = yaml.safe_load(re.sub(r"\bNAME\b", name, text))[cls.own_file]
         own = root / OWN / name / f"{cls.own_file}.yaml"
         if own.is_file():
-            content = _replace_fields(content, read_yaml(own, root, lambda own: own or {}, missing="is missing"))
+            content = _replace_fields(
+                content, read_yaml(own, root, lambda own: own or {}, missing="is missing")
+            )
         return content
 
     @classmethod

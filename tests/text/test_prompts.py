@@ -1,4 +1,6 @@
+import json
 from itertools import count, islice
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -89,3 +91,36 @@ def test_prompts_of_a_checkpoint_are_of_its_tokenizer(tmp_path):
     weights = repository_root() / "weights" / "tiny"
     cutter = prompts.PromptCutter.for_checkpoint(weights, "text.jsonl", 0, tmp_path)
     assert cutter.cut(1, 4) == [AutoTokenizer.from_pretrained(weights)("The red boat.\n")["input_ids"][:4]]
+
+
+def test_own_prompts_are_text_as_it_is_or_chats_by_the_template(tmp_path: Path) -> None:
+    file, tiny = tmp_path / "prompts.jsonl", repository_root() / "weights" / "tiny"
+    chat = [{"role": "user", "content": "Where does Baizela live?"}]
+    rows = [{"prompt": "Once  upon\na time"}, {"messages": chat, "output_tokens": 7}]
+    file.write_text("\n".join(map(json.dumps, rows)))
+    (text, no_length), (rendered, length) = prompts.read_own_prompts(file, tiny)
+    tokenizer = AutoTokenizer.from_pretrained(tiny)
+    assert tokenizer.decode(text) == "Once  upon\na time"
+    assert tokenizer.decode(rendered) == tokenizer.apply_chat_template(
+        chat, tokenize=False, add_generation_prompt=True
+    )
+    assert (no_length, length) == (None, 7)
+
+
+@pytest.mark.parametrize(
+    ("row", "fault"),
+    [
+        ({"text": "?"}, "give one of prompt and messages"),
+        ({"prompt": "?", "messages": [{"role": "user", "content": "?"}]}, "give one of prompt and messages"),
+        ({"prompt": "?", "output_tokens": 1}, "greater than or equal to 2"),
+        ({"messages": [{"content": "?"}]}, "a message has no role"),
+    ],
+)
+def test_an_own_prompt_that_cannot_be_sent_is_named(tmp_path: Path, row: object, fault: str) -> None:
+    file = tmp_path / "prompts.jsonl"
+    file.write_text("\n".join(map(json.dumps, [{"prompt": "Once"}, row])))
+    with pytest.raises(CorpusError, match=rf"prompts\.jsonl, prompt 2: unusable \(.*{fault}"):
+        prompts.read_own_prompts(file, repository_root() / "weights" / "tiny")
+    file.write_text(json.dumps({"prompt": "Once"}))
+    with pytest.raises(CorpusError, match="1 prompts give no interval"):
+        prompts.read_own_prompts(file, repository_root() / "weights" / "tiny")

@@ -1,6 +1,8 @@
 import contextlib
 import itertools
 import math
+import json
+import shutil
 
 import numpy as np
 import pytest
@@ -352,3 +354,37 @@ def test_a_real_server_is_timed(served_tiny, tmp_path, monkeypatch):
     assert record.provenance.checkpoint.path == "weights/tiny"
     with pytest.raises(BenchError, match="does no prefix caching"):
         measured_variant.block_tokens(served_tiny)
+
+
+@pytest.fixture
+def own_prompts(tmp_path):
+    """An own evaluation with two prompts that the stand-in's tokenizer knows."""
+    folder = tmp_path / "eval" / "own" / "mine"
+    folder.mkdir(parents=True)
+    shutil.copy(repository_root() / "eval" / "own.yaml", tmp_path / "eval")
+    (folder / "workload.yaml").write_text("{rounds: 2, warmup_requests: 1, output_tokens: 6}")
+    rows = [{"prompt": "Q : what sells wool ?", "output_tokens": 9}, {"prompt": "A : town salt 1 2 3 4"}]
+    (folder / "prompts.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    return Workload.load("mine", tmp_path)
+
+
+def test_own_prompts_are_sent_whole_in_every_round_with_their_own_lengths(
+    measure, add_served, stand_in, own_prompts
+):
+    server = stand_in()
+    (path,), order = measure(add_served("tiny", server), workload=own_prompts)
+    assert order == ["tiny", "tiny"]
+    record, items = store.read_record(path), store.read_items(path)
+    assert [(i["prompt_tokens"], i["output_tokens"]) for i in items] == [(6, 9), (8, 6)] * 2
+    own = record.classes["own"]
+    assert (own.prompt_tokens, own.output_tokens, own.request_count) == (7, 8, 4)
+    assert {"eval/own/mine/prompts.jsonl", "eval/own/mine/workload.yaml"} == set(record.provenance.datasets)
+    warm_up, *timed = prompts_of(server)[:3]
+    assert warm_up == timed[0][::-1]  # no prefix of a timed prompt is cached by it
+
+
+def test_an_own_prompt_longer_than_the_context_is_named(measure, add_served, stand_in, own_prompts, tmp_path):
+    file = tmp_path / "eval" / "own" / "mine" / "prompts.jsonl"
+    file.write_text('{"prompt": "Q"}\n' + json.dumps({"prompt": "town " * 125}))
+    with pytest.raises(BenchError, match=r"prompts\.jsonl, prompt 2: 125 \+ 6 tokens, and tiny takes 128"):
+        measure(add_served("tiny", stand_in()), workload=own_prompts)
