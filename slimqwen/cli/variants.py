@@ -44,8 +44,12 @@ def new(
         typer.Option(help="stage of its own recipe; repeat it in the order of the stages"),
     ] = None,
     evaluation: Annotated[
-        str, typer.Option(metavar="NAME", help="with --checkpoint: its suite in eval/suites/")
-    ] = "core",
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help="what judges it: a folder of eval/own/, or a name of eval/suites/ (default: the base's; core)",
+        ),
+    ] = None,
 ) -> None:
     """Create experiments/NAME: a baseline of a checkpoint, or a variant of another, ready for its flags or recipe."""
     from slimqwen.recipe import template
@@ -56,13 +60,14 @@ def new(
             "give --checkpoint FOLDER for a baseline, or --base NAME for a variant of it with its --stage"
         )
     if checkpoint:
-        folder = _create_baseline(name, checkpoint, hypothesis or _BASELINE, evaluation)
+        folder = _create_baseline(name, checkpoint, hypothesis or _BASELINE, evaluation or "core")
     else:
         assert base is not None
         recipe = template.render_recipe(variants.load(base), stage) if stage else None
         changes = f"with {', '.join(stage)}" if stage else "with its own flags"
         expected = hypothesis or f"{base} {changes} is faster and keeps every score within its margin."
-        folder = scaffold.create(name, base, expected, recipe=recipe)
+        lines = {"EVALUATION": evaluation} if evaluation else {}
+        folder = scaffold.create(name, base, expected, recipe=recipe, lines=lines)
     for file in sorted(folder.iterdir()):
         say(f"written: {relative(file)}")
     if stage:

@@ -124,9 +124,7 @@ def read_own_prompts(file: Path, weights: Path) -> list[tuple[Tokens, int | None
         for number, (_, line) in enumerate(read_json_lines(stream, file), start=1):
             try:
                 fields = OwnPrompt.model_validate(line)
-                text = fields.prompt or renderer.render(
-                    fields.messages or [], fields.tools, to_continue=True
-                )
+                text = fields.prompt or renderer.render(fields.messages or [], fields.tools, to_continue=True)
             # Templates raise exceptions of any type.
             except Exception as error:
                 reason = " ".join(str(error).split())[:200]
