@@ -11,9 +11,12 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 
 from slimqwen.bench import BenchError
 from slimqwen.records.settings import OWN, Settings
+from slimqwen.variant import Variant
 
 TO_MAX_NUM_SEQS = "1..max_num_seqs"
 """Concurrency of a class that stands for several: 1, 2, 4, … up to the sequences that the server runs at once."""
+
+_OWN_PROMPTS = "prompts.jsonl"
 
 UNLIMITED = "unlimited"
 """Concurrency without a limit: all requests are sent upfront."""
@@ -188,7 +191,7 @@ class Workload(Settings):
             name="own", prompt_tokens=1, output_tokens=content.pop("output_tokens"), requests=2
         )
         own = {"documents": "", "seed": 0, "reference_context_tokens": 1, "min_tokens": 2, "classes": (only,)}
-        file = OWN / name / "prompts.jsonl"
+        file = OWN / name / _OWN_PROMPTS
         return super()._from_content({**own, "prompts": file, **content}, name)
 
     def of_own_prompts(self, prompts: Sequence[Sequence[int]], output_tokens: Sequence[int]) -> "Workload":
@@ -289,6 +292,13 @@ class Workload(Settings):
                 c.model_copy(update={"prompt_tokens": prompt_tokens, "output_tokens": output_tokens})
             )
         return classes
+
+
+def name_workload(variant: Variant) -> str:
+    """The workload that times a variant by default: the prompts of its own evaluation if it has any, else classes."""
+    own = variant.settings.get("EVALUATION")
+    has_prompts = own is not None and (variant.root / OWN / own.value / _OWN_PROMPTS).is_file()
+    return own.value if own and has_prompts else "classes"
 
 
 def _class_entries(name: str, body: dict[str, Any]) -> list[dict[str, Any]]:

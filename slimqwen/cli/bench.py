@@ -39,19 +39,17 @@ def latency(
 ) -> None:
     """Time variants over a workload, in turns: TTFT, TPOT, ITL, end-to-end latency, throughput."""
     from slimqwen.bench import latency
-    from slimqwen.bench.workload import Workload
+    from slimqwen.bench.workload import Workload, name_workload
 
     subjects = [variant, *(against or ())]
     if baseline:
         if len(subjects) > 1 or subjects[0].baseline is None:
             raise typer.BadParameter("--baseline takes one variant, and one that has a baseline")
         subjects.insert(0, variants.load(subjects[0].baseline))
-    own = variant.settings["EVALUATION"].value if "EVALUATION" in variant.settings else ""
-    has_prompts = own and (variant.root / OWN / own / "prompts.jsonl").is_file()
     with progress_bar() as progress:
         paths = latency.measure_latency(
             subjects,
-            Workload.load(workload or (own if has_prompts else "classes"), variant.root),
+            Workload.load(workload or name_workload(variant), variant.root),
             command=command(),
             rounds=rounds,
             port=port,

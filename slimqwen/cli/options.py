@@ -49,7 +49,10 @@ VariantOption = Annotated[variant.Variant, _VARIANT]
 OptionalVariant = Annotated[variant.Variant | None, _VARIANT]
 SuiteName = Annotated[str | None, _settings_file("suites", _OWN)]
 GateSettingsName = Annotated[str | None, _settings_file("gates", _OWN, *_SETTINGS)]
-WorkloadName = Annotated[str, _settings_file("workloads", "")]
+WorkloadName = Annotated[
+    str | None,
+    _settings_file("workloads", " (default: the prompts of the variant's own evaluation, else classes)"),
+]
 RecordsFolder = Annotated[
     Path | None,
     typer.Option(

@@ -125,7 +125,7 @@ def sweep(
     ],
     ray: RayAddress = None,
     width: Width = None,
-    workload: WorkloadName = "classes",
+    workload: WorkloadName = None,
     rounds: Annotated[
         int | None, typer.Option(min=1, help="latency rounds, instead of the workload's")
     ] = None,
@@ -152,7 +152,7 @@ def sweep(
     options = Options(
         measures=tuple(each.value for each in dict.fromkeys(measure)),
         command=tuple(command()),
-        workload=workload,
+        workload=workload or "classes",
         rounds=rounds,
         parts=parts,
         limit=limit or AUTO,
