@@ -44,6 +44,7 @@ class EngineSettings(Settings):
 
     folder: ClassVar[str] = "gates"
     section: ClassVar[str] = "engine"
+    own_file: ClassVar[str] = "gate"
 
     text: str
     seed: int
