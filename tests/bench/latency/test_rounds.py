@@ -1,7 +1,7 @@
 import contextlib
 import itertools
-import math
 import json
+import math
 import shutil
 
 import numpy as np
@@ -281,6 +281,7 @@ def busy(monkeypatch):
 
         monkeypatch.setattr(host_load, "LIMITS", host_load.LoadLimits(0.1, math.inf, math.inf))
         monkeypatch.setattr(host_load.Watch, "load", load)
+        monkeypatch.setattr(host_load, "_wait_until_idle", lambda name: None)
 
     return make
 
