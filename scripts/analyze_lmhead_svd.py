@@ -26,7 +26,7 @@ from slimqwen.checkpoint.tensors import output_head
 from slimqwen.models.language_model import load_in_float32
 from slimqwen.records.table import Table
 from slimqwen.stats import intervals
-from slimqwen.text.corpus import file_texts
+from slimqwen.text.chats import read_texts
 from slimqwen.variant import Variant
 
 RANK_SHARES = (0.125, 0.25, 0.5, 0.75)
@@ -93,7 +93,7 @@ def explore_heads(variant: Variant, options: argparse.Namespace) -> tuple[Table,
     name, info = output_head(variant.weights)
     head = info.unchanged().read()
     singular_values, vectors = decompose_head(head)
-    texts = [text[:8192] for text in islice(file_texts(options.text), options.documents)]
+    texts = [text[:8192] for text in islice(read_texts(options.text, variant.weights), options.documents)]
     states, targets, lengths = read_states(variant.weights, texts)
     sizes = [len(text.encode()) for text in texts]
     figures: dict[str, dict[str, Any]] = {}

@@ -25,7 +25,7 @@ from slimqwen.recipe.stages import prune_vocab
 from slimqwen.recipe.stages.prune_vocab import CountedText
 from slimqwen.records.table import Table
 from slimqwen.stats import intervals
-from slimqwen.text.corpus import file_texts
+from slimqwen.text.chats import read_texts
 from slimqwen.variant import Variant
 
 SCORED_CHARACTERS = 2_000
@@ -67,7 +67,10 @@ def measure_sizes(
     words = vocabulary.read_vocabulary(folder / "tokenizer.json")
     held_out: list[str] = []
     counts = vocabulary.count_tokens(words, prune_vocab.counted_documents(corpus, folder, held_out))
-    documents = {"held out": held_out, **{name: list(file_texts(file)) for name, file in texts.items()}}
+    documents = {
+        "held out": held_out,
+        **{name: list(read_texts(file, folder)) for name, file in texts.items()},
+    }
     samples = {name: [text[:SCORED_CHARACTERS] for text in part[:scored]] for name, part in documents.items()}
     score = load_scorer(folder) if scored else None
     rows = range(checkpoint.text_config(checkpoint.read_config(folder))["vocab_size"])

@@ -1,14 +1,13 @@
 """The text that a recipe or a workload names."""
 
 import os
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationInfo
 
 from slimqwen.checkpoint.files import sha256
-from slimqwen.text.files import CorpusError, TextFile
+from slimqwen.text.files import CorpusError
 from slimqwen.variant import repository_root
 
 END_OF_TEXT = "<|endoftext|>"
@@ -65,21 +64,3 @@ def file_digest(path: Path, name: str) -> str:
         return sha256(path)
     except OSError as error:
         raise CorpusError(f"{path}: cannot be read ({error.strerror}); put the {name} there") from None
-
-
-def file_texts(path: Path) -> Iterator[str]:
-    """The texts of a .txt or .jsonl file, without blank ones.
-
-    Raises:
-        CorpusError: the file is missing or malformed, or a document is a chat or a prompt.
-    """
-    file = TextFile(path)
-    for document in file:
-        if document.is_blank:
-            continue
-        if document.text is None:
-            raise CorpusError(
-                f"{file.location(document.position)}: no text in it, but a chat or a prompt; `slimqwen recipe corpus` "
-                "renders chats"
-            )
-        yield document.text

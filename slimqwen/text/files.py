@@ -79,32 +79,32 @@ class TextFile:
     def __init__(self, path: Path) -> None:
         if path.suffix not in (".jsonl", ".txt"):
             raise CorpusError(f"{path}: neither .txt nor .jsonl; decompress or convert it")
-        self._path = path
+        self.path = path
 
     def __iter__(self) -> Iterator[Document]:
-        with reading(self._path), self._path.open("rb") as stream:
+        with reading(self.path), self.path.open("rb") as stream:
             yield from self._documents(stream, 0)
 
     def at(self, position: int) -> Document:
         """The document that begins at a byte."""
-        with reading(self._path), self._path.open("rb") as stream:
+        with reading(self.path), self.path.open("rb") as stream:
             stream.seek(position)
             return next(self._documents(stream, position))
 
     def location(self, position: int) -> str:
         """File and line of a document, for an error message."""
-        with self._path.open("rb") as stream:
+        with self.path.open("rb") as stream:
             number = stream.read(position).count(b"\n") + 1
-        return f"{self._path}, line {number}"
+        return f"{self.path}, line {number}"
 
     def _documents(self, stream: IO[bytes], position: int) -> Iterator[Document]:
-        if self._path.suffix == ".jsonl":
-            for offset, content in read_json_lines(stream, self._path):
+        if self.path.suffix == ".jsonl":
+            for offset, content in read_json_lines(stream, self.path):
                 yield _checked_document(content, position + offset, self)
             return
         line = 1
         while block := b"".join(stream.readlines(_TXT_DOCUMENT_BYTES)):
-            text = _decode_text(block, self._path, is_first=position == 0, line=line)
+            text = _decode_text(block, self.path, is_first=position == 0, line=line)
             yield Document(position, text=text)
             position += len(block)
             line += block.count(b"\n")

@@ -10,8 +10,8 @@ from typing import Any, Self
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from slimqwen.text.chats import ChatRenderer
-from slimqwen.text.corpus import file_texts, resolve_text
-from slimqwen.text.files import CorpusError, read_json_lines, reading
+from slimqwen.text.corpus import resolve_text
+from slimqwen.text.files import CorpusError, TextFile, read_json_lines, reading
 
 Tokens = list[int]
 
@@ -25,11 +25,18 @@ def documents(source: str, seed: int, root: Path) -> Iterator[str]:
         root: folder that the path is relative to.
 
     Raises:
-        CorpusError: the file cannot be read or is malformed.
+        CorpusError: the file cannot be read or is malformed, or a document is a chat or a prompt.
     """
-    file = resolve_text(source, root)
-    texts = list(file_texts(file))
-    if file.suffix == ".txt":
+    file = TextFile(resolve_text(source, root))
+    texts: list[str] = []
+    for document in file:
+        if document.text is None and not document.is_blank:
+            raise CorpusError(
+                f"{file.location(document.position)}: no text in it, but a chat or a prompt; `slimqwen recipe corpus` "
+                "renders chats"
+            )
+        texts.append(document.text or "")
+    if file.path.suffix == ".txt":
         texts = "".join(texts).split("\n\n")
     texts = [text.strip() for text in texts if text.strip()]
     start = random.Random(seed).randrange(len(texts)) if texts else 0

@@ -2,11 +2,8 @@
 
 import json
 
-import pytest
-
 from slimqwen.recipe.stages import calibrate, prune_vocab
-from slimqwen.text.corpus import TextSource, file_texts, resolve_text
-from slimqwen.text.files import CorpusError
+from slimqwen.text.corpus import TextSource, resolve_text
 from slimqwen.variant import repository_root
 
 
@@ -19,13 +16,6 @@ def test_stages_read_the_same_documents_of_a_file(tmp_path):
     assert list(prune_vocab.counted_documents(prune_vocab.CountedText(path=file), tmp_path, [])) == texts
     calibration = calibrate.calibration_documents(calibrate.CalibrationText(path=file), tmp_path)
     assert sorted(calibration) == [f"{text}<|endoftext|>" for text in texts]
-
-
-def test_a_chat_is_refused_where_text_is_read(tmp_path):
-    file = tmp_path / "text.jsonl"
-    file.write_text('{"text": "a"}\n{"messages": [{"role": "user"}]}\n')
-    with pytest.raises(CorpusError, match=r"line 2: no text in it.*`slimqwen recipe corpus` renders chats"):
-        list(file_texts(file))
 
 
 def test_a_name_is_that_of_a_text_and_everything_else_a_path(tmp_path):

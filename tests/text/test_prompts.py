@@ -67,6 +67,14 @@ def test_a_text_that_is_missing_or_empty_is_told(tmp_path):
         prompts.PromptCutter(prompts.documents("empty.txt", 0, tmp_path), words).cut(1, 2)
 
 
+def test_a_chat_is_no_document_of_a_workload(tmp_path):
+    (tmp_path / "text.jsonl").write_text(
+        '{"text": "a"}\n{"messages": []}\n{"messages": [{"role": "user"}]}\n'
+    )
+    with pytest.raises(CorpusError, match=r"line 3: no text in it.*`slimqwen recipe corpus` renders chats"):
+        next(prompts.documents("text.jsonl", 0, tmp_path))
+
+
 def test_a_digest_tells_prompts_and_their_order_apart():
     digests = {prompts.digest(p) for p in ([[1, 2], [3]], [[3], [1, 2]], [[1], [2, 3]])}
     assert len(digests) == 3
