@@ -10,7 +10,9 @@ import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
@@ -26,7 +28,15 @@ from slimqwen.checkpoint.files import (
     publish,
     withdraw,
 )
-from slimqwen.checkpoint.tensors import NewTensor, list_tensors, rewrite, write_tensors
+from slimqwen.checkpoint.tensors import (
+    NewTensor,
+    from_ids,
+    from_torch,
+    list_tensors,
+    rewrite,
+    selected_rows,
+    write_tensors,
+)
 from slimqwen.errors import SlimqwenError
 from tests.checkpoints import with_manifest
 
@@ -287,6 +297,32 @@ def test_rewriting_holds_no_more_than_a_few_chunks(tmp_path: Path) -> None:
     tracemalloc.stop()
     assert peak < 40 * 2**20
     assert checkpoint.digest(source) == checkpoint.digest(copy)
+
+
+def test_ids_and_torch_tensors_are_written_in_their_dtypes(tmp_path: Path) -> None:
+    new = {
+        "ids": from_ids(np.array([3, 2**40])),
+        "floats": from_torch(torch.tensor([[1.5, 2.0]]), "BF16"),
+        "counts": from_torch(torch.tensor([7], dtype=torch.int32), "BF16"),
+    }
+    write_tensors(tmp_path / "model.safetensors", new)
+    read = {name: info.unchanged().read() for name, info in list_tensors(tmp_path).items()}
+    assert {name: (tensor.dtype, tensor.tolist()) for name, tensor in read.items()} == {
+        "ids": (torch.int64, [3, 2**40]),
+        "floats": (torch.bfloat16, [[1.5, 2.0]]),
+        "counts": (torch.int32, [7]),
+    }
+
+
+def test_selected_rows_are_read_in_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    table = torch.arange(24, dtype=torch.int32).reshape(8, 3)
+    write_tensors(tmp_path / "model.safetensors", {"a": from_torch(table, "BF16")})
+    (info,) = list_tensors(tmp_path).values()
+    rows = np.array([0, 2, 3, 7])
+    for block_bytes in (1, 24, 36, 2**20):
+        monkeypatch.setattr("slimqwen.checkpoint.tensors._ROWS_BLOCK_BYTES", block_bytes)
+        assert torch.equal(selected_rows(info, rows).read(), table[rows])
+    assert torch.equal(info.rows(2, 5).read(), table[2:5])
 
 
 def test_a_tensor_that_does_not_fill_its_shape_is_refused(tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from slimqwen.checkpoint.config import quantisation, text_config
+from slimqwen.checkpoint.config import quantisation, quantised, text_config, untied
 
 
 @pytest.mark.parametrize(
@@ -46,3 +46,22 @@ def test_the_language_part_keeps_its_own_keys_and_the_config_is_not_changed() ->
 def test_the_quantisation_is_found_where_it_stands(config: dict[str, Any]) -> None:
     assert quantisation(config) == {"quant_method": "fp8"}
     assert quantisation({"text_config": {}}) == {}
+
+
+def test_a_quantisation_is_written_at_one_place_alone() -> None:
+    old, new = {"quant_method": "fp8"}, {"quant_method": "compressed-tensors"}
+    inner = {"vocab_size": 2, "quantization_config": old}
+    config = {"model_type": "a", "compression_config": old, "text_config": inner}
+    written = quantised(config, new)
+    assert written == {"model_type": "a", "text_config": {"vocab_size": 2}, "quantization_config": new}
+    assert quantised({"vocab_size": 2}, new) == {"vocab_size": 2, "quantization_config": new}
+    assert config["text_config"] == inner
+
+
+def test_an_untied_head_is_untied_at_both_places() -> None:
+    assert untied({"tie_word_embeddings": True}) == {"tie_word_embeddings": False}
+    flags = untied({"tie_word_embeddings": True, "text_config": {"vocab_size": 2}})
+    assert flags == {
+        "tie_word_embeddings": False,
+        "text_config": {"vocab_size": 2, "tie_word_embeddings": False},
+    }

@@ -34,6 +34,20 @@ def test_a_module_is_of_one_kind_at_most(module, kinds):
     assert {kind for kind, target in LINEARS.items() if re.match(target[3:], module)} == kinds
 
 
+def test_the_linears_of_a_kind_are_its_unpacked_weights():
+    names = (
+        "mlp.up_proj.weight",
+        "mlp.up_proj.weight_scale",
+        "mlp.up_proj",
+        "self_attn.q_proj.weight",
+        "norm.weight",
+    )
+    stored = {f"{LAYER}.{name}": object() for name in names}
+    assert list(packing.linears(stored, "mlp")) == [f"{LAYER}.mlp.up_proj.weight"]
+    assert re.match(packing.tensor_pattern("mlp"), f"{LAYER}.mlp.up_proj.weight_scale")
+    assert not re.match(packing.tensor_pattern("mlp"), f"{LAYER}.mlp.up_proj_of_another.weight")
+
+
 def test_a_target_that_names_a_module_goes_before_its_class():
     form = {
         "config_groups": {

@@ -86,6 +86,25 @@ def test_names_of_a_multimodal_checkpoint_are_those_of_its_language_model(tmp_pa
     assert all(name.startswith("model.visual.") for name in names)
 
 
+@pytest.mark.parametrize(
+    ("name", "count"),
+    [
+        ("w4a16-zero-points", 25), ("w8a16", 25), ("w8a8", 25), ("fp8-rows", 25), ("mixed", 16), ("fp8-blocks", 32),
+        ("gptq", 12), ("gptq-act-order", 19), ("auto-round", 12), ("awq", 12),
+    ],
+)  # fmt: skip
+def test_weights_of_every_format_decode_to_about_what_they_were(tmp_path, name, count):
+    original, read = read_weights(TINY), read_weights(ANIMALS[name].build(tmp_path / name))
+    assert read.keys() == original.keys()
+    quantised = [weight for weight in read.values() if weight.is_quantised]
+    assert len(quantised) == count
+    for weight in quantised:
+        numbers = original[weight.name].carrier.unchanged().read().float()
+        assert weight.shape == numbers.shape
+        # Four bits leave a tenth of a weight as error; a number out of place leaves nothing of it.
+        assert (torch.cat(list(weight.blocks())) - numbers).norm() < 0.2 * numbers.norm()
+
+
 def only_weight(folder: Path, parts: dict[str, torch.Tensor]) -> Weight:
     return read_weights(written(folder, parts))[LINEAR]
 
