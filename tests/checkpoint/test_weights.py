@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 from slimqwen.checkpoint import CorruptCheckpointError, UnsupportedFormatError
 from slimqwen.checkpoint.config import write_config
 from slimqwen.checkpoint.rtn import quantise, round_to_nearest
-from slimqwen.checkpoint.weights import Weight, changed_weights, read_weights
+from slimqwen.checkpoint.weights import Weight, changed_weights, has_mtp_head, read_weights
 from tests.checkpoints import TINY
 from tests.zoo.animals import ANIMALS
 
@@ -103,6 +103,11 @@ def test_weights_of_every_format_decode_to_about_what_they_were(tmp_path, name, 
         assert weight.shape == numbers.shape
         # Four bits leave a tenth of a weight as error; a number out of place leaves nothing of it.
         assert (torch.cat(list(weight.blocks())) - numbers).norm() < 0.2 * numbers.norm()
+
+
+@pytest.mark.parametrize(("name", "can_draft"), [("text", True), ("no-mtp", False), ("mtp-lost", False)])
+def test_a_checkpoint_drafts_with_a_head_that_is_announced_and_there(tmp_path, name, can_draft):
+    assert has_mtp_head(ANIMALS[name].build(tmp_path / name)) is can_draft
 
 
 def only_weight(folder: Path, parts: dict[str, torch.Tensor]) -> Weight:

@@ -114,3 +114,22 @@ def test_rows_of_a_data_set_have_what_their_chat_had_and_no_more(tmp_path):
     assert [{"messages": each.messages, "tools": each.tools} for each in documents] == chats
     assert reader.at(1) == documents[1]
     assert reader.location(1) == f"{folder}, row 1"
+
+
+@pytest.mark.parametrize(
+    ("row", "read"),
+    [
+        ({"messages": [{"role": "user", "content": "a"}]}, {"messages": [{"role": "user", "content": "a"}]}),
+        ({"text": "a", "tools": "[]"}, {"text": "a"}),
+    ],
+)
+def test_a_data_set_is_read_in_the_columns_that_it_has(tmp_path, row, read):
+    folder = tmp_path / "set"
+    folder.mkdir()
+    (folder / "train.jsonl").write_text(json.dumps(row) + "\n")
+    (document,) = DataSet(folder, tmp_path / "cache")
+    assert (document.text, document.messages, document.tools) == (
+        read.get("text"),
+        read.get("messages"),
+        None,
+    )
