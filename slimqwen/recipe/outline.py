@@ -11,6 +11,7 @@ from slimqwen.checkpoint import draft_head, packing
 from slimqwen.checkpoint.config import quantised, read_json_object, untied
 from slimqwen.checkpoint.files import bytes_on_disk
 from slimqwen.checkpoint.tensors import INDEX, TensorInfo, list_tensors, tensor_bytes
+from slimqwen.models.published import published_tensors
 from slimqwen.models.shape import Packing, Shape, packed_linear
 
 _TABLES = ("embed_tokens.weight", "lm_head.weight", "lm_head.weight_packed", "lm_head.weight_scale")
@@ -48,10 +49,12 @@ class Outline:
         config = checkpoint.read_config(folder)
         index = folder / INDEX
         if index.is_file() and not any(folder.glob("*.safetensors")):
-            outline = cls.of_shape(Shape.of_config(config), folder, is_embedded=is_embedded)
-            total = int(read_json_object(index).get("metadata", {}).get("total_size", 0))
-            more = max(0, total - sum(map(_stored_bytes, outline.tensors.values())))
-            return replace(outline, config=config, other_bytes=more, num_tokens=_count_tokens(folder))
+            content = read_json_object(index)
+            promised = published_tensors(config, content["weight_map"].keys())
+            predicted = {name: _predicted(*each) for name, each in promised.items()}
+            total = int(content.get("metadata", {}).get("total_size", 0))
+            more = max(0, total - sum(map(_stored_bytes, predicted.values())))
+            return cls(str(folder), folder, config, predicted, more, _count_tokens(folder), is_embedded)
         tensors = list_tensors(folder)
         others = bytes_on_disk(folder) - sum(map(_stored_bytes, tensors.values()))
         return cls(str(folder), folder, config, tensors, others, _count_tokens(folder), is_embedded)

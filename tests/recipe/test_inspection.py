@@ -224,9 +224,33 @@ def four_billion(tmp_path: Path) -> Path:
     folder = tmp_path / "4b"
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(shape.config_json))
-    index = {"metadata": {"total_size": 9_320_000_000}, "weight_map": {"x": "model-00001.safetensors"}}
+    names = dict.fromkeys(shape.tensors, "model-00001.safetensors")
+    index = {"metadata": {"total_size": 9_320_000_000}, "weight_map": names}
     (folder / INDEX).write_text(json.dumps(index))
     return folder
+
+
+@pytest.mark.parametrize("animal", ["multimodal-w4a16", "multimodal-fp8", "multimodal-gptq"])
+def test_the_outline_of_an_index_is_that_of_the_files_of_a_quantised_checkpoint(
+    animal: str, tmp_path: Path
+) -> None:
+    folder = ANIMALS[animal].build(tmp_path / "base")
+    whole = Outline.read(folder)
+    for file in folder.glob("*.safetensors"):
+        file.unlink()
+    described = Outline.read(folder)
+    assert described.num_weights == pytest.approx(
+        sum(
+            info.elements * (8 if info.dtype == "I32" else 1)
+            for name, info in whole.tensors.items()
+            if "visual" not in name
+        ),
+        rel=1e-3,
+    )
+    # Of the files, the tokenizer and their headers are missing.
+    assert described.disk_bytes == pytest.approx(
+        sum(info.end - info.start for info in whole.tensors.values()), rel=1e-3
+    )
 
 
 def test_what_a_4b_model_takes_is_computed_from_its_config_and_index(
