@@ -8,4 +8,4 @@ from slimqwen.cli.serve import serve
 if __name__ == "__main__":
     app = typer.Typer(add_completion=False)
     app.command()(serve)
-    console.run(app, "serve.py")
+    console.run_command_line(app, "serve.py")

@@ -48,7 +48,7 @@ app.command(rich_help_panel=_MEASURE, cls=search.ListOptions)(search.sweep)
 app.command(rich_help_panel=_MEASURE)(search.search)
 app.add_typer(bench.app, name="bench", rich_help_panel=_MEASURE)
 app.command(rich_help_panel=_MEASURE)(roofline.roofline)
-app.command(rich_help_panel=_READ)(compare.compare)
+app.command("compare", rich_help_panel=_READ)(compare.compare_variants)
 app.command(rich_help_panel=_READ)(report.report)
 app.add_typer(image.app, name="image", rich_help_panel=_READ)
 
@@ -56,4 +56,4 @@ app.add_typer(image.app, name="image", rich_help_panel=_READ)
 def main() -> None:
     """Run the command line."""
     sys.argv[1:] = with_variant_option(typer.main.get_command(app), sys.argv[1:])
-    console.run(app, "slimqwen")
+    console.run_command_line(app, "slimqwen")

@@ -9,7 +9,7 @@ from slimqwen.cli.console import console
 from slimqwen.cli.options import RecordsFolder, matching_variants
 
 
-def compare(
+def compare_variants(
     baseline: Annotated[
         str, typer.Argument(metavar="A", help="the baseline", autocompletion=matching_variants)
     ],

@@ -84,7 +84,7 @@ def _errors_of_judge() -> Iterator[None]:
     raise typer.Exit(_REFUSED_BY_JUDGE)
 
 
-def run(app: typer.Typer, name: str) -> None:
+def run_command_line(app: typer.Typer, name: str) -> None:
     """Run a command line and exit.
 
     Exit codes: 2 for an expected error, 1 for any other, with one line on stderr; 130 for Ctrl-C, 143 for SIGTERM.

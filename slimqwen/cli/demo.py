@@ -58,7 +58,7 @@ def demo(
 
 
 @dataclass(frozen=True)
-class Evidence:
+class DemoRecords:
     """The records of the demo.
 
     Attributes:
@@ -70,7 +70,7 @@ class Evidence:
     missing: Mapping[str, str]
 
 
-def _measure(root: Path, rounds: int) -> Evidence:
+def _measure(root: Path, rounds: int) -> DemoRecords:
     """Make, judge and time the variant; prints the age of stages and records that still hold and are reused.
 
     Raises:
@@ -114,14 +114,14 @@ def _measure(root: Path, rounds: int) -> Evidence:
         else f"{_FAILED}: {failure.reason}"
         for measure, failure in result.failures.items()
     }
-    return Evidence({_title(measure): paths for measure, paths in result.records.items()}, missing)
+    return DemoRecords({_title(measure): paths for measure, paths in result.records.items()}, missing)
 
 
 def _title(measure: str) -> str:
     return "speed" if measure == "latency" else measure
 
 
-def _summary(evidence: Evidence) -> Iterator[str]:
+def _summary(found: DemoRecords) -> Iterator[str]:
     """Lines on size, speed, quality, and the variant to serve."""
     from slimqwen.checkpoint.files import bytes_on_disk
     from slimqwen.stats.verdict import Verdict, overall
@@ -130,14 +130,14 @@ def _summary(evidence: Evidence) -> Iterator[str]:
     yield f"  {'size':<11} {sizes[0]:.1f} -> {sizes[1]:.1f} MB: {sizes[0] / sizes[1]:.2f}x smaller"
     verdicts = {}
     for part, describe in _PARTS.items():
-        if reason := evidence.missing.get(part):
+        if reason := found.missing.get(part):
             yield f"  {part:<11} {reason}"
         else:
-            lines, verdicts[part] = describe(*evidence.records[part])
+            lines, verdicts[part] = describe(*found.records[part])
             yield from lines
     is_faster = verdicts.pop("speed", None)
     verdict = overall(list(verdicts.values()))
-    unchecked = [part for part in evidence.missing if part != "speed"]
+    unchecked = [part for part in found.missing if part != "speed"]
     if verdict == Verdict.FAIL:
         answer = f"slimqwen serve --variant {_BASELINE}: {_VARIANT} lost more than a limit allows"
     elif unchecked:

@@ -20,8 +20,8 @@ Tag = Annotated[
 ]
 
 
-@app.command()
-def build(
+@app.command("build")
+def build_variant_image(
     variant: VariantOption,
     platform: PlatformName = None,
     base_image: Annotated[
@@ -52,8 +52,8 @@ def build(
     say(f"built {tag}; `slimqwen image verify --variant {variant.name}` verifies it")
 
 
-@app.command()
-def verify(
+@app.command("verify")
+def verify_variant_image(
     variant: VariantOption,
     platform: PlatformName = None,
     container_tool: ToolName = None,

@@ -18,7 +18,7 @@ app = typer.Typer(help="Make a variant's checkpoint stage by stage.", no_args_is
 
 
 @app.command("run")
-def run_(
+def run_variant_recipe(
     variant: VariantOption,
     until: Annotated[
         str | None, typer.Option(metavar="STAGE", help="last stage to run (the first of this name)")

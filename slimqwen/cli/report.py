@@ -9,7 +9,6 @@ from rich.markup import escape
 from slimqwen import variant
 from slimqwen.cli.command_list import commands_file, render_commands
 from slimqwen.cli.console import console, errors, progress_bar, relative, say, table
-from slimqwen.cli.stage_list import render_stages, stages_file
 from slimqwen.errors import SlimqwenError
 
 _SHOWN_PROBLEMS = 20
@@ -106,6 +105,7 @@ def _check_records(root: Path) -> None:
 
 
 def _rewrite_tables(root: Path, command: Any, *, newest: bool) -> None:
+    from slimqwen.cli.stage_list import render_stages, stages_file
     from slimqwen.report import markdown
 
     rewritten = markdown.update_tables(root, newest=newest)

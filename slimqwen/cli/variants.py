@@ -15,7 +15,7 @@ app = typer.Typer(help="List, create and promote variants.", no_args_is_help=Tru
 
 
 @app.command("list")
-def list_() -> None:
+def list_variants() -> None:
     """List the variants: hypothesis, baseline, state of the weights, latest figures."""
     from slimqwen.report import tables
 

@@ -9,7 +9,6 @@ from slimqwen import variant
 from slimqwen.cli import app, console
 
 ROOT = variant.repository_root()
-ENGINE = next((ROOT / "experiments" / "tiny").glob("engine_*.json"))
 UNKNOWN = "there is no variant 'nope'"
 NEW = "variant new --name new --base tiny --hypothesis x"
 

@@ -8,7 +8,7 @@ import pytest
 
 from slimqwen.checkpoint import files
 from slimqwen.cli import demo
-from slimqwen.cli.demo import Evidence
+from slimqwen.cli.demo import DemoRecords
 from slimqwen.report import site
 from slimqwen.search import SearchError
 from slimqwen.stats.verdict import Verdict
@@ -36,7 +36,7 @@ def found(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
             return lambda *_: ([f"  {part:<11} figures"], verdicts.get(part, Verdict.PASS))
 
         parts = {part: describe(part) for part in demo._PARTS}
-        evidence = Evidence(dict.fromkeys(parts.keys() - missing, ()), missing)
+        evidence = DemoRecords(dict.fromkeys(parts.keys() - missing, ()), missing)
         monkeypatch.setattr(demo, "_PARTS", parts)
         monkeypatch.setattr(demo, "_measure", lambda *_: evidence)
 

@@ -184,7 +184,7 @@ def test_require_plan_is_refused_before_anything_starts(resolve, tmp_path):
         f"variant.load = lambda name, root=None: load(name, Path({str(tmp_path)!r}));"
         "import typer; from slimqwen.cli import console, serve;"
         "app = typer.Typer(add_completion=False); app.command()(serve.serve);"
-        "sys.argv = ['serve.py', '--variant', 'v', '--platform', 'cpu']; console.run(app, 'serve.py')"
+        "sys.argv = ['serve.py', '--variant', 'v', '--platform', 'cpu']; console.run_command_line(app, 'serve.py')"
     )
     resolve()
     ended = subprocess.run(
