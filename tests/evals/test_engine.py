@@ -178,6 +178,15 @@ def measure(
         monkeypatch.setattr(EngineProcesses, "run", runs)
         path = measure_engine(subject, "p", command=["check"])
         assert [call.args[0] for call in runs.call_args_list] == [run_engine] * 3 + [run_reference]
+        assert [call.args[1][2] for call in runs.call_args_list[:3]] == [
+            ("alone", "cached", "together"), ("together",), ("alone", "cached"),
+        ]  # fmt: skip
+        assert [call.kwargs.get("is_served", False) for call in runs.call_args_list] == [
+            True,
+            False,
+            False,
+            False,
+        ]
         assert lengths in (None, [call.args[1][-2] for call in runs.call_args_list])
         record = store.read_record(path, EngineCheck)
         items = store.read_items(path)
