@@ -163,6 +163,7 @@ class Workload(Settings):
         classes: classes in the order in which they are sent.
         prompts: file of prompts that are sent as they are, in every round, relative to the repository; None for prompts
             that are cut from documents.
+        output_tokens: length of the response to a prompt of that file that names none, tokens.
     """
 
     folder: ClassVar[str] = "workloads"
@@ -181,15 +182,14 @@ class Workload(Settings):
     columns: tuple[Column, ...] = DEFAULT_COLUMNS
     classes: Annotated[tuple[PromptClass, ...], Field(min_length=1)]
     prompts: Path | None = None
+    output_tokens: Annotated[int, Field(ge=2)] | None = None
 
     @classmethod
     def _from_content(cls, content: Any, name: str) -> "Workload":
         if "classes" in content or "output_tokens" not in content:
             return super()._from_content(content, name)
         # The lengths are those of the prompts, which a tokenizer has to count: see `of_own_prompts`.
-        only = PromptClass(
-            name="own", prompt_tokens=1, output_tokens=content.pop("output_tokens"), requests=2
-        )
+        only = PromptClass(name="own", prompt_tokens=1, output_tokens=content["output_tokens"], requests=2)
         own = {"documents": "", "seed": 0, "reference_context_tokens": 1, "min_tokens": 2, "classes": (only,)}
         file = OWN / name / _OWN_PROMPTS
         return super()._from_content({**own, "prompts": file, **content}, name)

@@ -242,8 +242,9 @@ def own_prompts(workload: Workload, variant: Variant) -> list[tuple[Tokens, int]
         CorpusError: the file cannot be read, or one of its prompts is unusable.
     """
     assert workload.prompts is not None
+    assert workload.output_tokens is not None
     prompts = read_own_prompts(variant.root / workload.prompts, variant.weights)
-    return [(prompt, output or workload.classes[0].output_tokens) for prompt, output in prompts]
+    return [(prompt, output or workload.output_tokens) for prompt, output in prompts]
 
 
 def block_tokens(served: SharedServer) -> int:
