@@ -151,9 +151,9 @@ def corpus(
 
 def _show_dry_run(variant: Variant) -> None:
     """Show what each stage would take, and whether a run would reuse its output, and why."""
+    from slimqwen.models.outline import Outline
     from slimqwen.plan import shapes
     from slimqwen.recipe import variant_recipe
-    from slimqwen.recipe.outline import Outline
     from slimqwen.recipe.recipe_file import RecipeError
 
     base = variant_recipe.base_outline(variant)

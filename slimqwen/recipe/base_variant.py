@@ -8,7 +8,7 @@ from typing import Any
 
 from slimqwen import checkpoint
 from slimqwen.checkpoint import draft_head
-from slimqwen.recipe.outline import Outline
+from slimqwen.models.outline import Outline
 from slimqwen.text.chats import read_chat_templates
 
 _LONGEST_CONTEXT = 16_384

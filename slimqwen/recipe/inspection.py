@@ -10,7 +10,7 @@ from pathlib import Path
 
 from slimqwen.checkpoint import Manifest
 from slimqwen.checkpoint.files import MANIFEST
-from slimqwen.recipe.outline import Outline
+from slimqwen.models.outline import Outline
 from slimqwen.recipe.recipe_file import Step
 from slimqwen.recipe.stage import Needs
 from slimqwen.serving import platform as machine

@@ -68,25 +68,18 @@ class Step:
 
 @dataclass(frozen=True)
 class Recipe:
-    """A recipe.yaml of at least one step; its base is a variant, or owner/name of a hub repository."""
+    """A recipe.yaml of at least one step.
+
+    Attributes:
+        base: a variant, or owner/name of a hub repository.
+        faults: what is wrong in the file, a line each with its place; stages that cannot be understood are left out.
+    """
 
     file: Path
     description: str
     base: str
     steps: tuple[Step, ...]
-
-
-@dataclass(frozen=True)
-class ParsedRecipe:
-    """A recipe.yaml as far as it can be understood.
-
-    Attributes:
-        recipe: without the stages that cannot be understood; None where nothing can.
-        faults: one line each, with file and line.
-    """
-
-    recipe: Recipe | None
-    faults: tuple[str, ...]
+    faults: tuple[str, ...] = ()
 
 
 _Entry = Annotated[
@@ -126,25 +119,24 @@ def read_recipe(file: Path, stages: Mapping[str, Stage] = STAGES) -> Recipe:
     Raises:
         RecipeError: as `parse_recipe`; or the faults that it finds.
     """
-    parsed = parse_recipe(file, stages)
-    if parsed.faults:
-        raise RecipeError.of_faults(parsed.faults)
-    assert parsed.recipe is not None
-    return parsed.recipe
+    recipe = parse_recipe(file, stages)
+    if recipe.faults:
+        raise RecipeError.of_faults(recipe.faults)
+    return recipe
 
 
-def parse_recipe(file: Path, stages: Mapping[str, Stage] = STAGES) -> ParsedRecipe:
+def parse_recipe(file: Path, stages: Mapping[str, Stage] = STAGES) -> Recipe:
     """Read a recipe.yaml and find every unknown or missing key and invalid value, with the nearest known names.
 
     Raises:
-        RecipeError: the file cannot be read, or is not YAML.
+        RecipeError: the file cannot be read, is not YAML, or has not the three keys of a recipe.
     """
     content, root = _load_yaml(file)
     text = _RecipeText(file, root)
     try:
         document = _Document.model_validate(content)
     except ValidationError as error:
-        return ParsedRecipe(None, tuple(text.faults_of(error, (), _Document)))
+        raise RecipeError.of_faults([*text.faults_of(error, (), _Document)]) from None
     steps: list[Step] = []
     faults: list[str] = []
     previous = ""
@@ -172,7 +164,7 @@ def parse_recipe(file: Path, stages: Mapping[str, Stage] = STAGES) -> ParsedReci
             faults += text.faults_of(error, path, schema)
             if (rest := _without_faults(schema, values or {}, error, file.parent)) is not None:
                 steps.append(Step(stages[name], rest, text.places(path), is_whole=False))
-    return ParsedRecipe(Recipe(file, document.description, document.base, tuple(steps)), tuple(faults))
+    return Recipe(file, document.description, document.base, tuple(steps), tuple(faults))
 
 
 def _load_yaml(file: Path) -> tuple[Any, yaml.Node | None]:

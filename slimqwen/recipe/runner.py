@@ -22,11 +22,12 @@ from typing import Any
 from slimqwen import checkpoint
 from slimqwen.checkpoint import Manifest
 from slimqwen.checkpoint.files import COMPILE_CACHE, MANIFEST, bytes_on_disk, file_records, publish, withdraw
+from slimqwen.errors import SlimqwenError
 from slimqwen.file_lock import hold_lock, take_lock
+from slimqwen.models.outline import Outline
 from slimqwen.progress import Progress, silent
 from slimqwen.recipe import worker
 from slimqwen.recipe.inspection import OPERATIONS, inspect_steps, lacking_space
-from slimqwen.recipe.outline import Outline
 from slimqwen.recipe.recipe_file import Recipe, RecipeError, Step
 from slimqwen.recipe.stage import Facts, source_digest
 
@@ -117,7 +118,12 @@ def run_recipe(
     _require_symbolic_links(weights)
     steps = recipe.steps[:stages]
     outcomes: list[Outcome] = []
-    source = resolve(recipe.base)
+    try:
+        source = resolve(recipe.base)
+    except SlimqwenError as error:
+        if not recipe.faults:
+            raise
+        raise RecipeError.of_faults([*recipe.faults, str(error)]) from None
     _require_sound(recipe, steps, Outline.read(source, is_embedded=is_embedded), weights)
     with hold_lock(store / ".lock", shared=True, reason="the store is being cleaned", progress=progress):
         for step in steps:
@@ -210,8 +216,8 @@ def _require_sound(recipe: Recipe, steps: Sequence[Step], base: Outline, weights
     """Raise every fault of the steps, before a stage has worked for hours."""
     store = weights / "store"
     faults, costs = inspect_steps(steps, base, store)
-    if faults:
-        raise RecipeError.of_faults(faults)
+    if recipe.faults or faults:
+        raise RecipeError.of_faults(recipe.faults + faults)
     if lacking_space(costs, store):
         # What is reused takes nothing.
         forecasts = forecast_recipe(replace(recipe, steps=tuple(steps)), weights, lambda _: base.folder)

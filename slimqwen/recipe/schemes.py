@@ -14,7 +14,7 @@ Scheme = Literal["none", "W4A16", "W4A16_ASYM", "W8A16"]
 
 
 class Targets(Parameters):
-    """Scheme of each kind of linears, in all layers.
+    """Scheme of each kind of linears, in all layers; a list of kinds gives each W4A16.
 
     W4A16 (symmetric) and W4A16_ASYM (zero points) have a scale for each group of weights, W8A16 one for each row.
 
@@ -29,6 +29,11 @@ class Targets(Parameters):
     attention: Scheme = "none"
     linear_attention: Scheme = "none"
     mtp: Literal["none", "W4A16", "W8A16"] = "none"
+
+    @model_validator(mode="before")
+    @classmethod
+    def _give_listed_kinds_four_bits(cls, values: Any) -> Any:
+        return dict.fromkeys(values, "W4A16") if isinstance(values, list | tuple) else values
 
     @model_validator(mode="after")
     def _something_is_quantised(self) -> "Targets":

@@ -10,8 +10,8 @@ from pydantic import BaseModel, ConfigDict
 
 from slimqwen.checkpoint.files import sha256
 from slimqwen.errors import SlimqwenError
+from slimqwen.models.outline import Outline
 from slimqwen.models.shape import Packing
-from slimqwen.recipe.outline import Outline
 
 Facts = dict[str, str | int | float | bool | list[int] | list[float]]
 """Results that a stage reports; they are kept in the manifest of its output."""

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from slimqwen.errors import SlimqwenError
-from slimqwen.recipe.outline import Outline
+from slimqwen.models.outline import Outline
 from slimqwen.recipe.stage import Fault
 from slimqwen.text.chats import read_chat_templates, require_text_or_chat
 from slimqwen.text.corpus import TextSource

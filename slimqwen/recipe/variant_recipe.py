@@ -9,12 +9,11 @@ from slimqwen import checkpoint
 from slimqwen import variant as variants
 from slimqwen.checkpoint import draft_head
 from slimqwen.checkpoint.weights import changed_weights
-from slimqwen.errors import SlimqwenError
+from slimqwen.models.outline import Outline
 from slimqwen.progress import Progress, silent
 from slimqwen.recipe import recipe_file, runner
 from slimqwen.recipe.inspection import StageCost, inspect_steps
 from slimqwen.recipe.inspection import lacking_space as lacking_space
-from slimqwen.recipe.outline import Outline
 from slimqwen.recipe.recipe_file import Recipe, RecipeError, Step
 from slimqwen.variant import Variant
 
@@ -36,15 +35,12 @@ def run_recipe(
     Raises:
         RecipeError: every fault of the recipe, before anything runs; or as `runner.run_recipe`.
     """
-    parsed = recipe_file.parse_recipe(variant.folder / "recipe.yaml")
-    weights = variant.root / "weights"
+    recipe = recipe_file.parse_recipe(variant.folder / "recipe.yaml")
     resolve = partial(base_folder, root=variant.root)
-    if parsed.faults:
-        raise RecipeError.of_faults(parsed.faults + _faults_on_base(parsed.recipe, variant.root))
-    assert parsed.recipe is not None
-    is_embedded = comes_from_embedded(parsed.recipe.base, variant.root)
+    is_embedded = comes_from_embedded(recipe.base, variant.root)
+    weights = variant.root / "weights"
     return runner.run_recipe(
-        parsed.recipe, variant.name, weights, resolve, stages, progress, is_embedded=is_embedded
+        recipe, variant.name, weights, resolve, stages, progress, is_embedded=is_embedded
     )
 
 
@@ -54,10 +50,9 @@ def inspect_recipe(variant: Variant, base: Outline) -> tuple[tuple[str, ...], tu
     Raises:
         RecipeError: the recipe cannot be read.
     """
-    parsed = recipe_file.parse_recipe(variant.folder / "recipe.yaml")
-    steps = parsed.recipe.steps if parsed.recipe else ()
-    faults, costs = inspect_steps(steps, base, variant.root / "weights" / "store")
-    return parsed.faults + faults, costs
+    recipe = recipe_file.parse_recipe(variant.folder / "recipe.yaml")
+    faults, costs = inspect_steps(recipe.steps, base, variant.root / "weights" / "store")
+    return recipe.faults + faults, costs
 
 
 def base_outline(variant: Variant) -> Outline | None:
@@ -67,9 +62,7 @@ def base_outline(variant: Variant) -> Outline | None:
         RecipeError: the recipe cannot be read.
         CorruptCheckpointError: config.json, the index or a header cannot be read.
     """
-    recipe = recipe_file.parse_recipe(variant.folder / "recipe.yaml").recipe
-    if recipe is None:
-        return None
+    recipe = recipe_file.parse_recipe(variant.folder / "recipe.yaml")
     base = variants.load(_variant_of(recipe.base, variant.root), variant.root)
     if not (base.weights / "config.json").is_file():
         return None
@@ -79,18 +72,6 @@ def base_outline(variant: Variant) -> Outline | None:
 def comes_from_embedded(base: str, root: Path) -> bool:
     """Whether a recipe's base is the embedded model or was made from it: the stages' default texts are its own."""
     return variants.load(_variant_of(base, root), root).lineage[-1] == variants.EMBEDDED
-
-
-def _faults_on_base(recipe: Recipe | None, root: Path) -> tuple[str, ...]:
-    """What the stages say of the base, as far as both can be read."""
-    if recipe is None:
-        return ()
-    try:
-        base = base_folder(recipe.base, root)
-        outline = Outline.read(base, is_embedded=comes_from_embedded(recipe.base, root))
-        return inspect_steps(recipe.steps, outline, root / "weights" / "store")[0]
-    except SlimqwenError as error:
-        return (f"{recipe.file}: base: {error}",)
 
 
 def stages_until(variant: Variant, name: str) -> int:

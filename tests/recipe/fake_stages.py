@@ -16,8 +16,8 @@ from slimqwen.checkpoint.config import write_config
 from slimqwen.checkpoint.files import COMPILE_CACHE, carry_all, carry_side_files, sha256
 from slimqwen.checkpoint.tensors import NewTensor, TensorInfo, rewrite
 from slimqwen.errors import SlimqwenError
+from slimqwen.models.outline import Outline
 from slimqwen.progress import Progress
-from slimqwen.recipe.outline import Outline
 from slimqwen.recipe.stage import Facts, Fault, Needs, Parameters, Stage
 
 

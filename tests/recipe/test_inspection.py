@@ -11,10 +11,10 @@ import pytest
 from slimqwen import variant
 from slimqwen.checkpoint import Manifest, draft_head
 from slimqwen.checkpoint.tensors import INDEX
+from slimqwen.models.outline import Outline
 from slimqwen.plan import shapes
 from slimqwen.recipe import inspection, recipe_file, variant_recipe
 from slimqwen.recipe.inspection import StageCost, inspect_steps, lacking_space
-from slimqwen.recipe.outline import Outline
 from slimqwen.recipe.recipe_file import RecipeError, Step
 from slimqwen.recipe.registry import STAGES
 from slimqwen.recipe.stage import Needs
@@ -33,7 +33,7 @@ MISTAKES = """\
       size: 9000
       corpus:
         path: broken.jsonl
-      outputs: counts.json
+      output: counts.json
   - quantise_lm_head:
       group_size: 128
   - sample_outputs:
@@ -56,10 +56,9 @@ def faults_of(folder: Path, stages: str, base: Outline | None = None) -> list[st
     """The faults of stages on a base, without the path of the file."""
     file = folder / "recipe.yaml"
     file.write_text(f"description: a test\nbase: tiny\nstages:\n{stages}")
-    parsed = recipe_file.parse_recipe(file)
-    assert parsed.recipe is not None
-    faults, _ = inspect_steps(parsed.recipe.steps, base or outline_of_tiny(), folder / "store")
-    return [fault.removeprefix(f"{file}:") for fault in parsed.faults + faults]
+    recipe = recipe_file.parse_recipe(file)
+    faults, _ = inspect_steps(recipe.steps, base or outline_of_tiny(), folder / "store")
+    return [fault.removeprefix(f"{file}:") for fault in recipe.faults + faults]
 
 
 def write_lines(file: Path, *rows: object) -> Path:
@@ -88,7 +87,7 @@ def test_twelve_mistakes_in_five_stages_are_named_at_once_each_at_its_line(tmp_p
         8: "nowhere.jsonl: cannot be read",
         10: "has 8192 tokens, not 9024; choose a smaller size",
         12: "broken.jsonl, line 2: not JSON",
-        13: "counts.json: cannot be read",
+        13: "unknown key 'output'; known are corpus, size",
         15: "group_size 128 does not divide the 192 inputs",
         18: "chats.jsonl, line 2: neither a text nor a chat; give",
         19: "tokens: Input should be greater than or equal to 16",

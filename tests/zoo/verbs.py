@@ -12,8 +12,8 @@ from slimqwen import variant as variants
 from slimqwen.checkpoint import promise
 from slimqwen.checkpoint.files import side_files
 from slimqwen.errors import SlimqwenError
+from slimqwen.models.outline import Outline
 from slimqwen.recipe import variant_recipe
-from slimqwen.recipe.outline import Outline
 from slimqwen.recipe.recipe_file import Step
 from slimqwen.recipe.registry import STAGES
 from slimqwen.recipe.stage import require_fit

@@ -24,9 +24,9 @@ from slimqwen import checkpoint
 from slimqwen import variant as variants
 from slimqwen.checkpoint.files import carry_all
 from slimqwen.errors import SlimqwenError
+from slimqwen.models.outline import Outline
 from slimqwen.plan import gpu_model, rehearsal
 from slimqwen.progress import Progress
-from slimqwen.recipe.outline import Outline
 from slimqwen.recipe.stage import Facts, Fault, Needs, Parameters, Stage
 from slimqwen.serving import baked_cache, gpu
 from slimqwen.serving.command import ServerCommand

@@ -16,18 +16,19 @@ from itertools import islice
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from slimqwen import checkpoint
 from slimqwen.checkpoint import packing
-from slimqwen.checkpoint.config import quantisation, quantised, write_config
+from slimqwen.checkpoint.config import quantised, write_config
 from slimqwen.checkpoint.errors import UnsupportedFormatError
 from slimqwen.checkpoint.files import carry_side_files
-from slimqwen.checkpoint.tensors import NewTensor, TensorInfo, from_torch, list_tensors, rewrite, torch_dtype
-from slimqwen.checkpoint.weights import TEXT_PART, text_name
+from slimqwen.checkpoint.tensors import NewTensor, TensorInfo, list_tensors, rewrite
+from slimqwen.checkpoint.weights import text_name
+from slimqwen.models.calibrated_model import pack_model, stored_replacements, with_quantisation
+from slimqwen.models.outline import Outline
 from slimqwen.models.families import SCALED_WITH, FamilyError, find_family
 from slimqwen.progress import Progress
-from slimqwen.recipe.outline import Outline
 from slimqwen.recipe.schemes import Targets, config_groups, packing_of
 from slimqwen.recipe.stage import (
     TORCH_ENVIRONMENT,
@@ -77,8 +78,7 @@ class CalibrateParameters(Parameters):
     """Parameters of the stage.
 
     Attributes:
-        targets: scheme of each kind of linears; or a list of kinds, all with `scheme`, which is W4A16 if left out.
-            lm_head has a stage of its own (quantise_lm_head).
+        targets: scheme of each kind of linears, or a list of kinds, all W4A16; lm_head has a stage of its own.
         group_size: 4-bit weights of a row that share a scale.
         rounding: nearest, or gptq (Frantar et al., arXiv 2210.17323), in which later columns compensate the error of
             earlier ones; after AWQ's scales, as in llm-compressor's own Qwen3.5 recipe.
@@ -94,18 +94,6 @@ class CalibrateParameters(Parameters):
     corpus: CalibrationText = CalibrationText()
     layer_error_ratio: Annotated[float, Field(gt=0)] = 1.5
     threads: Annotated[int, Field(ge=1)] = 2
-
-    @model_validator(mode="before")
-    @classmethod
-    def _give_listed_targets_the_scheme(cls, values: Any) -> Any:
-        if not isinstance(values, dict):
-            return values
-        kinds = values.get("targets", ["mlp"])
-        if not isinstance(kinds, list | tuple) or not all(isinstance(kind, str) for kind in kinds):
-            return values
-        scheme = values.get("scheme", "W4A16")
-        rest = {name: value for name, value in values.items() if name != "scheme"}
-        return {**rest, "targets": dict.fromkeys(kinds, scheme)}
 
 
 def calibrate_weights(
@@ -136,8 +124,8 @@ def calibrate_weights(
         model, quantization, sequences = _calibrated(source, names, parameters, progress)
         facts["calibration_tokens"] = sum(map(len, sequences))
         stored = list_tensors(source)
-        config = _with_quantisation(config, quantization, stored)
-        changed = _replacements(model, names, stored)
+        config = with_quantisation(config, quantization, stored)
+        changed = stored_replacements(model, names, stored)
         del model
     if head:
         form = packing_of(parameters.targets.mtp, parameters.group_size)
@@ -260,7 +248,7 @@ def _calibrated(
     modules = {text_name(name).removesuffix(".weight") for name in names}
     with torch.no_grad():
         _calibrate(model, tokenizer, modules, torch.tensor(sequences), parameters, progress)
-    return model, _pack(model, list_tensors(source)), sequences
+    return model, pack_model(model, list_tensors(source)), sequences
 
 
 def _checked_layers(
@@ -333,8 +321,7 @@ def _calibrate(
         if not torch.isfinite(parameter).all():
             raise StageError(f"{model.name_or_path}: {name} is not finite; make that checkpoint anew")
     batches = [{"input_ids": batch} for batch in sequences.split(_BATCH)]
-    awq = AWQModifier()
-    hooks = _watch(model, modules, len(batches), awq.n_grid, progress)
+    hooks = _watch(model, modules, progress)
     linears = [name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)]
     options = {
         "config_groups": config_groups(parameters.targets, parameters.group_size),
@@ -344,99 +331,45 @@ def _calibrate(
     quantise = GPTQModifier(**options) if gptq else QuantizationModifier(**options)
     loader = torch.utils.data.DataLoader(batches, batch_size=None)
     # The processor is not used, but without one llmcompressor looks for an image processor.
-    oneshot(model=model, processor=tokenizer, recipe=[awq, quantise], dataset=loader, pipeline="sequential")
+    oneshot(
+        model=model,
+        processor=tokenizer,
+        recipe=[AWQModifier(), quantise],
+        dataset=loader,
+        pipeline="sequential",
+    )
     for hook in hooks:
         hook.remove()
+    progress("calibrating", 1, 1)
 
 
-def _watch(model: Any, modules: set[str], batches: int, grid: int, progress: Progress) -> list[Any]:
-    """Hooks that count the targets' forward passes, and raise if a layer's output is not finite.
+def _watch(model: Any, modules: set[str], progress: Progress) -> list[Any]:
+    """Hooks that count the layers as llmcompressor comes to them, and raise if a layer's output is not finite.
 
     llmcompressor skips a layer with NaN and only logs it: the result would be silently worse.
     """
     import torch
 
-    # Each batch passes a target once for measurement and once after rounding, and in each of AWQ's searches once
-    # exactly and once per grid point. Down projections are in two searches, the MLP's and their own; output projections
-    # are in the search of their attention's inputs.
-    searches = {name: 2 if name.endswith("down_proj") else 1 for name in modules}
-    total = batches * sum(2 + searches[name] * (1 + grid) for name in modules)
-    done = 0
+    layers = sorted({name.partition(".layers.")[2].partition(".")[0] for name in modules}, key=int)
 
-    def count(*_: Any) -> None:
-        nonlocal done
-        done += 1
-        progress("calibrating", done, total)
+    def watch(name: str) -> Callable[..., None]:
+        number = name.rpartition(".")[2]
 
-    def refuse_not_finite(name: str) -> Callable[..., None]:
         def hook(module: Any, inputs: Any, output: Any) -> None:
             tensor = output[0] if isinstance(output, tuple) else output
             if not torch.isfinite(tensor).all():
                 raise StageError(
                     f"{name} gave NaN or infinity on the calibration text; its input checkpoint is damaged"
                 )
+            if number in layers:
+                progress("calibrating", layers.index(number), len(layers))
 
         return hook
 
-    hooks = []
-    for name, module in model.named_modules():
-        if name in modules:
-            hooks.append(module.register_forward_hook(count))
-        elif name.rpartition(".")[0].endswith("layers"):
-            hooks.append(module.register_forward_hook(refuse_not_finite(name)))
-    return hooks
-
-
-def _pack(model: Any, stored: Mapping[str, TensorInfo]) -> dict[str, Any]:
-    """Pack the rounded weights into integers in place; the quantization_config that describes them as stored."""
-    from compressed_tensors import ModelCompressor, __version__
-
-    infos = {text_name(name): info for name, info in stored.items()}
-    for name, module in model.named_modules():
-        if hasattr(module, "weight_scale"):
-            # The scale is rounded first, so that the integers are chosen for the scale that is stored.
-            dtype = torch_dtype(infos[f"{name}.weight"].dtype)
-            module.weight_scale.data = module.weight_scale.data.to(dtype).float()
-    compressor = ModelCompressor.from_pretrained_model(model)
-    compressor.compress_model(model)
-    quantization: dict[str, Any] = compressor.quantization_config.model_dump(
-        mode="json", exclude={"quant_method"}
+    decoders = (
+        (name, module) for name, module in model.named_modules() if name.rpartition(".")[0].endswith("layers")
     )
-    ignore = [*quantization["ignore"], packing.UNPACKED_MTP]
-    if any(name.startswith(TEXT_PART) for name in stored):
-        ignore = [name.replace("model.", TEXT_PART, 1) for name in ignore] + [packing.VISION_TOWER]
-    return {"quant_method": "compressed-tensors", "version": __version__, **quantization, "ignore": ignore}
-
-
-def _with_quantisation(
-    config: Mapping[str, Any], quantization: dict[str, Any], stored: Mapping[str, TensorInfo]
-) -> dict[str, Any]:
-    """The config with the layers' quantisation, and with that of what was packed beside them before."""
-    packed = [name.removesuffix(packing.PACKED) for name in stored if name.endswith(packing.PACKED)]
-    changed = quantised(config, quantization)
-    for kind, group in quantisation(config).get("config_groups", {}).items():
-        modules = [module for module in packed if module.startswith(kind)]
-        changed = quantised(config, packing.with_group(changed, kind, group, modules))
-    return changed
-
-
-def _replacements(
-    model: Any, targets: Collection[str], stored: Mapping[str, TensorInfo]
-) -> dict[str, Mapping[str, NewTensor]]:
-    """What the calibrated model has in the stead of each stored tensor; the others stay as they are."""
-    state = model.state_dict()
-    replacements: dict[str, Mapping[str, NewTensor]] = {}
-    for name, info in stored.items():
-        text = text_name(name)
-        if name in targets:
-            parts = {part: tensor for part, tensor in state.items() if part.startswith(f"{text}_")}
-        else:
-            parts = {text: state[text]} if text in state else {}
-        if parts:
-            replacements[name] = {
-                part.replace(text, name): from_torch(tensor, info.dtype) for part, tensor in parts.items()
-            }
-    return replacements
+    return [module.register_forward_hook(watch(name)) for name, module in decoders]
 
 
 def reshape(shape: D, parameters: CalibrateParameters, /) -> D:
@@ -461,6 +394,7 @@ STAGE = Stage(
         "slimqwen.checkpoint.rtn",
         "slimqwen.checkpoint.tensors",
         "slimqwen.checkpoint.weights",
+        "slimqwen.models.calibrated_model",
         "slimqwen.models.language_model",
         "slimqwen.models.layer_error",
         "slimqwen.recipe.schemes",

@@ -39,13 +39,13 @@ from slimqwen.checkpoint.tensors import (
     selected_rows,
 )
 from slimqwen.models import vocabulary
+from slimqwen.models.outline import Outline
 from slimqwen.models.vocabulary import Ids, Vocabulary
 from slimqwen.progress import Progress, silent
-from slimqwen.recipe.outline import Outline
 from slimqwen.recipe.stage import D, Facts, Fault, Needs, Parameters, Stage, StageError
 from slimqwen.recipe.text_check import inspect_text
 from slimqwen.text.chats import read_texts
-from slimqwen.text.corpus import RecipePath, TextSource, file_digest
+from slimqwen.text.corpus import TextSource, file_digest
 from slimqwen.text.files import CorpusError
 
 REPORT = "prune_vocab.json"
@@ -109,15 +109,10 @@ class PruneVocabParameters(Parameters):
     Attributes:
         size: tokens to keep, or their share such as 50%; rounded up to a multiple of 64.
         corpus: text that decides which tokens stay.
-        outputs: outputs of the model, counted in addition: a .txt or .jsonl file, or a .json file
-            {"<token id>": count, …}; relative to the recipe.
-        outputs_weight: weight of a token of outputs relative to one of corpus.
     """
 
     size: Annotated[VocabularySize, Field(examples=["50%"])]
     corpus: CountedText = CountedText()
-    outputs: Annotated[RecipePath | None, Field(exclude=True)] = None
-    outputs_weight: Annotated[int, Field(ge=1)] = 1
 
 
 def prune_vocabulary(
@@ -141,7 +136,9 @@ def prune_vocabulary(
     if words.rows > rows:
         raise StageError(f"{source} has {rows} rows for ids up to {words.rows - 1}; correct its config.json")
     held_out: list[str] = []
-    counts = _counts(words, source, parameters, held_out, progress)
+    counts = vocabulary.count_tokens(words, counted_documents(parameters.corpus, source, held_out, progress))
+    if not counts.any():
+        raise CorpusError(f"{parameters.corpus.path}: no text in it; put some there")
     token_ids = kept_ids(source, words, counts, rows_of(parameters.size, rows))
     tokenizer = vocabulary.prune_tokenizer(words, token_ids)
     if draft_ids is not None:
@@ -210,16 +207,11 @@ def inspect_pruning(outline: Outline, parameters: PruneVocabParameters) -> Itera
             f"the vocabulary of {outline.name} has {tokens} tokens, not {size}; choose a smaller size", "size"
         )
     yield from inspect_text(outline, "corpus", parameters.corpus)
-    if parameters.outputs is not None and not parameters.outputs.is_file():
-        yield Fault(f"{parameters.outputs}: cannot be read (no such file); put the outputs there", "outputs")
 
 
 def data(parameters: PruneVocabParameters) -> dict[str, str]:
     """Digests of the text that is counted."""
-    inputs = {"corpus": file_digest(parameters.corpus.path, "corpus")}
-    if parameters.outputs is not None:
-        inputs["outputs"] = file_digest(parameters.outputs, "outputs")
-    return inputs
+    return {"corpus": file_digest(parameters.corpus.path, "corpus")}
 
 
 def _tables(
@@ -235,8 +227,6 @@ def _tables(
             tables[name] = partial(selected_rows, info)
         elif match[1] == "weight_shape":
             tables[name] = partial(_shape, info)
-        elif match[1] == "weight_zero_point" and info.dtype == "I32":
-            tables[name] = partial(_packed_rows, info, rows)
         else:
             raise StageError(
                 f"{source}: {name} {list(info.shape)} cannot be pruned from {rows} rows; prune before quantising"
@@ -246,46 +236,10 @@ def _tables(
     return tables
 
 
-def _packed_rows(info: TensorInfo, rows: int, kept_ids: Ids) -> NewTensor:
-    """Kept zero points, which compressed-tensors packs along the rows."""
-    words, columns = info.shape
-    bits = 32 * words // rows
-
-    def chunks() -> Iterator[memoryview]:
-        import torch
-        from compressed_tensors.compressors import pack_to_int32, unpack_from_int32
-
-        packed = info.unchanged().read()
-        points = unpack_from_int32(packed, bits, torch.Size((rows, columns)), packed_dim=0)
-        yield memoryview(pack_to_int32(points[kept_ids], bits, packed_dim=0).contiguous().numpy()).cast("B")
-
-    # A multiple of 64 rows fills its words.
-    return NewTensor(info.dtype, (len(kept_ids) * bits // 32, columns), chunks)
-
-
 def _shape(info: TensorInfo, kept_ids: Ids) -> NewTensor:
     """The unpacked shape, which compressed-tensors stores as a tensor."""
     _, columns = np.frombuffer(b"".join(info.chunks()), "<i8")
     return from_ids(np.array([len(kept_ids), columns]))
-
-
-def _counts(
-    words: Vocabulary, source: Path, parameters: PruneVocabParameters, held_out: list[str], progress: Progress
-) -> Ids:
-    """Count the corpus without its held-out documents, which are added to `held_out`, and the outputs."""
-    counts = vocabulary.count_tokens(words, counted_documents(parameters.corpus, source, held_out, progress))
-    outputs = parameters.outputs
-    if outputs is not None:
-        holds_counts = outputs.suffix == ".json"
-        added = (
-            _counts_file(outputs, words)
-            if holds_counts
-            else vocabulary.count_tokens(words, read_texts(outputs, source))
-        )
-        counts += parameters.outputs_weight * added
-    if not counts.any():
-        raise CorpusError(f"{parameters.corpus.path}: no text in it; put some there")
-    return counts
 
 
 def counted_documents(
@@ -298,20 +252,6 @@ def counted_documents(
             yield document
         else:
             held_out.append(document)
-
-
-def _counts_file(path: Path, words: Vocabulary) -> Ids:
-    counts = np.zeros(words.rows, dtype=np.int64)
-    try:
-        for token, times in json.loads(path.read_bytes()).items():
-            if int(token) < 0 or times < 0:
-                raise ValueError(f"{token}: {times}")
-            counts[int(token)] = times
-    except (OSError, ValueError, IndexError, TypeError, AttributeError) as error:
-        raise CorpusError(
-            f'{path}: not usable as token counts ({error!r}); give {{"<token id>": count, …}}'
-        ) from None
-    return counts
 
 
 def kept_ids(source: Path, words: Vocabulary, counts: Ids, size: int) -> Ids:
@@ -426,5 +366,5 @@ STAGE = Stage(
     ),
     reshape=reshape,
     changes=lambda _: (_TABLE.pattern, re.escape(draft_head.PREFIX)),
-    packages=("tokenizers", "numpy", "compressed-tensors"),
+    packages=("tokenizers", "numpy"),
 )

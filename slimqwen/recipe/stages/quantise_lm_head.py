@@ -16,9 +16,9 @@ from slimqwen.checkpoint.config import quantised, untied, write_config
 from slimqwen.checkpoint.errors import UnsupportedFormatError
 from slimqwen.checkpoint.files import carry_side_files
 from slimqwen.checkpoint.tensors import NewTensor, TensorInfo, output_head, rewrite
+from slimqwen.models.outline import Outline
 from slimqwen.models.shape import Packing
 from slimqwen.progress import Progress
-from slimqwen.recipe.outline import Outline
 from slimqwen.recipe.stage import D, Facts, Fault, Needs, Parameters, Stage, require_fit
 
 _HEAD = "lm_head.weight"

@@ -22,9 +22,9 @@ from slimqwen.checkpoint import draft_head
 from slimqwen.checkpoint.config import write_config
 from slimqwen.checkpoint.files import carry_side_files
 from slimqwen.checkpoint.tensors import NewTensor, TensorInfo, from_torch, list_tensors, rewrite, torch_dtype
+from slimqwen.models.outline import Outline
 from slimqwen.progress import Progress
 from slimqwen.recipe.head_training import POSITIONS, HeadTraining, Training
-from slimqwen.recipe.outline import Outline
 from slimqwen.recipe.stage import TORCH_ENVIRONMENT, Facts, Fault, Needs, Stage, StageError, require_fit
 from slimqwen.recipe.stages.sample_outputs import Output, read_outputs
 

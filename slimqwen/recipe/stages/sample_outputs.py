@@ -19,8 +19,8 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from slimqwen.checkpoint.files import carry_all
+from slimqwen.models.outline import Outline
 from slimqwen.progress import Progress
-from slimqwen.recipe.outline import Outline
 from slimqwen.recipe.stage import TORCH_ENVIRONMENT, Facts, Fault, Needs, Parameters, Stage
 from slimqwen.recipe.text_check import inspect_text
 from slimqwen.text.chats import ChatRenderer, require_text_or_chat

@@ -35,9 +35,9 @@ from slimqwen.checkpoint.tensors import (
     selected_rows,
 )
 from slimqwen.checkpoint.weights import Weight, read_weights
+from slimqwen.models.outline import Outline
 from slimqwen.models.vocabulary import Ids
 from slimqwen.progress import Progress
-from slimqwen.recipe.outline import Outline
 from slimqwen.recipe.stage import D, Facts, Fault, Needs, Parameters, Stage, StageError, require_fit
 from slimqwen.recipe.stages.prune_vocab import VocabularySize, named_ids, rows_of
 from slimqwen.recipe.stages.sample_outputs import OUTPUTS, Output, read_outputs

@@ -24,9 +24,9 @@ from slimqwen import checkpoint, progress
 from slimqwen.checkpoint.config import write_config
 from slimqwen.checkpoint.files import carry_side_files
 from slimqwen.models import vocabulary
+from slimqwen.models.outline import Outline
 from slimqwen.models.vocabulary import VocabularyError
 from slimqwen.recipe import recipe_file, runner, variant_recipe
-from slimqwen.recipe.outline import Outline
 from slimqwen.recipe.recipe_file import Step
 from slimqwen.recipe.stage import Facts, StageError
 from slimqwen.recipe.stages import prune_vocab
@@ -222,14 +222,12 @@ def test_rows_of_a_packed_lm_head(by_hand: Callable[..., Path], prune: Prune, bi
     generator = torch.Generator().manual_seed(bits)
     low, high = -(1 << (bits - 1)), 1 << (bits - 1)
     weight = torch.randint(low, high, (ROWS, HIDDEN), generator=generator, dtype=torch.int8)
-    zero = torch.randint(low, high, (ROWS, 2), generator=generator, dtype=torch.int8)
     scale = torch.rand(ROWS, 2, generator=generator).bfloat16()
 
     def packed(rows: list[int]) -> dict[str, torch.Tensor]:
         return {
             "lm_head.weight_packed": pack_to_int32(weight[rows], bits),
             "lm_head.weight_scale": scale[rows].contiguous(),
-            "lm_head.weight_zero_point": pack_to_int32(zero[rows], bits, packed_dim=0).contiguous(),
             "lm_head.weight_shape": torch.tensor([len(rows), HIDDEN]),
             "lm_head.weight_g_idx": torch.arange(HIDDEN, dtype=torch.int32),
         }
@@ -278,27 +276,6 @@ def test_memory_does_not_grow_with_the_checkpoint(by_hand: Callable[..., Path], 
     assert peak < 60e6 < wide.nbytes
 
 
-def test_the_models_own_outputs_count_as_text_and_as_counts(source: Path, prune: Prune, tmp_path: Path):
-    words = vocabulary.read_vocabulary(source / "tokenizer.json")
-    corpus = tmp_path / "corpus.txt"
-    corpus.write_text("aaa")
-    unused = next(token for token, number in words.ids.items() if number == 595)
-    text = words.tokenizer.decode([595])
-    assert words.tokenizer.encode(text).ids == [595], unused
-    outputs = tmp_path / "outputs.jsonl"
-    outputs.write_text(json.dumps({"text": text}))
-    counts = tmp_path / "outputs.json"
-    counts.write_text(json.dumps({"595": 3}))
-    parameters = {"size": 320, "corpus": CountedText(path=corpus)}
-    assert 595 not in new_to_old(prune(source, PruneVocabParameters(**parameters)))
-    for file in (outputs, counts):
-        assert 595 in new_to_old(prune(source, PruneVocabParameters(**parameters, outputs=file)))
-        assert prune_vocab.data(PruneVocabParameters(**parameters, outputs=file)).keys() == {
-            "corpus",
-            "outputs",
-        }
-
-
 def test_every_twentieth_document_is_held_out_and_says_what_pruning_costs(source: Path, tmp_path: Path):
     words = vocabulary.read_vocabulary(source / "tokenizer.json")
     unused = words.tokenizer.decode([595])
@@ -343,10 +320,6 @@ def test_what_does_not_fit_is_refused_before_anything_is_written(source: Path, t
         (tmp_path / name).write_bytes(content.encode("utf-8", "surrogateescape"))
         corpus = CountedText(path=tmp_path / name)
         refused(CorpusError, name, source, PruneVocabParameters(size=320, corpus=corpus))
-    for content in ("[]", '{"9999": 1}', '{"3": -1}'):
-        (tmp_path / "counts.json").write_text(content)
-        parameters = PruneVocabParameters(size=320, corpus=FEW, outputs=tmp_path / "counts.json")
-        refused(CorpusError, "not usable as token counts", source, parameters)
 
     damaged = shutil.copytree(source, tmp_path / "damaged")
     edit(damaged / "config.json", eos_token_id=600)

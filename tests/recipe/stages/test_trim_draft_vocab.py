@@ -16,8 +16,8 @@ from slimqwen import checkpoint
 from slimqwen.checkpoint import UnsupportedFormatError, draft_head
 from slimqwen.checkpoint.config import write_config
 from slimqwen.errors import SlimqwenError
+from slimqwen.models.outline import Outline
 from slimqwen.recipe import recipe_file, runner, variant_recipe
-from slimqwen.recipe.outline import Outline
 from slimqwen.recipe.recipe_file import RecipeError, Step
 from slimqwen.recipe.stage import StageError
 from slimqwen.recipe.stages import trim_draft_vocab
