@@ -15,8 +15,8 @@ from vllm.renderers.hf import (
     safe_apply_chat_template,
 )
 
-from slimqwen.text.chats import ChatRenderer, read_chat_templates
-from slimqwen.text.files import CorpusError
+from slimqwen.text.chats import ChatRenderer, read_chat_templates, read_texts
+from slimqwen.text.files import CorpusError, TextFile
 from slimqwen.variant import repository_root
 from tests.zoo.specimen import PROCESSORS
 
@@ -197,3 +197,48 @@ def test_a_damaged_tokenizer_config_is_told(weights, content):
     (weights / "tokenizer_config.json").write_text(content)
     with pytest.raises(CorpusError, match=r"tokenizer_config\.json cannot be read"):
         read_chat_templates(weights)
+
+
+def write_rows(file: Path, *rows: object) -> Path:
+    # As an editor on Windows saves them.
+    file.write_text("".join(f"{json.dumps(row, ensure_ascii=False)}\r\n" for row in rows), newline="")
+    return file
+
+
+@pytest.fixture
+def templated(weights: Path) -> Path:
+    """The same with a template that renders tools, reasoning and the beginning of a response."""
+    template = STRINGS + "{% if add_generation_prompt %}[assistant]{% endif %}"
+    (weights / "chat_template.jinja").write_text(template)
+    return weights
+
+
+def test_texts_and_chats_of_one_file_are_read_in_its_order(templated: Path, tmp_path: Path) -> None:
+    chat = [{"role": "user", "content": "船?"}, {"role": "assistant", "content": "好", "reasoning": "r"}]
+    rows = [{"text": "a"}, {"text": " "}, {"messages": chat}, {"messages": chat, "tools": [TOOL]}]
+    plain, rendered, with_tools = read_texts(write_rows(tmp_path / "t.jsonl", *rows), templated)
+    assert plain == "a"
+    assert rendered == "[user]船?\n[assistant](r)好\n"
+    assert with_tools.startswith("TOOL")
+    assert with_tools.endswith(rendered)
+
+
+@pytest.mark.parametrize("row", [{"prompt": "a"}, {"messages": [{"content": "a"}]}, {"messages": ["a"]}])
+def test_what_is_neither_a_text_nor_a_chat_has_one_error(
+    templated: Path, tmp_path: Path, row: object
+) -> None:
+    file = write_rows(tmp_path / "t.jsonl", {"text": "a"}, row)
+    with pytest.raises(CorpusError, match=r"line 2: neither a text nor a chat; give .*text.* or .*messages"):
+        list(read_texts(file, templated))
+
+
+def test_a_chat_to_be_continued_ends_where_its_last_response_would_begin(
+    templated: Path, tmp_path: Path
+) -> None:
+    file = TextFile(write_rows(tmp_path / "t.jsonl", {"messages": CHAT, "tools": [TOOL]}))
+    [document] = file
+    whole = ChatRenderer(templated).text_of(file, document)
+    prompt = ChatRenderer(templated).text_of(file, document, to_continue=True)
+    assert prompt.endswith("the third\n[assistant]")
+    assert whole.startswith(prompt.removesuffix("[assistant]"))
+    assert prompt.startswith("TOOL")
