@@ -14,6 +14,7 @@ from slimqwen.models.mtp_head import (
     MtpHeadError,
     count_served_steps,
     drafts_accepted,
+    gain_interval,
     load_drafting_model,
     served_steps,
     summarise_acceptance,
@@ -252,3 +253,24 @@ def test_an_index_with_several_files_is_read_whole(saved):
     (saved / "model.safetensors.index.json").write_text(json.dumps(index))
     loaded = load_drafting_model(saved)
     assert torch.equal(loaded.head.fc.weight, head["mtp.fc.weight"].float())
+
+
+def test_the_interval_of_a_gain_is_that_of_paired_texts() -> None:
+    """Pairs of texts that differ by the same gain leave it no noise, whatever their own lengths are."""
+    before = [[0, 1], [2, 3], [1, 1], [4, 0]]
+    assert gain_interval(before, [[accepted + 1 for accepted in text] for text in before]) == pytest.approx(
+        (1, 1)
+    )
+    low, high = gain_interval(before, before)
+    assert (low, high) == (0, 0)
+    low, high = gain_interval(before, [[2, 1], [2, 3], [1, 1], [4, 0]])
+    assert low < 0 < high
+    assert low + high == pytest.approx(2 * 0.25)  # two more accepted in eight steps
+    # By hand: residuals of the texts of both sides, over all eight steps.
+    ratios = (12 / 8, 14 / 8)
+    sums = ((1, 5, 2, 4), (3, 5, 2, 4))
+    residuals = [
+        (after - 2 * ratios[1] - first + 2 * ratios[0]) / 8 for first, after in zip(*sums, strict=True)
+    ]
+    error = (4 / 3 * sum(residual**2 for residual in residuals)) ** 0.5
+    assert high - low == pytest.approx(2 * 1.959964 * error)

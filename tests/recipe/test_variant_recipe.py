@@ -68,3 +68,31 @@ def test_a_stage_is_found_by_the_first_of_its_name(repository):
         RecipeError, match="no stage nope; it has sample_outputs, quantise_lm_head, quantise_lm_head"
     ):
         variant_recipe.stages_until(subject, "nope")
+
+
+def test_a_base_is_outlined_before_it_is_whole_and_known_to_be_embedded_or_not(repository):
+    subject = changed_variant(repository, RECIPE)
+    outline = variant_recipe.base_outline(subject)
+    assert outline is not None
+    assert outline.is_embedded
+    assert outline.tensors[NORM].shape == (192,)
+    (repository / "weights" / "tiny" / "config.json").unlink()
+    assert variant_recipe.base_outline(subject) is None
+    other = repository / "experiments" / "other"
+    shutil.copytree(repository / "experiments" / "tiny", other)
+    (other / "config.env").write_text("SOURCE=owner/name\nVLLM_MODEL=weights/other\n")
+    assert not variant_recipe.comes_from_embedded("owner/name", repository)
+    with pytest.raises(
+        RecipeError, match="`slimqwen variant new --name NAME --checkpoint owner/nome` adds one"
+    ):
+        variant_recipe.comes_from_embedded("owner/nome", repository)
+
+
+def test_the_costs_of_a_recipe_come_with_all_of_its_faults(repository):
+    subject = changed_variant(repository, RECIPE.replace("32", "33"))
+    outline = variant_recipe.base_outline(subject)
+    [fault], [cost] = variant_recipe.inspect_recipe(subject, outline)
+    assert "group_size: Input should be 32, 64 or 128" in fault
+    assert cost.needs.disk_bytes > outline.disk_bytes
+    with pytest.raises(RecipeError, match="group_size"):
+        variant_recipe.run_recipe(subject)

@@ -218,7 +218,7 @@ def test_texts_and_chats_of_one_file_are_read_in_its_order(templated: Path, tmp_
     rows = [{"text": "a"}, {"text": " "}, {"messages": chat}, {"messages": chat, "tools": [TOOL]}]
     plain, rendered, with_tools = read_texts(write_rows(tmp_path / "t.jsonl", *rows), templated)
     assert plain == "a"
-    assert rendered == "[user]船?\n[assistant](r)好\n"
+    assert rendered == "[user]船?[assistant](r)好"
     assert with_tools.startswith("TOOL")
     assert with_tools.endswith(rendered)
 
@@ -239,6 +239,6 @@ def test_a_chat_to_be_continued_ends_where_its_last_response_would_begin(
     [document] = file
     whole = ChatRenderer(templated).text_of(file, document)
     prompt = ChatRenderer(templated).text_of(file, document, to_continue=True)
-    assert prompt.endswith("the third\n[assistant]")
+    assert prompt.endswith("the third[assistant]")
     assert whole.startswith(prompt.removesuffix("[assistant]"))
     assert prompt.startswith("TOOL")

@@ -63,6 +63,16 @@ def test_a_variant_with_a_recipe_has_weights_of_its_own(repository):
     assert variant.making_command(made.weights, repository) == "`make recipe VARIANT=new` makes it"
 
 
+def test_a_baseline_has_its_own_lines_and_nothing_to_be_compared_with(repository):
+    lines = {"VLLM_MODEL": "weights/tiny", "VLLM_MAX_NUM_SEQS": "2"}
+    folder = scaffold.create("new", None, HYPOTHESIS, lines=lines, root=repository)
+    made = variant.load("new", repository)
+    assert (made.lineage, made.baseline, made.recipe) == (("new",), None, None)
+    assert {key: setting.value for key, setting in made.settings.items()} == lines
+    assert "The baseline of its variants" in (folder / "README.md").read_text()
+    assert collection.collect(repository).problems == ()
+
+
 def test_the_new_variant_passes_what_is_checked_of_all(repository):
     scaffold.create("new", "tiny", HYPOTHESIS, recipe=RECIPE, root=repository)
     result = collection.collect(repository)

@@ -221,6 +221,24 @@ def test_a_count_that_vllm_does_not_share_is_an_error() -> None:
         redistill_mtp._check_agreement(4.0, 1.0, "before")
 
 
+@pytest.mark.parametrize(
+    ("kept", "low", "said"),
+    [
+        ("trained", 0.05, "difference +0.05 to +0.30 (95 %)"),
+        ("trained", -0.1, "difference -0.10 to +0.30 (95 %); the gain is within its noise: kept, not proven"),
+        ("original", -0.1, "difference -0.10 to +0.30 (95 %)"),
+    ],
+)
+def test_what_was_decided_is_said_with_its_noise(kept: str, low: float, said: str) -> None:
+    lengths = {"acceptance_length_before": 2.0, "acceptance_length_after": 2.1}
+    facts = {"kept": kept, **lengths, "gain_low": low, "gain_high": 0.3}
+    summary = redistill_mtp.summarise_head(facts)
+    assert (
+        summary
+        == f"{kept} head kept; acceptance length 2.00 before and 2.10 after training, on held-out texts, {said}"
+    )
+
+
 def test_a_loss_that_is_no_number_is_an_error(damaged: Path, tmp_path: Path, without_vllm: None) -> None:
     source = shutil.copytree(damaged, tmp_path / "nan")
     with edited_tensors(source) as tensors:

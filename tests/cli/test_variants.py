@@ -1,0 +1,91 @@
+"""`variant new`: a baseline of a checkpoint, and a variant of it whose recipe asks for its texts."""
+
+import shlex
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from slimqwen import variant
+from slimqwen.cli import console, variants
+from slimqwen.cli.app import app
+from slimqwen.hub import HubError
+from slimqwen.recipe.recipe_file import RecipeError
+from tests.zoo.animals import ANIMALS
+
+
+@pytest.fixture
+def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A repository with a multimodal checkpoint in weights/mymodel and no variant."""
+    (tmp_path / "experiments").mkdir()
+    ANIMALS["multimodal"].build(tmp_path / "weights" / "mymodel")
+    monkeypatch.setattr(variant, "repository_root", lambda: tmp_path)
+    monkeypatch.setattr(variant.variant, "repository_root", lambda: tmp_path)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def said_by(command: str) -> str:
+    with console.console.capture() as shown:
+        result = CliRunner().invoke(app, shlex.split(command), catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    return str(shown.get())
+
+
+def test_a_folder_becomes_a_baseline_and_its_variant_asks_for_the_text(
+    root: Path,
+) -> None:
+    assert "multimodal, of which the language model is served" in said_by(
+        "variant new --name base --checkpoint weights/mymodel"
+    )
+    base = variant.load("base", root)
+    assert (base.baseline, base.weights) == (None, root / "weights" / "mymodel")
+    assert base.settings["VLLM_LANGUAGE_MODEL_ONLY"].value == "1"
+    assert base.settings["EVALUATION"].value == "core"
+    said_by("variant new --name mine --base base --stage calibrate --stage redistill_mtp")
+    made = variant.load("mine", root)
+    assert made.baseline == "base"
+    assert "base with calibrate, redistill_mtp is faster" in made.hypothesis
+    assert (root / "corpora").is_dir()
+    with pytest.raises(RecipeError, match=r"recipe\.yaml:\d+: corpus\.path is not filled in"):
+        said_by("recipe run --variant mine --dry-run")
+
+
+def test_a_dry_run_names_memory_disk_and_time_of_each_stage(
+    root: Path,
+) -> None:
+    said_by("variant new --name base --checkpoint weights/mymodel")
+    said_by("variant new --name mine --base base --stage quantise_lm_head")
+    (root / "weights" / "mymodel" / "tokenizer.json").unlink()
+    said = said_by("recipe run --variant mine --dry-run")
+    [row] = [line for line in said.splitlines() if line.startswith("quantise_lm_head")]
+    assert row.split()[:9] == ["quantise_lm_head", "run", "0.8", "GB", "0.01", "GB", "10", "s", "by"]
+
+
+@pytest.mark.parametrize(
+    "given",
+    ["", "--base base --checkpoint weights/mymodel", "--checkpoint weights/mymodel --stage calibrate"],
+)
+def test_a_new_variant_is_of_a_checkpoint_or_of_a_base(root: Path, given: str) -> None:
+    result = CliRunner().invoke(app, ["variant", "new", "--name", "new", *given.split()])
+    assert result.exit_code == 2
+    assert not (root / "experiments" / "new").exists()
+
+
+def test_a_hub_name_is_downloaded_first_and_the_same_command_continues(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = []
+
+    def refuse(repository: object, target: Path, progress: object) -> None:
+        asked.append((repository, target))
+        raise HubError("no network; connect to one")
+
+    monkeypatch.setattr("slimqwen.hub.download_copy", refuse)
+    with pytest.raises(HubError):
+        variants._create_baseline("new", f"owner/name@{'0' * 40}", "It is.", "core")
+    [(repository, target)] = asked
+    assert (repository.name, repository.revision) == ("owner/name", "0" * 40)
+    assert repository.command == f"`slimqwen variant new --name new --checkpoint owner/name@{'0' * 40}`"
+    assert target == root / "weights" / "new"
+    assert not (root / "experiments" / "new").exists()
