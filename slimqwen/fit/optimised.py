@@ -7,8 +7,8 @@ from pathlib import Path
 from slimqwen.checkpoint import packing
 from slimqwen.checkpoint.config import quantisation
 from slimqwen.fit.subject import Subject
+from slimqwen.models.outline import Outline
 from slimqwen.models.shape import Packing
-from slimqwen.recipe.outline import Outline
 from slimqwen.roofline.architecture import shape_tensors
 
 _FOUR_BITS = Packing(bits=4, group_size=32)

@@ -26,8 +26,8 @@ from slimqwen.checkpoint.files import carry_side_files
 from slimqwen.checkpoint.tensors import NewTensor, TensorInfo, list_tensors, rewrite
 from slimqwen.checkpoint.weights import text_name
 from slimqwen.models.calibrated_model import pack_model, stored_replacements, with_quantisation
-from slimqwen.models.outline import Outline
 from slimqwen.models.families import SCALED_WITH, FamilyError, find_family
+from slimqwen.models.outline import Outline
 from slimqwen.progress import Progress
 from slimqwen.recipe.schemes import Targets, config_groups, packing_of
 from slimqwen.recipe.stage import (
