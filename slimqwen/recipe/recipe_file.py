@@ -149,13 +149,11 @@ def parse_recipe(file: Path, stages: Mapping[str, Stage] = STAGES) -> Recipe:
             continue
         [(name, values)] = entry.items()
         path = (*path, name)
-        if name not in stages:
-            faults.append(f"{text.place(path)}: no stage {name!r}; {_nearest(name, stages)}")
-            previous = name
-            continue
-        if order := _order_fault(stages, previous, name):
-            faults.append(f"{text.place(path)}: {order}")
+        if fault := stage_fault(name, previous, stages):
+            faults.append(f"{text.place(path)}: {fault}")
         previous = name
+        if name not in stages:
+            continue
         schema = stages[name].parameters
         try:
             parameters = schema.model_validate(values or {}, context={"folder": file.parent})
@@ -186,8 +184,10 @@ def _load_yaml(file: Path) -> tuple[Any, yaml.Node | None]:
         raise RecipeError(f"{file}: not usable YAML: {' '.join(str(error).split())}; correct it") from None
 
 
-def _order_fault(stages: Mapping[str, Stage], previous: str, name: str) -> str | None:
-    """What forbids a stage right after the previous one, which is empty for the first."""
+def stage_fault(name: str, previous: str, stages: Mapping[str, Stage] = STAGES) -> str | None:
+    """What forbids a stage right after the previous one, which is empty for the first; None where nothing does."""
+    if name not in stages:
+        return f"no stage {name!r}; {_nearest(name, stages)}"
     follows = stages[name].follows
     if previous in stages and stages[previous].last:
         return f"no stage may follow {previous}; put that one last"

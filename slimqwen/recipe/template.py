@@ -1,13 +1,12 @@
 """The recipe.yaml of a new variant: its stages in order, with every parameter, its default and its meaning."""
 
 import json
-import tempfile
 import textwrap
 from collections.abc import Iterable, Iterator, Sequence
-from pathlib import Path
+from itertools import pairwise
 
-from slimqwen.recipe import recipe_file
 from slimqwen.recipe.parameters import Parameter, list_parameters
+from slimqwen.recipe.recipe_file import RecipeError, stage_fault
 from slimqwen.recipe.registry import STAGES
 from slimqwen.variant import EMBEDDED, Variant
 
@@ -27,15 +26,12 @@ def render_recipe(base: Variant, stages: Sequence[str]) -> str:
         f"base: {base.name}",
         "stages:",
     ]
-    filled = [*lines]
-    for stage in stages:
+    is_embedded = base.lineage[-1] == EMBEDDED
+    for previous, stage in pairwise(["", *stages]):
+        if fault := stage_fault(stage, previous):
+            raise RecipeError(f"--stage: {fault}")
         lines.append(f"  - {stage}:")
-        filled.append(f"  - {stage}:")
-        if stage in STAGES:
-            parameters = tuple(list_parameters(STAGES[stage].parameters))
-            lines += _render_parameters(parameters, 6, is_embedded=base.lineage[-1] == EMBEDDED)
-            filled += _render_parameters(parameters, 6, is_embedded=True)
-    _require_readable("\n".join(filled))
+        lines += _render_parameters(list_parameters(STAGES[stage].parameters), 6, is_embedded=is_embedded)
     return "\n".join(lines) + "\n"
 
 
@@ -66,14 +62,3 @@ def _written(value: object) -> str:
     if isinstance(value, tuple):
         return json.dumps(value)
     return str(value).lower() if isinstance(value, bool) else f"{value}"
-
-
-def _require_readable(text: str) -> None:
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder) / "recipe.yaml"
-        file.write_text(text, encoding="utf-8")
-        try:
-            recipe_file.read_recipe(file)
-        except recipe_file.RecipeError as error:
-            # The temporary file's path would mislead: only the fault is reported.
-            raise recipe_file.RecipeError(f"stages: {str(error).partition(': ')[2]}") from None

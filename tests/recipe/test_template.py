@@ -92,6 +92,5 @@ def test_every_parameter_of_every_stage_has_a_meaning():
     ],
 )
 def test_stages_that_cannot_be_are_one_line(stages, message):
-    with pytest.raises(RecipeError, match=message) as caught:
+    with pytest.raises(RecipeError, match=rf"--stage: {message}"):
         template.render_recipe(variant.load("tiny"), stages)
-    assert "/tmp" not in str(caught.value)
