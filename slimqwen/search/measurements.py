@@ -23,9 +23,9 @@ from slimqwen.evals.fidelity_figures import FidelitySettings
 from slimqwen.evals.quality import Quality
 from slimqwen.evals.suites.lm_eval_run import Part
 from slimqwen.evals.suites.suite import AUTO, Limit, Suite
+from slimqwen.models.outline import Outline
 from slimqwen.progress import Progress
 from slimqwen.recipe import variant_recipe
-from slimqwen.recipe.outline import Outline
 from slimqwen.records import provenance, store
 from slimqwen.records.record import Record
 from slimqwen.records.settings import Settings
