@@ -134,9 +134,27 @@ def test_depths_of_an_interrupted_run_are_not_counted_again(
     with pytest.raises(KeyboardInterrupt):
         acceptance.measure_acceptance(one, "small", [1, 2, 3], command=["x"])
     assert not list(one.folder.glob("acceptance_*"))
-    path = acceptance.measure_acceptance(one, "small", [1, 2, 3], command=["x"])
+    bounds: list[Any] = []
+
+    def bound_speeds(_: Any, gpu: str, lengths: dict[int, float], context_len: int) -> dict[int, float]:
+        bounds.append((gpu, lengths, context_len))
+        return {1: 10.0, 2: 40.0, 3: 30.0}
+
+    path = acceptance.measure_acceptance(one, "small", [1, 2, 3], command=["x"], speed_bound=bound_speeds)
     assert asked == [1, 2, 3, 3]
-    assert [row.depth for row in store.read_record(path).depths] == [1, 2, 3]
+    record = store.read_record(path, Acceptance)
+    assert [row.depth for row in record.depths] == [1, 2, 3]
+    # Of 10 drafts, 4 are accepted at each position in one group and 3 in the other.
+    ((gpu, lengths, context_len),) = bounds
+    assert (gpu, context_len) == ("a10g", record.classes["short"])
+    assert lengths == pytest.approx({1: 1.35, 2: 1.7, 3: 2.05})
+    assert record.choice
+    assert (record.choice.depth, record.choice.method) == (2, "roofline of a10g")
+    first, second = record.tables(path)
+    assert first.rows[1] == ("2", "short", "0", "1.700 ± 0.100", "0.35 0.35", "0.05", "20")
+    assert second.title == "Best depth for one sequence: K = 2, roofline of a10g"
+    assert second.rows[0] == ("1", "1.350 ± 0.050", "10", "25.0%")
+    assert record.figures()["acceptance_length"].value == pytest.approx(2.05)
     monkeypatch.setattr(store, "_stamp", lambda: "2026-01-01T000000Z")
     acceptance.measure_acceptance(one, "small", [1], command=["x"])
     assert asked == [1, 2, 3, 3, 1]
