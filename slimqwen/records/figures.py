@@ -1,18 +1,14 @@
 """The named numbers of a record, read from its fields; data frames, MLflow and the leaderboard show these."""
 
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 _ESTIMATE_FIELDS = ("standard_error", "low", "high", "count")
 _NOT_RESULTS = frozenset({"schema", "variant", "items", "provenance", "gpu", "split"})
-_NAMING_CONTAINERS = frozenset(
-    {"tasks", "classes", "modes", "depths", "settings", "cells", "variants", "heads", "sizes"}
-)
-"""Fields whose entries have sufficient names, so that figures leave out the name of the field."""
-
 _LABELS = (
-    "class", "variant", "stage", "gate", "damage", "kind", "name", "figure", "depth", "temperature", "size", "rank",
+    "class", "variant", "stage", "gate", "kind", "name", "figure", "depth", "temperature", "size", "rank",
     "group", "context", "tokens", "step", "seed", "batch_size",
 )  # fmt: skip
 """Fields that tell the entries of a list apart."""
@@ -55,75 +51,52 @@ def figures_of(fields: Mapping[str, Any], units: Mapping[str, str]) -> dict[str,
         units: unit by the ending of a field's name, before the endings that all kinds share.
 
     Returns:
-        Figures by name: the parts of the record around the number, then its own name, joined by "/"; a statistic of a
-        distribution is named such as `ttft_ms.median`.
+        Figures by name: the fields around the number, then its own name, joined by "/", such as
+        `classes/short/ttft_ms/median`; an estimate has the name of its field.
     """
     results = {key: value for key, value in fields.items() if key not in _NOT_RESULTS}
-    figures = dict(pair for key, value in results.items() for pair in _walk(value, (), key))
-    return {name: replace(figure, unit=_unit_of(name, units)) for name, figure in figures.items()}
+    return {
+        "/".join(path): replace(figure, unit=_unit_of(path, units)) for path, figure in _walk(results, ())
+    }
 
 
-def _unit_of(name: str, units: Mapping[str, str]) -> str:
-    ending = name.rpartition("/")[2].partition(".")[0]
-    return next((unit for end, unit in (*units.items(), *_UNITS) if ending.endswith(end)), "")
+def _unit_of(path: Sequence[str], units: Mapping[str, str]) -> str:
+    """Unit by the ending of the last name, or of the one before it, as of `ttft_ms/median`."""
+    for name in reversed(path[-2:]):
+        for ending, unit in (*units.items(), *_UNITS):
+            if name.endswith(ending):
+                return unit
+    return ""
 
 
-def _walk(value: Any, group: tuple[str, ...], name: str) -> Iterator[tuple[str, Figure]]:
+def _walk(value: Any, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], Figure]]:
     """The figures in one part of a record, still without units.
 
     Args:
-        group: names of the parts around it.
+        path: names of the parts around it.
     """
     if _is_number(value):
-        yield _named_figure(group, name, value)
-    elif isinstance(value, Mapping):
-        yield from _walk_mapping(value, group, name)
+        yield path, Figure(value)
     elif isinstance(value, list):
-        list_group = group if name in _NAMING_CONTAINERS else (*group, name)
-        for number, part in enumerate(value):
-            if isinstance(part, Mapping) and "value" not in part:
-                label, rest = _label_and_rest(part, number)
-                for key, inner in rest.items():
-                    yield from _walk(inner, (*list_group, label), key)
-            else:
-                # Two lists of estimates with limits beside them must not share a name.
-                part_group = list_group if isinstance(part, Mapping) else group
-                yield from _walk(part, (*part_group, str(number)), name)
+        entries = [_label_and_rest(part) if isinstance(part, Mapping) else ("", part) for part in value]
+        shared = Counter(label for label, _ in entries)
+        for number, (label, rest) in enumerate(entries):
+            own_label = label if shared[label] == 1 else f"{label}, {number}"
+            yield from _walk(rest, (*path, own_label if label else str(number)))
+    elif isinstance(value, Mapping):
+        rest = dict(value)
+        if _is_number(rest.get("value")):
+            name = (*path, str(rest["measure"])) if "measure" in rest else path
+            yield name, Figure(rest.pop("value"), **{key: rest.pop(key, None) for key in _ESTIMATE_FIELDS})
+        for key, part in rest.items():
+            yield from _walk(part, (*path, key))
 
 
-def _walk_mapping(
-    value: Mapping[str, Any], group: tuple[str, ...], name: str
-) -> Iterator[tuple[str, Figure]]:
-    rest = dict(value)
-    if _is_number(value.get("value")):
-        # An estimate has its field's name, a task the name of its measure.
-        group = (*group, name) if "measure" in value else group
-        estimate = {key: rest.pop(key, None) for key in _ESTIMATE_FIELDS}
-        yield _named_figure(group, value.get("measure", name), rest.pop("value"), **estimate)
-    elif _is_number(value.get("mean")):
-        for statistic, figure in value.items():
-            if statistic != "standard_error" and _is_number(figure):
-                error = {"standard_error": value.get("standard_error")} if statistic == "mean" else {}
-                yield _named_figure(group, f"{name}.{statistic}", figure, **error)
-        return
-    elif name not in _NAMING_CONTAINERS:
-        group = (*group, name)
-    for key, part in rest.items():
-        if name in _NAMING_CONTAINERS and _is_number(part):
-            yield _named_figure((*group, key), name, part)
-        else:
-            yield from _walk(part, group, key)
-
-
-def _label_and_rest(part: Mapping[str, Any], number: int) -> tuple[str, dict[str, Any]]:
+def _label_and_rest(part: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
     """The label of a list's entry, and the fields of the entry that are not in the label."""
     keys = [key for key in _LABELS if isinstance(part.get(key), str | int | float)]
     label = ", ".join(part[key] if isinstance(part[key], str) else f"{key}={part[key]:g}" for key in keys)
-    return label or str(number), {key: value for key, value in part.items() if key not in keys}
-
-
-def _named_figure(group: tuple[str, ...], name: str, value: float, **estimate: Any) -> tuple[str, Figure]:
-    return "/".join((*group, name)), Figure(value, **estimate)
+    return label, {key: value for key, value in part.items() if key not in keys}
 
 
 def _is_number(value: Any) -> bool:

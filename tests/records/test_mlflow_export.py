@@ -80,8 +80,10 @@ def test_every_record_becomes_a_run_that_says_what_the_record_says(repository, q
         for path in (entry.path, entry.path.with_suffix(".items.jsonl")):
             assert (type(entry.path)(folder) / path.name).read_bytes() == path.read_bytes()
     scored = next(run for run in sent.values() if run.data.tags["slimqwen.kind"] == "quality")
-    assert scored.data.metrics["example_facts/exact_match"] == quality["tasks"]["example_facts"]["value"]
-    assert scored.data.metrics["example_facts/exact_match.standard_error"] == 0.2
+    assert (
+        scored.data.metrics["tasks/example_facts/exact_match"] == quality["tasks"]["example_facts"]["value"]
+    )
+    assert scored.data.metrics["tasks/example_facts/exact_match.standard_error"] == 0.2
 
 
 def test_a_second_export_adds_nothing_and_a_third_adds_what_is_new(stored, quality):

@@ -90,7 +90,9 @@ def test_a_new_kind_is_in_every_report_without_a_change_elsewhere(energy, tmp_pa
     assert [fault.location for fault in checks.check_records(repository).faults if fault.location == location]
     path.write_text(path.read_text().replace("-1", "0.25"))
 
-    assert mlflow_export.export_records(repository).added == (location,)
+    assert mlflow_export.export_records(repository, f"sqlite:///{repository}/mlruns/mlflow.db").added == (
+        location,
+    )
 
     [table] = record.tables(path)
     assert table.rows[0] == ("joules_per_token", "0.25", "", "J/token")
