@@ -1,27 +1,58 @@
-"""`slimqwen compare`: two measured variants, paired."""
+"""`slimqwen compare`: what to serve here, or two measured variants, paired."""
 
 from typing import Annotated
 
 import typer
 
 from slimqwen import variant as variants
-from slimqwen.cli.console import console
+from slimqwen.cli.console import console, say
 from slimqwen.cli.options import RecordsFolder, matching_variants
 
 
 def compare_variants(
-    baseline: Annotated[
-        str, typer.Argument(metavar="A", help="the baseline", autocompletion=matching_variants)
-    ],
-    variant: Annotated[
-        str, typer.Argument(metavar="B", help="the variant", autocompletion=matching_variants)
-    ],
+    names: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[A B]",
+            help="baseline and variant; one name: a variant and its baseline; none: what to serve on this machine",
+            autocompletion=matching_variants,
+        ),
+    ] = None,
     records_dir: RecordsFolder = None,
 ) -> None:
-    """Compare two measured variants: scores paired by item, latency as ratios, size of their checkpoints."""
+    """Say what to serve on this machine; or pair two variants: scores by item, latency as ratios, size."""
     from slimqwen.report import tables
 
-    subjects = [variants.load(name) for name in (baseline, variant)]
+    if not names:
+        _say_what_to_serve()
+        return
+    if len(names) > 2:
+        raise typer.BadParameter("give two variants, one variant, or none")
+    subjects = [variants.load(name) for name in names]
+    if len(subjects) == 1:
+        if subjects[0].baseline is None:
+            raise typer.BadParameter(f"{names[0]} has no baseline; name the variant to compare it with")
+        subjects.insert(0, variants.load(subjects[0].baseline))
     folders = [records_dir / each.name if records_dir else each.folder for each in subjects]
     for shown in tables.comparison_tables(*folders):
         console.print(shown.as_rich())
+
+
+def _say_what_to_serve() -> None:
+    from slimqwen.records import provenance
+    from slimqwen.report import choice
+
+    here = provenance.hardware_name(provenance.hardware())
+    choices = choice.collect_choices(variants.repository_root())
+    for each in choices:
+        if each.hardware == here:
+            for sentence in each.advice:
+                say(sentence)
+    others = sorted({each.hardware for each in choices} - {here})
+    if all(each.hardware != here for each in choices):
+        say(
+            f"Nothing was measured on {here}: `slimqwen gate NAME`, then `slimqwen bench latency NAME --baseline`, "
+            "measure a variant and its baseline."
+        )
+    if others:
+        say(f"Measured on other machines: {'; '.join(others)}; `slimqwen report` has what to serve there.")

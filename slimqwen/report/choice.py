@@ -2,11 +2,13 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
+from slimqwen import variant as variants
 from slimqwen.bench.latency import Latency
 from slimqwen.evals.quality import Quality
-from slimqwen.records import registry
-from slimqwen.report.leaderboard import Row, margins, sort_rows, speed_up
+from slimqwen.records import collection, registry
+from slimqwen.report.leaderboard import Row, margins, rows_of, sort_rows, speed_up
 
 
 @dataclass(frozen=True)
@@ -70,6 +72,12 @@ def measuring_command(row: Row, kind: str) -> str:
     return (
         f"{command} --suite {next(iter(row.scores))[0]}" if kind == Quality.kind and row.scores else command
     )
+
+
+def collect_choices(root: Path) -> list[Choice]:
+    """What to serve by the records of a repository, as `choose_variants`."""
+    records = collection.collect(root)
+    return choose_variants([row for name in variants.names(root) for row in rows_of(records, name)[0]])
 
 
 def choose_variants(rows: Sequence[Row]) -> list[Choice]:

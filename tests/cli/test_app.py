@@ -41,6 +41,8 @@ def run_here(monkeypatch, capfd):
         ("eval quality --variant nope", 2, UNKNOWN),
         ("bench latency --variant nope", 2, UNKNOWN),
         ("compare tiny nope", 2, UNKNOWN),
+        ("compare tiny", 2, "tiny has no baseline"),
+        ("compare tiny tiny-awq tiny-best", 2, "give two variants, one variant, or none"),
         ("recipe run --variant nope --until calibrate", 2, UNKNOWN),
         ("variant promote --variant nope", 2, UNKNOWN),
         ("gate --variant nope", 3, UNKNOWN),  # 2 is a verdict there: inconclusive

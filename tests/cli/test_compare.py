@@ -1,0 +1,46 @@
+"""`slimqwen compare` without two names: the baseline is known, or the question is what to serve here."""
+
+import re
+import sys
+
+import pytest
+
+from slimqwen.cli import app, console
+from slimqwen.records import provenance
+from slimqwen.report import choice
+from slimqwen.report.choice import Choice
+
+
+@pytest.fixture
+def compare(monkeypatch, capfd):
+    def run(*names):
+        monkeypatch.setattr(console.console, "file", sys.stdout)
+        monkeypatch.setattr(sys, "argv", ["slimqwen", "compare", *names])
+        with pytest.raises(SystemExit) as ended:
+            app.main()
+        out, err = capfd.readouterr()
+        assert ended.value.code == 0, err
+        return re.sub(r"\s+", " ", out + err)
+
+    return run
+
+
+def test_one_name_is_compared_with_its_baseline(compare):
+    assert compare("tiny-best") == compare("tiny", "tiny-best")
+
+
+def test_no_name_says_what_to_serve_on_this_machine_and_where_else_was_measured(compare, monkeypatch):
+    here = provenance.hardware_name(provenance.hardware())
+    choices = [Choice("tiny", machine, True, None, None) for machine in (here, "1 NVIDIA A10G")]
+    monkeypatch.setattr(choice, "collect_choices", lambda root: choices)
+    said = compare()
+    assert f"Serve tiny on {here}" in said
+    assert "Serve tiny on 1 NVIDIA A10G" not in said
+    assert "Measured on other machines: 1 NVIDIA A10G;" in said
+
+
+def test_a_machine_without_measurements_is_told_how_to_make_them(compare, monkeypatch):
+    monkeypatch.setattr(choice, "collect_choices", lambda root: [])
+    said = compare()
+    assert "Nothing was measured on" in said
+    assert "other machines" not in said
