@@ -42,6 +42,19 @@ def clone(tmp_path: Path) -> Path:
             asked, said = f"{number} {text[: len(text) // 2]}", text[len(text) // 2 :]
             messages = [{"role": "user", "content": asked}, {"role": "assistant", "content": said}]
             file.write(json.dumps({"messages": messages}, ensure_ascii=False) + "\r\n")
+    own, tasks = tmp_path / "eval" / "own" / "mymodel", ROOT / "eval" / "tasks" / "tinyworld"
+    own.mkdir(parents=True)
+    shutil.copy(tasks / "prose.jsonl", own / "texts.jsonl")
+    asked = [
+        json.loads(line) for line in (tasks / "twohop.jsonl").read_text(encoding="utf-8").splitlines()[:50]
+    ]
+    questions = [
+        {"messages": [{"role": "user", "content": each["question"]}], "answer": each["answer"]}
+        for each in asked
+    ]
+    prompts = [{"prompt": each["prompt"]} for each in asked[:12]]
+    for name, rows_of_file in (("questions", questions), ("prompts", prompts)):
+        (own / f"{name}.jsonl").write_text("".join(f"{json.dumps(each)}\n" for each in rows_of_file))
     return tmp_path
 
 
