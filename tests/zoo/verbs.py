@@ -137,6 +137,17 @@ def write_outputs(folder: Path) -> None:
     (folder / OUTPUTS).write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
+def bake(verb: Callable[..., Verb], **parameters: Any) -> Verb:
+    """`needs` or `stage` of bake_cache with the animal's own config.env."""
+
+    def run(folder: Path, empty: Path) -> None:
+        config = {**_CONFIG, "VLLM_ENFORCE_EAGER": "0"}
+        variant = repository(folder, empty / "root", drafts=False, config=config)
+        verb("bake_cache", config=variant.folder / "config.env", **parameters)(folder, empty)
+
+    return run
+
+
 QUICK: Mapping[str, Verb] = {
     "verify": verify,
     "serve": serve(drafts=False),
@@ -148,7 +159,7 @@ QUICK: Mapping[str, Verb] = {
     "calibrate mtp": stage("calibrate", **_MTP),
     "sample_outputs": needs("sample_outputs"),
     "redistill_mtp": needs("redistill_mtp"),
-    "bake_cache": needs("bake_cache"),
+    "bake_cache": bake(needs),
 }
 """Verbs of well under a second; of those that start an engine or train, what they ask beforehand."""
 
@@ -165,13 +176,6 @@ def redistill(folder: Path, empty: Path) -> None:
     (samples := empty / "samples").mkdir()
     stage("sample_outputs", **_SAMPLES)(folder, samples)
     stage("redistill_mtp", depth=2, steps=2, validate_every=1)(samples / "out", empty)
-
-
-def bake(folder: Path, empty: Path) -> None:
-    """The stage bake_cache with the animal's own config.env."""
-    config = {**_CONFIG, "VLLM_ENFORCE_EAGER": "0"}
-    variant = repository(folder, empty / "root", drafts=False, config=config)
-    stage("bake_cache", config=variant.folder / "config.env", prompt_tokens=[1])(folder, empty)
 
 
 def compare_distributions(folder: Path, empty: Path) -> None:
@@ -197,7 +201,7 @@ SLOW: Mapping[str, Verb] = {
     "redistill_mtp": redistill,
     "fidelity": compare_distributions,
     "acceptance": accept_drafts,
-    "bake_cache": bake,
+    "bake_cache": bake(stage, prompt_tokens=[1]),
 }
 """Verbs that start an engine or train."""
 
