@@ -79,8 +79,8 @@ class SharedState:
 class MeasuredVariant:
     """One variant of a measurement: its texts, its server of the present round, its results."""
 
-    def __init__(self, variant: Variant, lines: Mapping[str, str], shared: SharedState) -> None:
-        self.variant, self.lines, self.shared = variant, lines, shared
+    def __init__(self, variant: Variant, shared: SharedState) -> None:
+        self.variant, self.shared = variant, shared
         workload = shared.workload
         self.own_prompts = own_prompts(workload, variant) if workload.prompts else []
         self.cutter = (

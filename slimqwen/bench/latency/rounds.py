@@ -10,18 +10,19 @@ from pathlib import Path
 from typing import Any
 
 from slimqwen import host_load
-from slimqwen.bench import BenchError, overlay
+from slimqwen.bench import BenchError
 from slimqwen.bench.latency import figures
 from slimqwen.bench.latency.measured_variant import MeasuredVariant, SharedState, own_prompts
 from slimqwen.bench.latency.record import Arrival, ClassFigures, Latency, PrefixCache
 from slimqwen.bench.latency.speedups import by_class_and_round, by_round
 from slimqwen.bench.workload import PromptClass, Workload
 from slimqwen.host_load import HostBusyError, HostLoad, Watch
+from slimqwen.plan import start
 from slimqwen.progress import Progress, silent
 from slimqwen.records import provenance, store
 from slimqwen.records.journal import journal_file, locked
 from slimqwen.records.record import Ratio
-from slimqwen.serving import spawner
+from slimqwen.serving import checks, spawner
 from slimqwen.serving.command import ServerCommand
 from slimqwen.serving.shared_server import ServerLostError, share_server
 from slimqwen.stats import intervals
@@ -65,10 +66,7 @@ def measure_latency(
         prompts, output_tokens = zip(*own_prompts(workload, variants[0]), strict=True)
         workload = workload.of_own_prompts(prompts, output_tokens)
     shared = SharedState(workload, max_num_seqs(variants, workload), rounds, progress)
-    sides = [
-        MeasuredVariant(*overlay.servable(variant, workload.config, workload.name), shared)
-        for variant in variants
-    ]
+    sides = [MeasuredVariant(_with_settings(variant, workload), shared) for variant in variants]
     with locked(_journal(sides, workload, rounds, even_if_busy)) as finished:
         for number in range(rounds):
             if (state := finished.get(number)) is not None:
@@ -136,6 +134,27 @@ def _journal(sides: Sequence[MeasuredVariant], workload: Workload, rounds: int, 
     return journal_file("latency", first, workload.model_dump(mode="json"), rounds, names, even_if_busy)
 
 
+def _with_settings(variant: Variant, workload: Workload) -> Variant:
+    """The variant with the settings of a workload.
+
+    Raises:
+        BenchError: this platform cannot serve one of them.
+        ServingError: by known trouble a server with them would die or be wrong.
+    """
+    if not workload.config:
+        return variant
+    changed_variant = variant.with_lines(workload.config)
+    command = ServerCommand.resolve(changed_variant)
+    for row in command.platform_changes:
+        if row.key in workload.config:
+            raise BenchError(
+                f"{workload.name}: {variant.name} cannot be served with this workload's settings here: "
+                f"{row.key}={row.value}: {row.why}"
+            )
+    checks.refuse_trouble(command, start.match_flag_trouble(command).dies)
+    return changed_variant
+
+
 def max_num_seqs(variants: Sequence[Variant], workload: Workload) -> int:
     """Sequences that the most capable variant runs at once; 1 for a workload that does not depend on it."""
     if not workload.sweeps_concurrency:
@@ -174,7 +193,7 @@ def _record(
         rounds_repeated=load.repeated,
         run=started,
         interleaved_with=tuple(other.variant.name for other in sides if other is not side),
-        config=dict(side.lines),
+        config=workload.config,
         columns=workload.columns,
         classes={
             c.name: _class(side, c, unscaled)

@@ -13,10 +13,12 @@ from slimqwen.bench import BenchError, latency
 from slimqwen.bench.latency import measured_variant, rounds
 from slimqwen.bench.workload import PromptClass, Workload
 from slimqwen.host_load import HostBusyError, HostLoad
+from slimqwen.plan import start
 from slimqwen.records import store
 from slimqwen.records.pairing import NotComparableError
 from slimqwen.report import tables
-from slimqwen.serving import shared_server
+from slimqwen.serving import checks, shared_server
+from slimqwen.serving.errors import ServingError
 from slimqwen.variant import load, repository_root
 
 WORKLOAD = """\
@@ -329,6 +331,27 @@ def test_figures_of_a_busy_host_are_marked_and_compared_with_nothing(measure, ad
     assert not store.read_record(fine).provenance.host_was_busy
     with pytest.raises(NotComparableError, match="busy host; measure again without --even-if-busy"):
         latency.comparison(fine, path)
+
+
+def test_the_settings_of_a_workload_are_laid_over_the_variants_own(
+    measure, add_served, stand_in, write_workload
+):
+    server = stand_in()
+    served = add_served("a", server)
+    one = write_workload(config={"VLLM_MAX_NUM_SEQS": "3"})
+    (path,), _ = measure(served, workload=one)
+    assert store.read_record(path).config == {"VLLM_MAX_NUM_SEQS": "3"}
+    with pytest.raises(BenchError, match=r"mine: tiny-mtp4 cannot be served .* a CPU has no CUDA graphs"):
+        rounds._with_settings(
+            load("tiny-mtp4"), write_workload(config={"VLLM_CUDAGRAPH_CAPTURE_SIZES": "1,2"})
+        )
+
+
+def test_known_trouble_of_the_settings_is_refused(monkeypatch):
+    trouble = checks.Trouble("would give other tokens on cpu", "no drafts", "a record")
+    monkeypatch.setattr(rounds.start, "match_flag_trouble", lambda *_: start.StartTrouble((trouble,), ()))
+    with pytest.raises(ServingError, match="would give other tokens on cpu"):
+        rounds._with_settings(load("tiny-mtp4"), Workload.load("prefix_cache", repository_root()))
 
 
 def test_a_sweep_of_the_concurrency_covers_the_most_capable_variant():
