@@ -334,8 +334,9 @@ def test_figures_of_a_busy_host_are_marked_and_compared_with_nothing(measure, ad
 
 
 def test_the_settings_of_a_workload_are_laid_over_the_variants_own(
-    measure, add_served, stand_in, write_workload
+    measure, add_served, stand_in, write_workload, monkeypatch
 ):
+    monkeypatch.setattr(rounds.start, "match_flag_trouble", lambda *_: start.StartTrouble((), ()))
     server = stand_in()
     served = add_served("a", server)
     one = write_workload(config={"VLLM_MAX_NUM_SEQS": "3"})

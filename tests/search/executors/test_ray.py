@@ -98,7 +98,7 @@ def test_a_node_that_is_gone_before_it_reports_is_left_out(
 
     def list_nodes() -> list[Any]:
         listed.append(stock())
-        gone = {**listed[0][0], "NodeID": "f" * 56}
+        gone = {**listed[0][0], "NodeID": "ab" * 28}
         return [*listed[-1], gone] if len(listed) == 1 else listed[-1]
 
     monkeypatch.setattr(executor_ray, "_list_nodes", list_nodes)
