@@ -23,6 +23,7 @@ from slimqwen.serving import in_process
 from slimqwen.serving.errors import ServingError
 from slimqwen.variant import OWN_KEYS, ConfigError, Setting, Variant
 
+_SCHEDULE = "num_speculative_tokens_per_batch_size"
 _SECRET = re.compile(r"(API_KEY|ACCESS_KEY|TOKEN|SECRET|PASSWORD)$")
 _DEVICE_CHOICE = ("CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER")
 
@@ -227,6 +228,25 @@ def _check_object(setting: Setting, config_class: str | None, value: Any) -> Non
             first = error.errors()[0]
             field = ".".join(map(str, (key, *first["loc"][1:])))
             raise _refusal(setting, f"{field}: {first['msg']}") from None
+    if value.get(_SCHEDULE) is not None:
+        _check_depth_schedule(setting, value)
+
+
+def _check_depth_schedule(setting: Setting, speculation: Mapping[str, Any]) -> None:
+    """Check the draft depths by batch size, which vLLM checks after it has loaded the weights, and lowers in silence."""
+    from vllm.v1.spec_decode.dynamic.utils import validate_and_normalize_dynamic_sd_schedule
+
+    try:
+        schedule = validate_and_normalize_dynamic_sd_schedule(speculation[_SCHEDULE])
+    except ValueError as error:
+        raise _refusal(setting, f"{_SCHEDULE}: {error}") from None
+    drafts = speculation.get("num_speculative_tokens")
+    deepest = max(depth for _, _, depth in schedule)
+    if drafts is not None and deepest > drafts:
+        raise ConfigError(
+            f"{setting.location}: {setting.key}={setting.value}: {_SCHEDULE} asks for {deepest} drafts, but vLLM would "
+            f"silently draft {drafts}; raise num_speculative_tokens to {deepest}"
+        )
 
 
 def _check_variable(setting: Setting) -> None:

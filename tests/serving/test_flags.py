@@ -121,6 +121,8 @@ def test_draft_depths_by_batch_size_are_passed_on(resolve):
             "VLLM_SPECULATIVE_CONFIG='{\"num_speculative_tokens\": -4}'",
             r"num_speculative_tokens: .*greater than 0",
         ),
+        (depth_schedule("[[1, 8]]"), r"num_speculative_tokens_per_batch_size.*[Mm]issing|Field required"),
+        (depth_schedule("[[1, 2, 7], [3, 8, 2]]"), r"asks for 7 drafts.*raise num_speculative_tokens to 7"),
         (depth_schedule('{"1": 4}'), r"num_speculative_tokens_per_batch_size: .*valid list"),
         ("VLLM_COMPILATION_CONFIG='{\"pass_conf\": {}}'", r"did you mean 'pass_config'\?"),
         ('VLLM_COMPILATION_CONFIG=\'{"pass_config": {"fuse_everything": true}}\'', r"fuse_everything"),
