@@ -233,7 +233,7 @@ def _check_object(setting: Setting, config_class: str | None, value: Any) -> Non
 
 
 def _check_depth_schedule(setting: Setting, speculation: Mapping[str, Any]) -> None:
-    """Check the draft depths by batch size: vLLM checks them when the weights are loaded, and lowers them in silence."""
+    """Check the draft depths by batch size: vLLM does so when the weights are loaded, and lowers them in silence."""
     from vllm.v1.spec_decode.dynamic.utils import validate_and_normalize_dynamic_sd_schedule
 
     try:
