@@ -13,13 +13,14 @@ QUESTIONS = [
     "variant list",
     "serve --variant tiny --dry-run",
     "recipe run --variant tiny-best --dry-run",
+    "fit qwen3.5-4b-best --gpu a10g",
     "roofline --variant qwen3.5-4b-best --gpu rtx-3090",
     "compare",
     "compare tiny tiny-best",
     "fit qwen3.5-4b-best",
     "report --check",
     "report --output {folder}",
-    pytest.param("plan --variant qwen3.5-4b-best --gpu a10g", marks=pytest.mark.engine),
+    pytest.param("plan --variant tiny --gpu cpu", marks=pytest.mark.engine),
 ]
 
 
