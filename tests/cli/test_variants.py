@@ -11,12 +11,14 @@ from slimqwen.cli import console, variants
 from slimqwen.cli.app import app
 from slimqwen.hub import HubError
 from slimqwen.recipe.recipe_file import RecipeError
+from slimqwen.recipe.registry import STAGES
 from tests.zoo.animals import ANIMALS
 
 
 @pytest.fixture
 def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A repository with a multimodal checkpoint in weights/mymodel and no variant."""
+    dict(STAGES)  # imports them before the repository is another: their defaults name its texts
     (tmp_path / "experiments").mkdir()
     ANIMALS["multimodal"].build(tmp_path / "weights" / "mymodel")
     monkeypatch.setattr(variant, "repository_root", lambda: tmp_path)
@@ -42,10 +44,10 @@ def test_a_folder_becomes_a_baseline_and_its_variant_asks_for_the_text(
     assert (base.baseline, base.weights) == (None, root / "weights" / "mymodel")
     assert base.settings["VLLM_LANGUAGE_MODEL_ONLY"].value == "1"
     assert base.settings["EVALUATION"].value == "core"
-    said_by("variant new --name mine --base base --stage calibrate --stage redistill_mtp")
+    said_by("variant new --name mine --base base --stage calibrate --stage quantise_lm_head")
     made = variant.load("mine", root)
     assert made.baseline == "base"
-    assert "base with calibrate, redistill_mtp is faster" in made.hypothesis
+    assert "base with calibrate, quantise_lm_head is faster" in made.hypothesis
     assert (root / "corpora").is_dir()
     with pytest.raises(RecipeError, match=r"recipe\.yaml:\d+: corpus\.path is not filled in"):
         said_by("recipe run --variant mine --dry-run")
