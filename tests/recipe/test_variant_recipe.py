@@ -94,5 +94,6 @@ def test_the_costs_of_a_recipe_come_with_all_of_its_faults(repository):
     [fault], [cost] = variant_recipe.inspect_recipe(subject, outline)
     assert "group_size: Input should be 32, 64 or 128" in fault
     assert cost.needs.disk_bytes > outline.disk_bytes
+    shutil.rmtree(subject.weights)
     with pytest.raises(RecipeError, match="group_size"):
         variant_recipe.run_recipe(subject)
