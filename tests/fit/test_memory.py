@@ -67,6 +67,7 @@ def test_a_27b_on_a_24_gb_card_by_hand():
     assert stored.cache_bytes == pytest.approx(left, abs=1)
     assert stored.missing_bytes == stored.sequence_bytes - stored.cache_bytes
     assert [stored.fits, mlps.fits, head.fits] == [False, False, True]
+    assert [replace(head, missing_bytes=missing).fits for missing in (-1, 0, 1)] == [True, True, False]
     # A step reads every weight but embedding and MTP head, the cache and twice the states: 936 GB a second.
     read = stored.resident_bytes - stored.weight_bytes["embedding"] - stored.weight_bytes["MTP head"]
     assert 936e9 / (1.01 * read) < stored.tokens_per_second < 936e9 / read
