@@ -2,6 +2,8 @@
 
 import json
 
+import pytest
+
 from slimqwen.recipe.stages import calibrate, prune_vocab
 from slimqwen.text.corpus import TextSource, resolve_text
 from slimqwen.variant import repository_root
@@ -29,6 +31,10 @@ def test_a_recipe_names_its_text_by_path_or_name(tmp_path):
     def path(**values):
         return TextSource.model_validate(values, context={"folder": tmp_path}).path
 
-    assert path() == path(path="tinyworld") == repository_root() / "eval" / "texts" / "tinyworld.jsonl"
-    assert path(path="a.jsonl") == tmp_path / "a.jsonl"
+    named = repository_root() / "eval" / "texts" / "tinyworld.jsonl"
+    assert path() == path(path="tinyworld") == path(source="tinyworld") == named
+    assert path(path="a.jsonl") == path(source="file", path="a.jsonl") == tmp_path / "a.jsonl"
+    for wrong in ({"source": "file"}, {"source": "tinyworld", "path": "a.jsonl"}):
+        with pytest.raises(ValueError, match="path goes with source: file"):
+            path(**wrong)
     assert "path" not in TextSource.model_validate({"path": "a.jsonl"}).model_dump()
