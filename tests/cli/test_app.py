@@ -72,7 +72,7 @@ def test_what_cannot_be_is_one_line_and_an_exit_code(run_here, command, code, me
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (("variant", "new", "--name", "new", "--base", "tiny", "--hypothesis", ""), "needs a hypothesis"),
+        (("variant", "new", "--name", "tiny", "--base", "tiny"), "experiments/tiny exists"),
         (("report", "--mlflow", "nonsense://x"), "check URI"),
     ],
 )

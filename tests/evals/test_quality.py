@@ -299,6 +299,7 @@ def test_a_run_whose_server_died_leaves_no_record_and_goes_on_where_it_broke_off
     assert store.read_items(path) == store.read_items(undisturbed_path)
 
 
+@pytest.mark.usefixtures("stamps")
 def test_answers_of_another_extent_are_not_taken_over(measure, add_served, stand_in):
     one = add_served("tiny", stand_in(3))
     with pytest.raises(shared_server.ServerLostError):

@@ -202,7 +202,7 @@ def test_a_record_of_another_kind_is_refused(tmp_path, result):
         (lambda path: path.unlink(), "no such record"),
         (lambda path: path.write_text(json.dumps({"schema": "quality/9"})), "quality/9"),
         (lambda path: path.write_text("{" * 100_000), "not JSON"),
-        (lambda path: path.write_text('{"schema": "quality/2", "limit": NaN}'), "NaN is not a number"),
+        (lambda path: path.write_text('{"schema": "quality/3", "limit": NaN}'), "NaN is not a number"),
         (
             lambda path: path.write_text(path.read_text().replace('"suite": "', '"suite": "\\ud800', 1)),
             "not Unicode",
@@ -234,9 +234,9 @@ def test_a_record_of_a_variant_has_items_and_a_schema_that_is_known_here(quality
     with pytest.raises(store.RecordError, match="here: items: missing"):
         store.validate(quality, "here")
     items = {"file": "x.items.jsonl", "sha256": "ab" * 32, "count": 4}
-    for version in (1, 3):
+    for version in (2, 4):
         with pytest.raises(
-            store.RecordError, match=f"schema 'quality/{version}', this checkout has quality/2; measure"
+            store.RecordError, match=f"schema 'quality/{version}', this checkout has quality/3; measure"
         ):
             store.validate(quality | {"schema": f"quality/{version}", "items": items}, "here")
     with pytest.raises(store.RecordError, match=r"unknown schema 'tea/1', this checkout knows .*quality"):

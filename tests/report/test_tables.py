@@ -341,7 +341,9 @@ def test_a_summary_has_a_line_for_each_measure_that_has_a_record(repository, add
             record["provenance"]["ended"] = f"2026-01-01T0{hour}:00:00Z"
             record["provenance"]["checkpoint"]["digest"] = checkpoint
             for kind, seconds in (("cold", cold_s), ("baked", 30.0)):
-                record[kind] = [{"ready_seconds": seconds + n, "graphs": []} for n in range(3)]
+                record[kind] = [
+                    {**record[kind][0], "ready_seconds": seconds + n, "graphs": []} for n in range(3)
+                ]
             record["ready_cold_over_baked"] = {"value": 2.94, "low": 2.8, "high": 3.1}
 
         add_start_up("b", edit)

@@ -382,7 +382,9 @@ def test_targets_that_cannot_be_are_refused(targets: Any, message: str) -> None:
 
 def test_gptq_leaves_a_smaller_output_error_than_rounding_to_nearest(source: Path, tmp_path: Path) -> None:
     corpus = CalibrationText(sequences=32, length=64)
-    tokens = torch.tensor(calibrate._sequences(corpus, transformers.AutoTokenizer.from_pretrained(source)))
+    tokens = torch.tensor(
+        calibrate._sequences(corpus, source, transformers.AutoTokenizer.from_pretrained(source))
+    )
     exact = log_probabilities(source, tokens)
     nearest, gptq = (
         log_probabilities(
@@ -485,9 +487,13 @@ def test_a_dense_qwen3_is_calibrated_and_keeps_what_is_not_a_target(tmp_path: Pa
 
 def test_too_little_text_is_refused_with_both_counts(source: Path, tmp_path: Path) -> None:
     text = tmp_path / "short.txt"
+    corpus = CalibrationText(path=text, sequences=2, length=16)
     text.write_text("short")
-    with pytest.raises(CorpusError, match=r"has 6 tokens, 2 sequences of 16 need 32"):
-        calibrate_here(source, tmp_path / "out", corpus=CalibrationText(path=text, sequences=2, length=16))
+    with pytest.raises(StageError, match=r"has 5 bytes, too few for 32 tokens; add text or ask for less"):
+        calibrate_here(source, tmp_path / "out", corpus=corpus)
+    text.write_text("short " * 6)
+    with pytest.raises(CorpusError, match=r"has \d+ tokens, 2 sequences of 16 need 32"):
+        calibrate_here(source, tmp_path / "out", corpus=corpus)
 
 
 def test_a_missing_text_is_refused_before_anything_starts(tmp_path: Path) -> None:
