@@ -44,12 +44,12 @@ def _say_what_to_serve() -> None:
 
     here = provenance.hardware_name(provenance.hardware())
     choices = choice.collect_choices(variants.repository_root())
-    for each in choices:
-        if each.hardware == here:
-            for sentence in each.advice:
-                say(sentence)
+    measured_here = [each for each in choices if each.hardware == here]
+    for each in measured_here:
+        for sentence in each.advice:
+            say(sentence)
     others = sorted({each.hardware for each in choices} - {here})
-    if all(each.hardware != here for each in choices):
+    if not measured_here:
         say(
             f"Nothing was measured on {here}: `slimqwen gate NAME`, then `slimqwen bench latency NAME --baseline`, "
             "measure a variant and its baseline."

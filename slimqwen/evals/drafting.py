@@ -61,8 +61,14 @@ class AcceptanceSettings(Settings):
 
     def depth_of(self, variant: Variant) -> int:
         """The K at which the gate compares a variant with its baseline; 4 for one that is served without drafts."""
+        if self.gate_depth:
+            return self.gate_depth
         served = ServerCommand.resolve(variant).flags.get("speculative-config") or {}
-        return self.gate_depth or int(served.get("num_speculative_tokens") or _UNSERVED_DEPTH)
+        return int(served.get("num_speculative_tokens") or _UNSERVED_DEPTH)
+
+    def at_depth_of(self, variant: Variant) -> Self:
+        """The settings with `depth_of` a variant as their depth."""
+        return self.model_copy(update={"gate_depth": self.depth_of(variant)})
 
     def prompt_count(self, split: Split | None) -> int:
         """Prompts of each class; `proof_prompts` gives their number on the proof's side of a split."""

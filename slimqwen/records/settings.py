@@ -4,6 +4,7 @@ An own evaluation is a folder eval/own/<name>/ with texts, questions and prompts
 its files leave out.
 """
 
+import json
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -58,10 +59,7 @@ class Settings(BaseModel):
         """
         file = root / "eval" / cls.folder / f"{name}.yaml"
         if cls.own_file and not file.is_file() and (root / OWN / name).is_dir():
-            own = root / OWN / name / f"{cls.own_file}.yaml"
-            content = cls._own_content(name, root)
-            source = own if own.is_file() else root / f"{OWN}.yaml"
-            return read_yaml(source, root, lambda _: cls._from_content(content, name), missing="is missing")
+            return cls._load_own(name, root)
         known = sorted(path.stem for path in file.parent.glob("*.yaml"))
         if cls.own_file:
             known += sorted(path.name for path in (root / OWN).glob("*/"))
@@ -74,16 +72,23 @@ class Settings(BaseModel):
         )
 
     @classmethod
-    def _own_content(cls, name: str, root: Path) -> dict[str, Any]:
-        """Fields of the settings of an own evaluation: those of its file, and for the others those of eval/own.yaml."""
-        text = (root / f"{OWN}.yaml").read_text(encoding="utf-8")
-        content: dict[str, Any] = yaml.safe_load(re.sub(r"\bNAME\b", name, text))[cls.own_file]
-        own = root / OWN / name / f"{cls.own_file}.yaml"
-        if own.is_file():
-            content = _replace_fields(
-                content, read_yaml(own, root, lambda own: own or {}, missing="is missing")
-            )
-        return content
+    def _load_own(cls, name: str, root: Path) -> Self:
+        """The settings of an own evaluation: fields of its file, and for the others those of eval/own.yaml."""
+        file, own = root / f"{OWN}.yaml", root / OWN / name / f"{cls.own_file}.yaml"
+        missing = f"is missing; `git checkout {OWN}.yaml` restores it"
+
+        def read_defaults(content: Any) -> Any:
+            return json.loads(re.sub(r"\bNAME\b", name, json.dumps(content[cls.own_file])))
+
+        defaults = read_yaml(file, root, read_defaults, missing=missing)
+        if not own.is_file():
+            return read_yaml(file, root, lambda _: cls._from_content(defaults, name), missing=missing)
+        return read_yaml(
+            own,
+            root,
+            lambda content: cls._from_content(_replace_fields(defaults, content or {}), name),
+            missing="is missing",
+        )
 
     @classmethod
     def _from_content(cls, content: Any, name: str) -> Self:

@@ -86,6 +86,7 @@ class Measurement:
         settings_name: file of its settings in eval/.
         split: side of the split of items; None for all.
         part: number of the part of a suite, from 0.
+        depth: K of acceptance; None for other measurements.
     """
 
     name: str
@@ -94,6 +95,7 @@ class Measurement:
     split: Split | None
     options: Options
     part: int = 0
+    depth: int | None = None
 
 
 def next_stage(variant: Variant) -> Task | None:
@@ -162,7 +164,7 @@ def measurement_task(what: Measurement, baseline: Variant) -> Task:
         ],
         checkpoint.digest(baseline.weights),
         KINDS[what.name][1].load(what.settings_name, root).model_dump(mode="json", exclude={"tasks_folder"}),
-        [str(what.split), what.part, options.parts, options.limit, options.rounds],
+        [str(what.split), what.part, options.parts, options.limit, options.rounds, what.depth],
         provenance.package_versions(),
     )
     name = what.sides[-1]
@@ -216,9 +218,15 @@ def measure_record(root: Path, what: Measurement, progress: Progress) -> list[Un
                     side, what.settings_name, split=what.split, port=free_port(), **common
                 )
             elif what.name == "acceptance":
-                depth = AcceptanceSettings.load(what.settings_name, root).gate_depth
+                assert what.depth is not None
                 path = acceptance.measure_acceptance(
-                    side, what.settings_name, [depth], greedy_only=True, split=what.split, **common
+                    side,
+                    what.settings_name,
+                    [what.depth],
+                    gate_depth=what.depth,
+                    greedy_only=True,
+                    split=what.split,
+                    **common,
                 )
             else:
                 path = engine.measure_engine(side, what.settings_name, **common)

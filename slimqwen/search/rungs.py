@@ -41,7 +41,8 @@ class Budget:
             SettingsError: the file is missing or cannot be used.
         """
         gate = GateSettings.load(name, base.root)
-        return cls(name, gate.fidelity, gate.acceptance, gate.split("search", base.root))
+        acceptance = gate.acceptance.at_depth_of(base)
+        return cls(name, gate.fidelity, acceptance, gate.split("search", base.root))
 
     def is_met_by(self, trial: SearchTrial) -> bool:
         """Whether a trial's figures lie within the limits on the search's items, with the intervals that it has.
@@ -130,14 +131,6 @@ def compare_distributions(root: Path, argument: RungInput, progress: Progress) -
     base, variant, budget = argument.load(root)
     _make_checkpoint(variant, progress)
     command = ServerCommand.resolve(variant)
-    reference = token_distributions.ReferenceTexts.load(
-        variant.weights,
-        base.weights,
-        budget.fidelity,
-        base.root,
-        max_model_len=command.max_model_len,
-        split=budget.split,
-    )
     reference = token_distributions.ReferenceTexts.load(
         variant.weights,
         base.weights,

@@ -15,6 +15,7 @@ from slimqwen.bench.latency import Latency
 from slimqwen.bench.workload import Workload
 from slimqwen.errors import SlimqwenError
 from slimqwen.evals import gate, quality
+from slimqwen.evals.drafting import AcceptanceSettings
 from slimqwen.evals.engine import EngineCheck
 from slimqwen.evals.gate import Gate, GateSettings
 from slimqwen.evals.suites.suite import Suite
@@ -120,7 +121,8 @@ class _Driver:
 
     Attributes:
         stages: the last task that was submitted to make a side, by its name; None where its recipe is made to its end.
-        measurements: by name and last side.
+        measurements: by name, last side, and for acceptance the K at which the pair is compared.
+        depths: that K by variant.
         results: of the pairs that have ended, by the name of the variant.
     """
 
@@ -130,7 +132,8 @@ class _Driver:
     root: Path
     started: str = field(default_factory=provenance.utc_now)
     stages: dict[str, Task | None] = field(default_factory=dict)
-    measurements: dict[tuple[str, str], _Progress] = field(default_factory=dict)
+    measurements: dict[tuple[str, str, int | None], _Progress] = field(default_factory=dict)
+    depths: dict[str, int] = field(default_factory=dict)
     results: dict[str, SweepResult] = field(default_factory=dict)
 
     def advance(self, pair: Pair) -> SweepResult | None:
@@ -194,7 +197,7 @@ class _Driver:
 
     def _continue(self, name: str, sides: Sequence[Variant], pair: Pair) -> _Progress:
         """Begin a measurement that is new, record one whose tasks have ended."""
-        key = name, sides[-1].name
+        key = name, sides[-1].name, self._depth(name, pair[1])
         if key not in self.measurements:
             # A timing runs alone on all CPUs.
             with nullcontext() if name == "latency" else self.executor.as_task():
@@ -211,6 +214,15 @@ class _Driver:
                     one.failure = Failure(name, str(error), error)
         return one
 
+    def _depth(self, name: str, variant: Variant) -> int | None:
+        """The K at which a variant's drafts are compared with its baseline's; None for other measurements."""
+        if name != "acceptance":
+            return None
+        if variant.name not in self.depths:
+            settings = AcceptanceSettings.load(variant.evaluation, self.root)
+            self.depths[variant.name] = settings.depth_of(variant)
+        return self.depths[variant.name]
+
     def _begin(self, name: str, sides: Sequence[Variant], pair: Pair) -> _Progress:
         """A new measurement, with its records where these still hold."""
         options, evaluation = self.options, pair[1].evaluation
@@ -225,6 +237,8 @@ class _Driver:
         fields: dict[str, Any] = {"settings_name": settings_name}
         if name == "quality":
             fields = {"suite": settings_name, "limit": options.limit}
+        elif name == "acceptance":
+            fields["gate_depth"] = self._depth(name, pair[1])
         elif name == "latency":
             rounds = options.rounds or Workload.load(options.workload, self.root).rounds
             fields = {"workload": options.workload, "rounds": rounds}
@@ -240,10 +254,12 @@ class _Driver:
         in_turns = name != "latency" or len({store.read_record(path, Latency).run for path in paths}) == 1
         if len(paths) == len(sides) and in_turns:
             return _Progress(paths=paths, reused=True)
-        names = tuple(side.name for side in sides)
+        names, depth = tuple(side.name for side in sides), self._depth(name, pair[1])
         return _Progress(
             [
-                measurement_task(Measurement(name, names, settings_name, split, options, part), pair[0])
+                measurement_task(
+                    Measurement(name, names, settings_name, split, options, part, depth), pair[0]
+                )
                 for part in range(options.parts if name == "quality" else 1)
             ]
         )
@@ -274,9 +290,9 @@ class _Driver:
         variant = pair[1]
         sides = [*self._list_checks(pair), ("latency", variant)]
         ended = {
-            (name, side.name): self.measurements[name, side.name]
+            (name, side.name): self.measurements[key]
             for name, side in sides
-            if (name, side.name) in self.measurements
+            if (key := (name, side.name, self._depth(name, variant))) in self.measurements
         }
         failures = {name: one.failure for (name, _), one in ended.items() if one.failure}
         records: dict[str, list[Path]] = {}

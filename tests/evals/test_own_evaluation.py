@@ -67,7 +67,7 @@ def test_drafts_are_compared_at_the_depth_that_is_served(root: Path) -> None:
         lines["VLLM_SPECULATIVE_CONFIG"], value='{"method": "mtp", "num_speculative_tokens": 3}'
     )
     drafting = dataclasses.replace(drafting, settings={**lines, "VLLM_SPECULATIVE_CONFIG": served})
-    assert settings.depth_of(drafting) == 3
+    assert settings.depth_of(drafting) == settings.at_depth_of(drafting).gate_depth == 3
     assert settings.depth_of(variant.load("tiny", root)) == 4
     assert settings.model_copy(update={"gate_depth": 2}).depth_of(drafting) == 2
 

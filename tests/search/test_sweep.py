@@ -256,7 +256,8 @@ def test_a_measurement_comes_back_as_it_was_and_the_task_records_nothing(
     (repository / "eval" / "gates").symlink_to(ROOT / "eval" / "gates")
     (repository / "eval" / "workloads").symlink_to(ROOT / "eval" / "workloads")
     sides, settings = (("base", "a"), "classes") if name == "latency" else (("a",), "tinyworld")
-    what = Measurement(name, sides, settings, None, replace(OPTIONS, rounds=2))
+    depth = 4 if name == "acceptance" else None
+    what = Measurement(name, sides, settings, None, replace(OPTIONS, rounds=2), depth=depth)
     returned = measurements.measure_record(repository, what, lambda *_: None)
     assert [each["variant"] for each in returned] == list(sides)
     assert json.loads(json.dumps(returned)) == returned
@@ -267,5 +268,6 @@ def test_a_measurement_comes_back_as_it_was_and_the_task_records_nothing(
         assert asked["rounds"] == 2
     elif name == "acceptance":
         assert (asked["words"], asked["greedy_only"]) == (("tinyworld", [4]), True)
+        assert asked["gate_depth"] == 4
     else:
         assert asked["words"] == ("tinyworld",)

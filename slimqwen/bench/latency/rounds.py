@@ -12,7 +12,7 @@ from typing import Any
 from slimqwen import host_load
 from slimqwen.bench import BenchError
 from slimqwen.bench.latency import figures
-from slimqwen.bench.latency.measured_variant import MeasuredVariant, SharedState, own_prompts
+from slimqwen.bench.latency.measured_variant import MeasuredVariant, SharedState
 from slimqwen.bench.latency.record import Arrival, ClassFigures, Latency, PrefixCache
 from slimqwen.bench.latency.speedups import by_class_and_round, by_round
 from slimqwen.bench.workload import PromptClass, Workload
@@ -62,11 +62,12 @@ def measure_latency(
     if rounds < 1:
         raise BenchError(f"{rounds} rounds measure nothing: take 1 or more")
     started = provenance.utc_now()
-    if workload.prompts:
-        prompts, output_tokens = zip(*own_prompts(workload, variants[0]), strict=True)
-        workload = workload.of_own_prompts(prompts, output_tokens)
     shared = SharedState(workload, max_num_seqs(variants, workload), rounds, progress)
     sides = [MeasuredVariant(_with_settings(variant, workload), shared) for variant in variants]
+    if workload.prompts:
+        # The lengths of the first variant's tokens stand for all, as a class has one name and one length.
+        prompts, output_tokens = zip(*sides[0].own_prompts, strict=True)
+        workload = shared.workload = workload.of_own_prompts(prompts, output_tokens)
     with locked(_journal(sides, workload, rounds, even_if_busy)) as finished:
         for number in range(rounds):
             if (state := finished.get(number)) is not None:

@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from slimqwen.records import store
 from slimqwen.text.chats import check_message
 from slimqwen.text.files import CorpusError, read_json_lines
 
@@ -105,11 +106,11 @@ def read_questions(file: Path, metric: Metric | None) -> list[Question]:
 
 
 def write_task(name: str, file: Path, metric: Metric | None, max_gen_toks: int, folder: Path) -> None:
-    """Write the questions as a task of lm-eval: task file, items and scoring, by an absolute path of the items.
+    """Write the questions as a task of lm-eval: task file, items and scoring.
 
     Args:
         name: of the task.
-        folder: replaced files are written into it.
+        folder: created if missing; its files are replaced whole, because parts of a suite run side by side.
 
     Raises:
         CorpusError: as `read_questions`.
@@ -119,12 +120,10 @@ def write_task(name: str, file: Path, metric: Metric | None, max_gen_toks: int, 
     items = folder / "items.jsonl"
     # One string an item: columns of a data set have one type, and answers and tools have several.
     rows = [json.dumps({"question": each.model_dump_json(exclude_none=True)}) for each in questions]
-    items.write_text("\n".join(rows) + "\n", encoding="utf-8")
     scoring = (
         f"from slimqwen.evals.suites import questions\n\ntext = questions.question_text\n\n\n"
         f"def score(item, responses):\n    return questions.score_response(item, responses, {metric!r})\n"
     )
-    (folder / "scoring.py").write_text(scoring, encoding="utf-8")
     task = (
         f"task: {name}\ndataset_path: json\ndataset_kwargs: {{data_files: {{test: {json.dumps(str(items))}}}}}\n"
         "test_split: test\noutput_type: generate_until\nnum_fewshot: 0\n"
@@ -133,7 +132,9 @@ def write_task(name: str, file: Path, metric: Metric | None, max_gen_toks: int, 
         "process_results: !function scoring.score\n"
         f"metric_list: [{{metric: {SCORE}, aggregation: mean, higher_is_better: true}}]\n"
     )
-    (folder / "questions.yaml").write_text(task, encoding="utf-8")
+    files = {items.name: "\n".join(rows) + "\n", "scoring.py": scoring, "questions.yaml": task}
+    for file_name, content in files.items():
+        store.publish(folder / file_name, content.encode(), replace=True)
 
 
 def question_text(item: Mapping[str, str]) -> str:
