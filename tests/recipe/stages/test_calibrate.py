@@ -491,9 +491,11 @@ def test_too_little_text_is_refused_with_both_counts(source: Path, tmp_path: Pat
     text.write_text("short")
     with pytest.raises(StageError, match=r"has 5 bytes, too few for 32 tokens; add text or ask for less"):
         calibrate_here(source, tmp_path / "out", corpus=corpus)
-    text.write_text("short " * 6)
+    # Rows have more bytes than their texts have tokens.
+    rows = tmp_path / "short.jsonl"
+    rows.write_text('{"text": "short"}\n' * 3)
     with pytest.raises(CorpusError, match=r"has \d+ tokens, 2 sequences of 16 need 32"):
-        calibrate_here(source, tmp_path / "out", corpus=corpus)
+        calibrate_here(source, tmp_path / "again", corpus=CalibrationText(path=rows, sequences=2, length=16))
 
 
 def test_a_missing_text_is_refused_before_anything_starts(tmp_path: Path) -> None:
