@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from slimqwen import checkpoint
-from slimqwen.checkpoint.tensors import weight_files
+from slimqwen.checkpoint.tensors import list_tensors, weight_files
 from slimqwen.checkpoint.weights import has_mtp_head
 from slimqwen.serving import chat_template, gpu
 from slimqwen.serving import platform as machine
@@ -160,6 +160,7 @@ def _check_cache(command: ServerCommand) -> None:
 def _check_memory(command: ServerCommand) -> None:
     weights = sum(file.stat().st_size for file in weight_files(command.variant.weights))
     if command.platform == "cpu":
+        weights += _widening_bytes(command)
         kv_cache = _kv_cache_gib(command) * 2**30
         needed = weights + kv_cache + _ENGINE_OVERHEAD_BYTES
         available, total = machine.available_memory(), machine.total_memory()
@@ -181,6 +182,14 @@ def _check_memory(command: ServerCommand) -> None:
             f"{command.variant.name} needs {_gib(needed)} ({parts}) and {_gib(available)} of "
             f"{_gib(total)} is free; {cure}"
         )
+
+
+def _widening_bytes(command: ServerCommand) -> int:
+    """What 16-bit matrices take more where the engine fix `widened_linears` keeps them in float32."""
+    if machine.has_avx512():
+        return 0
+    stored = list_tensors(command.variant.weights).values()
+    return sum(2 * info.elements for info in stored if info.dtype in ("BF16", "F16") and len(info.shape) == 2)
 
 
 def _kv_cache_gib(command: ServerCommand) -> int:

@@ -26,6 +26,7 @@ logger = logging.getLogger(__name__)
 FIXES = (
     "forked_processes",
     "model_inspection",
+    "widened_linears",
     "int4_activations",
     "w4a16_linear",
     "w8a16_linear",

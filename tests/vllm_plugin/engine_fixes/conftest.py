@@ -67,6 +67,8 @@ def patched_places():
     return (
         (BundledAOTAutogradSerializableCallable, "deserialize_compile_artifacts"),
         (CppBuilder, "__init__"),
+        (_custom_ops, "create_onednn_mm"),
+        (_custom_ops, "onednn_mm"),
         (_custom_ops, "fused_sigmoid_gating_delta_rule_update_cpu"),
         (SpinCondition, "record_read"),
         (gdn_attention, "_spec_forward"),
