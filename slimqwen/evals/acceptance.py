@@ -150,17 +150,10 @@ def measure_acceptance(
     speed_only.refuse_speed_only(variant, "acceptance")
     started = provenance.utc_now()
     settings = AcceptanceSettings.load(settings_name, variant.root)
-    baseline = variants.load(variant.baseline, variant.root) if variant.baseline else variant
-    for side in (variant, baseline):
-        side.require_weights()
-    drafting.require_mtp_head(variant)
     server = ServerCommand.resolve(variant)
     flags = fidelity.weight_flags(server.flags)
     temperatures = [each for each in settings.temperatures if not greedy_only or each == 0]
-    context_len = min(server.max_model_len, ServerCommand.resolve(baseline).max_model_len)
-    classes = drafting.cut_prompts(
-        settings, variant, baseline, context_len - settings.tokens - max(depths) - 1, split
-    )
+    classes = cut_class_prompts(variant, settings, max(depths), split)
     longest = {name: max(map(len, class_prompts)) for name, class_prompts in classes.items()}
     digest = prompts.digest([ids for class_prompts in classes.values() for ids in class_prompts])
     with locked(
@@ -199,6 +192,23 @@ def measure_acceptance(
         path = store.write_record(records_folder or variant.folder, record, items)
         journal.discard()
     return path
+
+
+def cut_class_prompts(
+    variant: Variant, settings: AcceptanceSettings, depth: int, split: Split | None = None
+) -> dict[str, list[list[int]]]:
+    """Prompts of each class in the variant's token ids, as `drafting.cut_prompts`, for drafts of up to `depth` tokens.
+
+    Raises:
+        EvalError: a checkpoint is missing or the variant's has no MTP head, or the context holds no prompt.
+        CorpusError: the documents are missing, malformed or used up.
+    """
+    baseline = variants.load(variant.baseline, variant.root) if variant.baseline else variant
+    for side in (variant, baseline):
+        side.require_weights()
+    drafting.require_mtp_head(variant)
+    context_len = min(ServerCommand.resolve(side).max_model_len for side in (variant, baseline))
+    return drafting.cut_prompts(settings, variant, baseline, context_len - settings.tokens - depth - 1, split)
 
 
 def summarise_items(items: Sequence[Item]) -> tuple[Depth, ...]:

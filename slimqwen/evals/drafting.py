@@ -116,6 +116,7 @@ def cut_prompts(
     cutter = prompts.PromptCutter(
         documents if split is None else filter(split.has, documents),
         lambda text: list(baseline_tokenizer(text, add_special_tokens=False)["input_ids"]),
+        settings.documents,
     )
     classes = {}
     for name, length in settings.classes.items():

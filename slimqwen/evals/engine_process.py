@@ -18,6 +18,7 @@ from slimqwen.progress import Progress, silent
 from slimqwen.records.settings import Settings
 from slimqwen.serving import in_process
 from slimqwen.text import prompts
+from slimqwen.text.files import CorpusError
 
 Tokens = tuple[int, ...]
 
@@ -121,10 +122,28 @@ def choose_lengths(
 def cut_requests(
     settings: EngineSettings, weights: Path, root: Path, lengths: Sequence[int], context_len: int
 ) -> list[Request]:
-    """A request for each length: the first tokens of the same text, and as much output as the context has room for."""
-    cutter = prompts.PromptCutter.for_checkpoint(weights, settings.text, settings.seed, root)
-    text = tuple(cutter.cut(1, max(lengths))[0])
-    return [Request(text[:length], min(settings.output_tokens, context_len - length)) for length in lengths]
+    """A request for each length: the first tokens of the same text, and as much output as the context has room for.
+
+    A text shorter than the longest prompt is repeated: any tokens show whether two engines give the same ones.
+
+    Raises:
+        CorpusError: the text is missing, malformed or empty.
+    """
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(weights, local_files_only=True)
+    longest = max(lengths)
+    text: list[int] = []
+    for document in prompts.documents(settings.text, settings.seed, root):
+        text += tokenizer(f"{document}\n", add_special_tokens=False)["input_ids"]
+        if len(text) >= longest:
+            break
+    if not text:
+        raise CorpusError(f"{settings.text} has no text to cut prompts from; add some")
+    repeated = tuple(text * -(-longest // len(text)))
+    return [
+        Request(repeated[:length], min(settings.output_tokens, context_len - length)) for length in lengths
+    ]
 
 
 def generate_responses(

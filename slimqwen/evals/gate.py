@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 from pydantic import Field, field_validator
 
 from slimqwen import variant as variants
+from slimqwen.checkpoint.weights import has_mtp_head
 from slimqwen.evals import (
     EvalError,
     acceptance,
@@ -50,6 +51,14 @@ from slimqwen.variant import Variant
 
 CHECKS = ("fidelity", "acceptance", "quality", "engine")
 
+_NOTHING_DRAFTS = Finding(
+    gate="acceptance",
+    figure="MTP heads of variant and baseline: none, nothing is drafted",
+    value=0,
+    limit=0,
+    verdict=Verdict.PASS,
+)
+
 
 class GateSettings(Settings):
     """eval/gates/<name>.yaml: a section of settings for each check; `quality` names a suite of eval/suites/."""
@@ -82,6 +91,15 @@ class Gate(SplitRecord):
     records: tuple[RelativePath, ...] = Field(
         min_length=1, description="Records of the checks, as <variant>/<file>."
     )
+    changed_limits: tuple[str, ...] = Field(
+        default=(), description="Limits that were others when the variant was first judged by these settings."
+    )
+
+    @property
+    def caution(self) -> str:
+        """The limits that were not fixed before a result was seen."""
+        changes = "; ".join(self.changed_limits)
+        return changes and f"limits changed after the variant had been judged: {changes}"
 
     @field_validator("verdicts")
     @classmethod
@@ -112,6 +130,7 @@ class Gate(SplitRecord):
         notes = (
             f"{', '.join(f'{check}: {verdict}' for check, verdict in self.verdicts.items())}.",
             f"Records: {', '.join(self.records)}.",
+            *([f"{self.caution.capitalize()}."] if self.caution else []),
             provenance.source_note(self, path),
         )
         return [Table.from_rows(title, _read_findings(path), columns, *notes, text_columns=2)]
@@ -138,6 +157,10 @@ def measure_gate(
     options: dict[str, Any] = {"command": command, "progress": progress}
     sides = (baseline, variant)
     depth = settings.acceptance.depth_of(variant)
+    drafts = any(has_mtp_head(side.weights) for side in sides)
+    if drafts:
+        # A text too short for the prompts is found before minutes of other checks.
+        acceptance.cut_class_prompts(variant, settings.acceptance, depth)
     evidence = {
         "fidelity": [
             find_reusable(variant, Fidelity, settings_name=settings_name)
@@ -148,7 +171,7 @@ def measure_gate(
             or acceptance.measure_acceptance(
                 side, settings_name, [depth], gate_depth=depth, greedy_only=True, **options
             )
-            for side in sides
+            for side in (sides if drafts else ())
         ],
         "quality": _measure_quality(sides, settings.quality, options),
         "engine": [
@@ -171,7 +194,8 @@ def write_gate_record(
     """Write the gate record of a variant whose four checks are recorded.
 
     Args:
-        evidence: records by check: the variant's, for acceptance and quality the baseline's before it.
+        evidence: records by check: the variant's, for acceptance and quality the baseline's before it; none for
+            acceptance where neither checkpoint has an MTP head.
         block: provenance of the record; by default that of a server of the variant on this machine.
 
     Raises:
@@ -182,7 +206,7 @@ def write_gate_record(
     findings = [
         *_fidelity_findings(fidelity_record),
         *_recipe_findings(variant),
-        _acceptance_finding(*evidence["acceptance"]),
+        _acceptance_finding(*evidence["acceptance"]) if evidence["acceptance"] else _NOTHING_DRAFTS,
         *_quality_findings(*evidence["quality"]),
         _engine_finding(store.read_record(evidence["engine"][0], EngineCheck)),
     ]
@@ -197,12 +221,37 @@ def write_gate_record(
         verdict=overall(list(verdicts.values())),
         verdicts=verdicts,
         records=tuple(f"{path.parent.name}/{path.name}" for check in CHECKS for path in evidence[check]),
+        changed_limits=tuple(_changed_limits(variant, settings, findings)),
         provenance=block
         or provenance.describe(
             ServerCommand.resolve(variant), command, started, datasets=[settings.file(variant.root)]
         ),
     )
     return store.write_record(variant.folder, record, (finding.as_json() for finding in findings))
+
+
+def _changed_limits(variant: Variant, settings: GateSettings, findings: Sequence[Finding]) -> Iterator[str]:
+    """The limits that differ from those of the variant's first records by the same settings, with both values."""
+    first: dict[str, float] = {}
+    # From the newest to the oldest, whose limit was fixed before any result.
+    for path in store.records(variant.folder, Quality):
+        record = store.read_record(path, Quality)
+        if record.suite == settings.quality:
+            first |= {
+                _quality_figure(task, score.measure): -score.non_inferiority_margin
+                for task, score in record.tasks.items()
+            }
+    for path in store.records(variant.folder, Gate):
+        if store.read_record(path, Gate).settings_name == settings.name:
+            first |= {finding.figure: finding.limit for finding in _read_findings(path)}
+    for finding in findings:
+        limit = first.get(finding.figure, finding.limit)
+        if limit != finding.limit:
+            yield f"{finding.figure}: {abs(limit):g} at first, {abs(finding.limit):g} now"
+
+
+def _quality_figure(task: str, measure: str) -> str:
+    return f"{task}: gain of {measure}"
 
 
 def gate_p_value(path: Path) -> float:
@@ -373,7 +422,7 @@ def _quality_findings(first: Path, second: Path) -> Iterator[Finding]:
     for row in quality_comparison.compare_quality(first, second):
         yield Finding(
             gate="quality",
-            figure=f"{row.task}: gain of {row.measure}",
+            figure=_quality_figure(row.task, row.measure),
             value=row.difference.value if row.higher_is_better else -row.difference.value,
             low=row.judgement.low,
             high=row.judgement.high,

@@ -171,21 +171,20 @@ def compare_served(
 
 
 def read_texts(file: Path, split: Split | None = None) -> list[tuple[str, str]]:
-    """Ids and contents of the texts in a .jsonl file, or of those on one side of the split.
+    """Ids (or numbers) and contents of the texts in a .jsonl file, or of those on one side of the split.
 
     Raises:
         CorpusError: the file is missing or malformed.
-        EvalError: a line has no id or text, a text is empty, or fewer than two texts are on that side.
+        EvalError: a line has no text, a text is empty, or fewer than two texts are on that side.
     """
     reader = TextFile(file)
     texts = []
-    for document in reader:
-        if document.id is None or not document.text:
+    for number, document in enumerate(reader, start=1):
+        if not document.text:
             raise EvalError(
-                f'{reader.location(document.position)}: no id, or no text to read; write {{"id": …, "text": …}} or '
-                "remove it"
+                f'{reader.location(document.position)}: no text to read; write {{"text": …}} or remove it'
             )
-        texts.append((document.id, document.text))
+        texts.append((document.id or str(number), document.text))
     side_texts = [each for each in texts if split is None or split.has(each[1])]
     if len(side_texts) < 2:
         side = (

@@ -276,6 +276,11 @@ class Record(VersionedFile):
         passed = {True: "pass", False: "fail", None: ""}[getattr(self, "passed", None)]
         return str(getattr(self, "verdict", None) or passed)
 
+    @property
+    def caution(self) -> str:
+        """What to know beside the verdict; empty where there is nothing."""
+        return ""
+
     def cited(self) -> Sequence[str]:
         """Locations of the records that this one rests on, from the repository's root."""
         return ()

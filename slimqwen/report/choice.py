@@ -39,7 +39,8 @@ class Choice:
             worst = f"; worst task {row.worst.task} {margins(row.worst)} margins" if row.worst else ""
             workload = row.timed.latency.record.workload
             sentences = [
-                f"Serve {row.variant} {where}: {row.timed.speed.ratio} as fast over the workload {workload}{worst}."
+                f"Serve {row.variant} {where}: {row.timed.speed.ratio} as fast over the workload {workload}{worst}.",
+                *(f"{row.variant}: {caution}." for caution in row.cautions),
             ]
         if (other := self.candidate) is not None:
             doubts, missing = list(other.doubts), _missing_evidence(other)

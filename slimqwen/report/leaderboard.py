@@ -77,11 +77,13 @@ class Evidence:
     Attributes:
         verdict: pass, fail, inconclusive; "measured" for a kind without verdict, "missing" without a record.
         is_stale: whether it is of another checkpoint than the newest quality record.
+        caution: what the record says beside its verdict; empty for nothing.
     """
 
     kind: str
     verdict: str
     is_stale: bool = False
+    caution: str = ""
 
 
 @dataclass(frozen=True)
@@ -182,6 +184,11 @@ class Row:
         if self.timed and not self.timed.as_scored:
             doubts.append("latency and quality are of different checkpoints")
         return doubts
+
+    @property
+    def cautions(self) -> list[str]:
+        """What the newest records say beside their verdicts."""
+        return [evidence.caution for evidence in self.evidence if evidence.caution]
 
     @property
     def missing(self) -> list[str]:
@@ -306,7 +313,8 @@ def _evidence(
             yield Evidence(kind, "missing")
             continue
         outcome = paired_verdicts.get(kind) or entry.record.outcome or "measured"
-        yield Evidence(kind, outcome, digest is not None and _digest(entry) != digest)
+        is_stale = digest is not None and _digest(entry) != digest
+        yield Evidence(kind, outcome, is_stale, entry.record.caution)
 
 
 def _scores(

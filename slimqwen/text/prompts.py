@@ -67,8 +67,11 @@ class PromptCutter:
         documents_used: number of documents used so far.
     """
 
-    def __init__(self, texts: Iterator[str], tokenize: Callable[[str], Tokens]) -> None:
+    def __init__(
+        self, texts: Iterator[str], tokenize: Callable[[str], Tokens], source: str = "the text"
+    ) -> None:
         self._texts = texts
+        self._source = source
         self._tokenize = tokenize
         self._known_prompts: set[tuple[int, ...]] = set()
         self.documents_used = 0
@@ -82,6 +85,7 @@ class PromptCutter:
         return cls(
             documents(source, seed, root),
             lambda text: list(tokenizer(text, add_special_tokens=False)["input_ids"]),
+            source,
         )
 
     def advance_to(self, documents_used: int, prompts: Iterable[Tokens]) -> None:
@@ -104,8 +108,8 @@ class PromptCutter:
                 text = next(self._texts, None)
                 if text is None:
                     raise CorpusError(
-                        f"the workload's text is used up: {count} prompts of {length} tokens do not fit in the "
-                        "rest; give the workload more text or fewer requests"
+                        f"{self._source} is used up: {count} prompts of {length} tokens do not fit in its rest; add "
+                        "text, or ask for fewer or shorter prompts"
                     )
                 self.documents_used += 1
                 tokens += self._tokenize(f"{text}\n")

@@ -44,6 +44,7 @@ class Checks:
         self.noise_ratio: float | None = None
         self.accepted = 8
         self.right = 200
+        self.margin = 0.04
         self.wrong: dict[tuple[str, str | None], int] = {}
         self.engine_is: Literal["fine", "wrong", "dead", "idle"] = "fine"
 
@@ -93,13 +94,14 @@ class Checks:
         right = self.right if one.name != "tiny" else 200
         example = self.example("quality", one, suite=suite.name, limit=limit)
         task = next(iter(example["tasks"]))
+        score = example["tasks"][task] | {"non_inferiority_margin": self.margin}
         items = [
             {"task": task, "item": str(n), "value": float(n < right), "weight": 1, "cluster": None}
             for n in range(400)
         ]
         return record_files.write(
             more.get("records_folder") or one.folder,
-            example | {"tasks": {task: example["tasks"][task]}, "split": split_json(more)},
+            example | {"tasks": {task: score}, "split": split_json(more)},
             items,
         )
 

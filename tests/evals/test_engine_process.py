@@ -1,6 +1,7 @@
 """What an engine's process does: prompt lengths, requests, the noise of ties; real engines of the embedded model."""
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,6 +22,7 @@ from slimqwen.evals.engine_process import (
     run_reference,
 )
 from slimqwen.progress import silent
+from slimqwen.text.files import CorpusError
 
 ROOT = variant.repository_root()
 TINY = ROOT / "weights" / "tiny"
@@ -57,6 +59,17 @@ def test_prompts_are_beginnings_of_one_text_and_end_with_the_context() -> None:
     assert [len(each.prompt) for each in requests] == [3, 40, 60, 63]
     assert [each.output_tokens for each in requests] == [8, 8, 4, 1]
     assert all(requests[-1].prompt[: len(each.prompt)] == each.prompt for each in requests)
+
+
+def test_a_text_shorter_than_the_context_is_repeated(tmp_path: Path) -> None:
+    (tmp_path / "own.jsonl").write_text('{"text": "A short text of ten words."}\n')
+    settings = SETTINGS.model_copy(update={"text": "own.jsonl"})
+    (request,) = cut_requests(settings, TINY, tmp_path, [200], 256)
+    period = request.prompt.index(request.prompt[0], 1)
+    assert request.prompt == (request.prompt[:period] * 200)[:200]
+    (tmp_path / "own.jsonl").write_text("")
+    with pytest.raises(CorpusError, match=r"own\.jsonl has no text"):
+        cut_requests(settings, TINY, tmp_path, [200], 256)
 
 
 class Rereading:

@@ -10,10 +10,14 @@ import pytest
 from slimqwen import variant
 from slimqwen.checkpoint.files import carry_all
 from slimqwen.evals import EvalError, acceptance, engine, fidelity, gate, quality
-from slimqwen.evals.gate import Gate
+from slimqwen.evals.gate import Gate, GateSettings
 from slimqwen.evals.suites.suite import Suite
+from slimqwen.evals.token_distributions import read_texts
 from slimqwen.records import store
 from slimqwen.records.settings import SettingsError
+from slimqwen.text import prompts
+from slimqwen.text.corpus import resolve_text
+from slimqwen.text.files import CorpusError
 from slimqwen.variant import Variant
 from tests.checkpoints import edited_tensors
 from tests.evals.gate_checks import Checks
@@ -150,6 +154,19 @@ def test_the_p_value_of_a_gate_is_that_of_its_weakest_figure(one: Variant, check
     assert gate.gate_p_value(failed) == 1
 
 
+def test_limits_that_change_after_a_verdict_are_named(one: Variant, checks: Checks) -> None:
+    first = store.read_record(gate.measure_gate(one, "tinyworld", command=["x"]), Gate)
+    assert (first.changed_limits, first.caution) == ((), "")
+    checks.margin = 0.08
+    settings = one.folder.parent / "tiny" / "config.env"  # small inherits it: both sides are measured again
+    settings.write_text(settings.read_text() + "VLLM_MAX_NUM_SEQS=3\n")
+    path = gate.measure_gate(variant.load("small", one.root), "tinyworld", command=["x"])
+    second = store.read_record(path, Gate)
+    (change,) = second.changed_limits
+    assert change.endswith(": 0.04 at first, 0.08 now")
+    assert any(change in note for note in second.tables(path)[0].notes)
+
+
 def test_where_a_sample_cannot_tell_the_gate_goes_on_with_all_items(one: Variant, checks: Checks) -> None:
     checks.right = 192
     record = store.read_record(gate.measure_gate(one, "tinyworld", command=["x"]), Gate)
@@ -211,6 +228,40 @@ def test_all_items_speak_before_a_sample_where_both_have_them(one: Variant, chec
         ("quality", "tiny"),
         ("quality", "small"),
     ]
+
+
+def test_checkpoints_without_an_mtp_head_have_no_drafts_to_compare(
+    one: Variant, checks: Checks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gate, "has_mtp_head", lambda folder: False)
+    path = gate.measure_gate(one, "tinyworld", command=["x"])
+    record = store.read_record(path, Gate)
+    assert (record.verdict, record.verdicts["acceptance"]) == ("pass", "pass")
+    assert "acceptance" not in dict(checks.asked)
+    assert any("nothing is drafted" in row[1] for row in record.tables(path)[0].rows)
+
+
+def test_a_text_too_short_for_the_prompts_is_found_before_any_check(
+    one: Variant, checks: Checks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = GateSettings.load("tinyworld", one.root)
+    acceptance_settings = settings.acceptance.model_copy(update={"prompts": 100_000})
+    monkeypatch.setattr(
+        GateSettings, "load", lambda *_: settings.model_copy(update={"acceptance": acceptance_settings})
+    )
+    with pytest.raises(CorpusError, match=r"tinyworld_passages is used up: 100000 prompts of 32 tokens"):
+        gate.measure_gate(one, "tinyworld", command=["x"])
+    assert checks.asked == []
+
+
+def test_every_suite_has_a_gate_of_its_name() -> None:
+    """`gate` judges a variant by the settings that EVALUATION names, which names its suite too."""
+    for name in (path.stem for path in (ROOT / "eval" / "suites").glob("*.yaml")):
+        settings = GateSettings.load(name, ROOT)
+        assert settings.quality == name
+        assert len(read_texts(ROOT / settings.fidelity.texts)) > 20
+        assert resolve_text(settings.engine.text, ROOT).is_file()
+        assert len(list(prompts.documents(settings.acceptance.documents, 0, ROOT))) > 20
 
 
 def test_a_variant_without_a_baseline_is_refused(one: Variant) -> None:
