@@ -74,7 +74,7 @@ Starts = tuple[Start, ...]
 
 
 class StartUp(Record):
-    """Seconds of a variant's starts, phase by phase, by what the compile cache held."""
+    """Seconds of a variant's starts by phase: with a cold or a baked compile cache, or eager."""
 
     kind: ClassVar = "start_up"
     version: ClassVar = 2

@@ -220,7 +220,8 @@ class Workload(Settings):
             for other in (c.load_of, c.repeats):
                 if other is not None and other not in usable:
                     raise ValueError(
-                        f"class {c.name} needs a class {other} before it, of a single concurrency"
+                        f"class {c.name} names class {other} (load_of or repeats); list that one before it, with a "
+                        "single concurrency"
                     )
             seen.add(c.name)
             if c.concurrency != TO_MAX_NUM_SEQS:

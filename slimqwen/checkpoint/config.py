@@ -19,7 +19,7 @@ def read_config(folder: Path) -> dict[str, Any]:
     """
     config = read_json_object(folder / "config.json")
     if not isinstance(config.get("architectures"), list) or not config["architectures"]:
-        raise CorruptCheckpointError(f"{folder / 'config.json'} names no architecture")
+        raise CorruptCheckpointError(f'{folder / "config.json"} has no "architectures"')
     return config
 
 

@@ -95,7 +95,7 @@ class Manifest(BaseModel):
             return cls.model_validate_json(file.read_bytes())
         except FileNotFoundError:
             raise CorruptCheckpointError(
-                f"{file} is missing, so the content of {folder} is unknown"
+                f"{file} is missing, so the content of {folder} is unknown; make or download the checkpoint again"
             ) from None
         except ValidationError as error:
             raise CorruptCheckpointError(f"{file} is not a manifest: {error.errors()[0]['msg']}") from None
@@ -146,7 +146,7 @@ def verify(folder: Path, cure: str, progress: Progress = silent) -> Manifest:
             if name not in manifest.files:
                 raise CorruptCheckpointError(f"{folder / name} is not listed in {MANIFEST}")
             if actual[name] != manifest.files[name]:
-                raise CorruptCheckpointError(f"{folder / name} is not the file that {MANIFEST} describes")
+                raise CorruptCheckpointError(f"{folder / name} differs from {MANIFEST} in size or SHA-256")
         check_tensors(folder)
     return manifest
 

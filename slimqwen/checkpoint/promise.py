@@ -44,8 +44,8 @@ def check_form(folder: Path) -> None:
         is_ordered = each.get("desc_act") is True or each.get("actorder") in ("group", "dynamic", True)
         if is_ordered and each.get("group_size") != -1:
             raise UnsupportedFormatError(
-                f"{folder} has its weights in the order of their activations (desc_act), which vLLM no longer reads; "
-                "take a checkpoint with desc_act=false or static order"
+                f"{folder} is quantised in activation order (desc_act=true), which vLLM no longer loads; use a "
+                "checkpoint with desc_act=false or actorder=static"
             )
     if form.get("quant_method") != "compressed-tensors":
         return
@@ -111,7 +111,8 @@ def expected_tensors(folder: Path) -> ExpectedTensors:
     and of a format that is not known here what is stored is taken as promised.
 
     Raises:
-        CorruptCheckpointError: config.json is unusable, or transformers has no such model class.
+        CorruptCheckpointError: config.json is unusable.
+        UnsupportedFormatError: the installed transformers has no such model class.
     """
     # Slow to import, and only `checkpoint.verify` needs them.
     import torch
@@ -120,7 +121,10 @@ def expected_tensors(folder: Path) -> ExpectedTensors:
     config, stored = read_config(folder), list_tensors(folder)
     architecture = config["architectures"][0]
     if not hasattr(transformers, architecture):
-        raise CorruptCheckpointError(f"{folder / 'config.json'}: transformers has no {architecture}")
+        raise UnsupportedFormatError(
+            f"{folder / 'config.json'}: the installed transformers has no class {architecture}; use a checkpoint of a "
+            "supported family"
+        )
     try:
         settings = transformers.AutoConfig.from_pretrained(folder)
     except (ValueError, KeyError, OSError) as error:

@@ -59,7 +59,7 @@ def describe_cause(error: BaseException) -> str:
     words = " ".join(str(error).split())
     cause = f"unexpected {type(error).__name__}{f': {words[:500]}' if words else ''}"
     if isinstance(error, ImportError):
-        return f"{cause}; `make install` mends .venv"
+        return f"{cause}; `make install` repairs .venv"
     number = (
         error.errno
         if isinstance(error, OSError)

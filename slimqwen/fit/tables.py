@@ -49,8 +49,10 @@ def give_verdict(subject: Subject, settings: ServerSettings, gpu: str, fits: Seq
     first = fits[0]
     if first.fits:
         return f"{where}: fits, {-first.missing_bytes / _GB:.1f} GB left"
-    enough = next((fit for fit in fits if fit.fits), None)
-    cure = f"fits with {enough.optimisation} and what stands above" if enough else "no recipe makes it fit"
+    needed = next((fits[1 : row + 1] for row, fit in enumerate(fits) if fit.fits), None)
+    cure = (
+        f"fits with {', '.join(fit.optimisation for fit in needed)}" if needed else "no recipe makes it fit"
+    )
     return f"{where}: does not fit as stored, {first.missing_bytes / _GB:.1f} GB too much; {cure}"
 
 

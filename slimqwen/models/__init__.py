@@ -1,1 +1,1 @@
-"""The MTP head and the vocabulary of a Qwen3.5 checkpoint."""
+"""Qwen models: families as data, dimensions, loading, the MTP head, vocabularies, the error of quantised layers."""

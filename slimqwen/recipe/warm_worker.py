@@ -75,7 +75,7 @@ def started(
 
 
 def main() -> None:
-    """Import vLLM, then run each job in a fork; exit with the runner."""
+    """Import vLLM once, run each job in a fork, and exit when the parent process does."""
     lifeline.watch(0)
     descriptor, *options = sys.argv[1:]
     is_warm = _COLD not in options

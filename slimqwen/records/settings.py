@@ -99,7 +99,7 @@ class Settings(BaseModel):
         return cls.model_validate({**content[cls.section], "name": name})
 
     def file(self, root: Path) -> Path:
-        """The file in a repository; eval/own.yaml for an own evaluation without such a file."""
+        """The YAML file that these settings were read from; eval/own.yaml for an own evaluation without one."""
         file = root / "eval" / self.folder / f"{self.name}.yaml"
         own = root / OWN / self.name / f"{self.own_file}.yaml"
         return file if file.is_file() or not self.own_file else own if own.is_file() else root / f"{OWN}.yaml"

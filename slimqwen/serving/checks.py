@@ -109,8 +109,8 @@ def refuse_trouble(command: ServerCommand, trouble: Iterable[Trouble]) -> None:
     first = next(iter(trouble), None)
     if first is not None:
         raise ServingError(
-            f"{command.variant.name} {first.description}; {first.evidence} shows it; {first.cure}, or serve all "
-            "the same with ALLOW_UNSAFE=1"
+            f"{command.variant.name} {first.description}; {first.evidence} shows it; {first.cure}, or set "
+            "ALLOW_UNSAFE=1 to serve anyway"
         )
 
 

@@ -13,7 +13,7 @@ def authorization() -> dict[str, str]:
 
 
 def guard_engine_paths() -> None:
-    """Let vLLM ask for the API key wherever a request occupies the engine, not only under prefixes such as /v1.
+    """Require the API key on every path that runs the engine, not only under prefixes such as /v1.
 
     To be removed when `GUARDED_PREFIX` in vllm/entrypoints/serve/middleware/authenticate.py holds these paths.
     """

@@ -43,7 +43,7 @@ def _import_and_serve() -> None:
 
 
 def import_server() -> None:
-    """Import vLLM's API server."""
+    """Import vLLM's API server; call before `freeze` and a fork."""
     import vllm.entrypoints.launchers.api_server.entry  # noqa: F401
 
 

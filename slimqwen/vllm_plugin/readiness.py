@@ -44,9 +44,10 @@ async def _observe_delays() -> None:
 class Readiness:
     """503 for /health and /ping until the warm-up has run; 503 for every new request while the server drains.
 
-    What a shutdown or the engine's death cuts is a 503 with Retry-After too, or an error event in a stream.
+    A request that a shutdown or the engine's death interrupts gets 503 with Retry-After too, or an error event in its
+    stream.
 
-    Before the warm-up the engine is held against its plan; with REQUIRE_PLAN=1 one that differs is never ready.
+    Before the warm-up the engine is compared with its plan; with REQUIRE_PLAN=1 one that differs is never ready.
 
     A server whose engine dies ends with exit code 1. vLLM ends it with 0, so that an orchestrator that restarts on
     failure would not, and waits without end for a client that does not read. Goes away when `run_server` in

@@ -187,7 +187,7 @@ def test_a_file_that_the_index_does_not_name_is_not_read_and_not_passed_on(
 def test_a_file_that_the_index_names_is_missed_by_its_name(folder: Path) -> None:
     (folder / "model-00002.safetensors").unlink()
     with pytest.raises(
-        CorruptCheckpointError, match=r"model-00002\.safetensors is missing, .*index\.json names it"
+        CorruptCheckpointError, match=r"index\.json lists model-00002\.safetensors, which is missing"
     ):
         checkpoint.check_folder(folder, CURE)
 

@@ -34,7 +34,7 @@ def test_a_model_that_does_not_fit_ends_with_one_and_the_first_recipe_that_makes
     assert code == 1
     assert said.startswith(
         "qwen3.5-27b with 1 x 32,768 tokens on one rtx-3090: does not fit as stored, 36.5 GB too much; fits with "
-        "4-bit head and what stands above\n"
+        "4-bit MLPs, 4-bit attention, 4-bit head\n"
     )
     for line in (
         "One sequence: 0.85 GB of states and 68 KiB a token, 3.18 GB in all; vLLM may use 90% of 23.69 GiB.",

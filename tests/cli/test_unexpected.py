@@ -45,7 +45,7 @@ def fail_with(error):
         (AssertionError(), "unexpected AssertionError"),
         (
             ImportError("no module named x"),
-            "unexpected ImportError: no module named x; `make install` mends .venv",
+            "unexpected ImportError: no module named x; `make install` repairs .venv",
         ),
         (
             PermissionError(errno.EACCES, "Permission denied", "/a/b"),

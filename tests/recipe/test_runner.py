@@ -214,7 +214,7 @@ def test_what_a_later_stage_says_of_the_base_is_said_before_an_earlier_one_works
         ("refuse", RefusedError, "the input has no wings; choose one with wings"),
         ("break_down", RecipeError, r"break_down failed: OSError: .*No space left on device; its log is"),
         ("die", RecipeError, r"die died \(SIGKILL, as when memory runs out\); its log is"),
-        ("forget", CorruptCheckpointError, r"names no architecture; the stage forget is defective"),
+        ("forget", CorruptCheckpointError, r'has no "architectures"; the stage forget is defective'),
     ],
 )
 def test_a_failed_stage_leaves_the_store_as_it_was(

@@ -253,8 +253,9 @@ def _repeat_speedup(side: MeasuredVariant, c: PromptClass) -> Ratio | None:
         return None
     rounds = by_class_and_round([row for name in (first.name, c.name) for row in side.results[name].rows])
     if first.name not in rounds or c.name not in rounds:
-        raise intervals.TooFewItemsError(
-            f"{side.variant.name}: no request of {first.name} or {c.name} succeeded"
+        failed = first.name if first.name not in rounds else c.name
+        raise BenchError(
+            f"{side.variant.name}: no request of class {failed} succeeded; {side.log} has the server's reason"
         )
     cold, warm = (by_round(rounds[name], "ttft_ms") for name in (first.name, c.name))
     ratio, _ = intervals.ratio_by_round(cold, warm, in_turns=True)
