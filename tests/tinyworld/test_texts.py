@@ -6,6 +6,7 @@ from pathlib import Path
 from tinyworld.documents import LONG_MIX, DocumentSampler
 from tinyworld.tasks import left_out_texts
 from tinyworld.texts import PASSAGES_SEED, write_texts
+from tinyworld.world import World
 
 from slimqwen.recipe.stages import calibrate
 from slimqwen.text import prompts
@@ -20,7 +21,8 @@ def test_committed_texts_equal_their_regeneration(tmp_path):
     assert written == {file.name: file.read_bytes() for file in FOLDER.glob("*.jsonl")}
 
 
-def test_calibration_reads_what_training_read(world):
+def test_calibration_reads_what_training_read():
+    world = World()
     read = "".join(calibrate.calibration_documents(calibrate.CalibrationText(seed=0), FOLDER))
     documents = DocumentSampler(world, left_out_texts(world), LONG_MIX).stream(0)
     assert read.startswith("".join(document.text for document in islice(documents, 1_000)))
