@@ -142,6 +142,13 @@ def test_a_target_of_the_base_does_not_take_the_linears(targets, first):
     assert packing.packed_bits("mtp.layers.0.mlp.up_proj", after) == 8
 
 
+def test_a_part_of_the_mtp_head_is_named_where_the_rest_of_it_was_packed_before():
+    whole = packing.with_group(base(), "mtp", MTP, MTP_LINEARS)["config_groups"]["mtp"]
+    assert whole == MTP
+    part = packing.with_group(base(), "mtp", MTP, MTP_LINEARS[1:])["config_groups"]["mtp"]
+    assert part == MTP | {"targets": MTP_LINEARS[1:]}
+
+
 @pytest.mark.parametrize("method", ["fp8", "gptq", "awq", "auto-round", "modelopt"])
 def test_packed_linears_are_not_added_to_another_format(tmp_path, method):
     with pytest.raises(UnsupportedFormatError, match=f"quantised in the format {method}, .*; take"):

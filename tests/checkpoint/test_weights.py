@@ -126,6 +126,15 @@ def test_a_packed_weight_is_read_as_what_it_was_rounded_to(tmp_path, tensors, mo
     )
 
 
+@pytest.mark.parametrize("block_rows", [8, 4096])
+def test_a_weight_in_16_bits_is_read_as_it_is(tmp_path, tensors, monkeypatch, block_rows):
+    monkeypatch.setattr("slimqwen.checkpoint.weights.BLOCK_ROWS", block_rows)
+    read = read_weights(written(tmp_path / "plain", tensors))
+    assert not read[LINEAR].is_quantised
+    for name in (LINEAR, NORM):
+        assert torch.equal(torch.cat(list(read[name].blocks())), tensors[name].float())
+
+
 def test_zero_points_are_part_of_a_packed_weight(tmp_path):
     """Levels 0 to 15 are stored minus 8; the zero point of each group is 3, the step 1/4."""
     weight = (torch.arange(16 * 32).reshape(16, 32) % 16 - 3) / 4

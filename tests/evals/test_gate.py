@@ -65,11 +65,20 @@ def test_four_checks_make_one_verdict_and_one_page(one: Variant, checks: Checks)
 def test_a_table_of_fidelity_has_limits_and_noise_ratios(one: Variant, checks: Checks) -> None:
     checks.noise_ratio = 1.5
     path = checks.fidelity(one, "tinyworld")
-    (table,) = store.read_record(path).tables(path)
+    record = store.read_record(path)
+    (table,) = record.tables(path)
     assert table.rows[0] == ("KL, nats a token", "single", "0.00100 ± 0.00001", "0.003", "pass")
     assert table.rows[6] == ("KL of the texts joined, nats a token", "single", "0.00100", "0.003", "pass")
     assert table.rows[7:] == (("noise ratio: KL, nats a token", "served", "1.50 [1.50, 1.50]", "2", "pass"),)
     assert table.notes[0] == "9 positions of 9 of 9 texts; bits per byte of all texts."
+    served = {"served": record.modes["single"].model_copy(update={"top_k": 20})}
+    verdicts = {"served": record.verdicts["single"]}
+    both = record.model_copy(
+        update={"modes": {**record.modes, **served}, "verdicts": {**record.verdicts, **verdicts}}
+    )
+    assert [note for note in both.tables(path)[0].notes if "HTTP" in note] == [
+        "served: over HTTP; KL of the likeliest 20 tokens and of all others as one."
+    ]
 
 
 def swap_two_rows(tensors: dict[str, Any]) -> None:

@@ -123,6 +123,7 @@ def test_the_card_has_the_hubs_metadata_and_the_table_of_the_gate(one):
     ):
         assert text in card.text
     assert checkpoint.digest(one.weights) in card.text
+    assert f"{bytes_on_disk(one.weights) / 1e6:.1f} MB" in card.text
     assert provenance.CPU_NOTE in card.text
     assert str(one.root) not in card.content
 

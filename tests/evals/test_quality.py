@@ -402,6 +402,7 @@ def test_repeats_are_asked_with_seeds_of_their_own(small_suite, add_served, stan
     server = stand_in()
     scores = score(facts_alone(small_suite, repeats=2), add_served("tiny", server), limit=2)
     assert sorted(request["seed"] for request in server.requests) == [1234, 1234, 1235, 1235]
+    assert {(request["max_tokens"], "\n" in request["stop"]) for request in server.requests} == {(4, True)}
     assert scores.tasks["small_facts"].item_count == 2
 
 

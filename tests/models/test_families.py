@@ -1,5 +1,7 @@
 """Families: found by the class in config.json, and what their layers are made of."""
 
+from itertools import pairwise
+
 import pytest
 
 from slimqwen.models.families import FAMILIES, FamilyError, find_family, find_kind
@@ -45,6 +47,13 @@ def test_families_differ_in_gate_experts_and_drafts():
         "qwen3_5": (True, False, True, True),
         "qwen3_5_moe": (True, True, False, True),
     }
+
+
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
+def test_each_further_draft_is_accepted_less_often(family):
+    lengths = [1.0, *(family.acceptance_lengths or {}).values()]
+    gains = [1.0, *(after - before for before, after in pairwise(lengths))]
+    assert all(0.4 < later < earlier for earlier, later in pairwise(gains))
 
 
 @pytest.mark.parametrize(

@@ -1,12 +1,14 @@
 """Lines that vLLM has accepted once are not checked by it again; whatever the check depends on makes it run again."""
 
+import importlib.metadata
 import json
+from pathlib import Path
 
 import pytest
 
 from slimqwen import variant
 from slimqwen.serving import checked_lines, flags, platform
-from slimqwen.variant import ConfigError
+from slimqwen.variant import OWN_KEYS, ConfigError
 
 _LINES = (
     "VLLM_MODEL=weights/v\nVLLM_MAX_NUM_SEQS=8\nVLLM_ENFORCE_EAGER=0\nOMP_NUM_THREADS=2\n"
@@ -70,6 +72,16 @@ def test_another_machine_or_another_vllm_checks_again(resolve, checks, monkeypat
     resolve()
 
     assert checks == ["v", "v"]
+
+
+@pytest.mark.parametrize("package", ["vllm", "torch"])
+def test_the_check_is_of_the_installed_versions_of_own_keys_and_of_its_code(monkeypatch, package):
+    version = importlib.metadata.version
+    before = checked_lines._check.__wrapped__()
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: "0" if name == package else version(name))
+    changed = checked_lines._check.__wrapped__()
+    assert [now for now, was in zip(changed, before, strict=True) if now != was] == ["0"]
+    assert {*OWN_KEYS, Path(flags.__file__).read_text()} < set(changed)
 
 
 def test_a_changed_or_unset_line_is_checked_again(resolve, checks):

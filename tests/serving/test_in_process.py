@@ -1,24 +1,57 @@
-"""vLLM in this process: what it refuses to load is one line."""
+"""vLLM in this process: what an engine is given, and what it refuses to load is one line."""
 
+import os
 import shutil
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file, save_file
 
+from slimqwen.serving import in_process, platform
 from slimqwen.serving.errors import ServingError
 from slimqwen.serving.in_process import served_arguments, try_out
 from tests.zoo.animals import ANIMALS
 
 TINY = Path(__file__).parents[2] / "weights" / "tiny"
 
-pytestmark = pytest.mark.engine
+
+def test_variables_of_a_block_are_put_back_though_it_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KEPT", "before")
+    monkeypatch.delenv("NEW", raising=False)
+    seen = []
+    with suppress(KeyError), in_process.environment({"KEPT": "in the block", "NEW": "too"}):
+        seen += [os.environ["KEPT"], os.environ["NEW"]]
+        raise KeyError
+    assert seen == ["in the block", "too"]
+    assert (os.environ["KEPT"], os.environ.get("NEW")) == ("before", None)
 
 
+@pytest.mark.parametrize(("kind", "space", "cache_bytes"), [
+    ("cpu", "1.5", 3 << 29), ("cpu", None, None), ("cuda", "1.5", None),
+])  # fmt: skip
+def test_an_engine_has_a_server_s_flags_and_on_a_cpu_the_size_of_its_cache(
+    monkeypatch: pytest.MonkeyPatch, kind: str, space: str | None, cache_bytes: int | None
+) -> None:
+    given: dict[str, object] = {}
+    monkeypatch.setattr(in_process, "engine", lambda weights, **arguments: given.update(arguments))
+    monkeypatch.setattr(platform, "detect", lambda: kind)
+    monkeypatch.delenv("VLLM_CPU_KVCACHE_SPACE", raising=False)
+    if space:
+        monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", space)
+    flags = {"max-num-seqs": 3, "max-model-len": 64, "port": 8080}
+    in_process.served_engine(TINY, flags, max_num_seqs=4)
+    assert (given["max_num_seqs"], given["max_model_len"]) == (4, 64)
+    assert given.get("kv_cache_memory_bytes") == cache_bytes
+    assert "port" not in given
+
+
+@pytest.mark.engine
 def test_a_whole_checkpoint_answers() -> None:
     try_out(TINY)
 
 
+@pytest.mark.engine
 def test_of_a_multimodal_checkpoint_the_language_model_is_loaded_alone(tmp_path: Path) -> None:
     """It has no preprocessor files, without which vLLM does not load a vision tower."""
     try_out(ANIMALS["multimodal-bare"].build(tmp_path / "animal"))
@@ -29,6 +62,7 @@ def test_an_engine_with_a_server_s_flags_loads_what_the_server_loads() -> None:
     assert served_arguments({})["language_model_only"] is False
 
 
+@pytest.mark.engine
 def test_a_checkpoint_with_a_tensor_of_another_shape_is_refused_in_one_line(tmp_path: Path) -> None:
     folder = tmp_path / "tiny"
     shutil.copytree(TINY, folder)

@@ -121,12 +121,14 @@ def test_own_prompts_are_text_as_it_is_or_chats_by_the_template(tmp_path: Path) 
         ({"text": "?"}, "give one of prompt and messages"),
         ({"prompt": "?", "messages": [{"role": "user", "content": "?"}]}, "give one of prompt and messages"),
         ({"prompt": "?", "output_tokens": 1}, "greater than or equal to 2"),
+        ({"prompt": ""}, "at least 1 character"),
+        ({"messages": []}, "at least 1 item"),
         ({"messages": [{"content": "?"}]}, "a message has no role"),
     ],
 )
 def test_an_own_prompt_that_cannot_be_sent_is_named(tmp_path: Path, row: object, fault: str) -> None:
     file = tmp_path / "prompts.jsonl"
-    file.write_text("\n".join(map(json.dumps, [{"prompt": "Once"}, row])))
+    file.write_text("\n".join(map(json.dumps, [{"prompt": "?"}, row])))
     with pytest.raises(CorpusError, match=rf"prompts\.jsonl, prompt 2: unusable \(.*{fault}"):
         prompts.read_own_prompts(file, repository_root() / "weights" / "tiny")
     file.write_text(json.dumps({"prompt": "Once"}))
