@@ -6,9 +6,6 @@ import importlib.metadata
 import itertools
 import os
 import random
-import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -19,6 +16,7 @@ from slimqwen.checkpoint import CorruptCheckpointError, Manifest, MissingCheckpo
 from slimqwen.checkpoint.files import bytes_on_disk, file_records
 from slimqwen.recipe import runner
 from slimqwen.recipe.recipe_file import RecipeError
+from tests.recipe.drive import start_run
 from tests.recipe.fake_stages import RefusedError
 from tests.recipe.workshop import Workshop, first_byte
 
@@ -305,22 +303,13 @@ def test_cleaning_without_a_store_frees_nothing(tmp_path: Path) -> None:
 # --- several processes
 
 
-def start(workshop: Workshop, variant: str) -> "subprocess.Popen[bytes]":
-    arguments = [workshop.root / f"{variant}.yaml", variant, workshop.weights, workshop.base]
-    return subprocess.Popen(
-        [sys.executable, "-m", "tests.recipe.drive", *arguments],
-        cwd=Path(__file__).parents[2],
-        stderr=subprocess.PIPE,
-    )
-
-
 def test_two_runs_at_once_make_each_stage_once(workshop: Workshop) -> None:
     for variant in ("one", "two"):
         workshop.recipe(workshop.add(1, seconds=0.5), workshop.add(2), variant=variant)
-    processes = [start(workshop, variant) for variant in ("one", "two", "one")]
+    processes = [start_run(workshop, variant) for variant in ("one", "two", "one")]
     for process in processes:
-        _, errors = process.communicate()
-        assert process.returncode == 0, errors.decode()
+        process.join()
+    assert [process.exitcode for process in processes] == [0, 0, 0]
     assert sorted(workshop.amounts_run()) == [1, 2]
     assert first_byte(workshop.weights / "one") == first_byte(workshop.weights / "two") == 3
 
@@ -328,24 +317,30 @@ def test_two_runs_at_once_make_each_stage_once(workshop: Workshop) -> None:
 def test_a_run_killed_at_any_instant_resumes_to_the_same_bytes(tmp_path: Path) -> None:
     def fresh(name: str) -> Workshop:
         workshop = Workshop(tmp_path / name)
-        workshop.recipe(*[workshop.add(amount, seconds=0.1) for amount in (1, 2, 3)])
+        workshop.recipe(*[workshop.add(amount, seconds=0.1) for amount in (1, 2)])
         return workshop
 
+    def finish(workshop: Workshop) -> None:
+        process = start_run(workshop, "v")
+        process.join()
+        assert process.exitcode == 0
+
+    finish(fresh("warm-up"))
     whole = fresh("whole")
     started = time.monotonic()
-    assert start(whole, "v").wait() == 0
+    finish(whole)
     duration = time.monotonic() - started
     rng = random.Random(0)
     cut_short = 0
     attempts = itertools.count()
-    while cut_short < 12:
+    while cut_short < 10:
         instant = next(attempts)
         assert instant < 60
         workshop = fresh(f"killed-{instant}")
-        process = start(workshop, "v")
-        time.sleep(rng.uniform(0.3, 1) * duration)
-        process.send_signal(signal.SIGKILL)
-        process.communicate()
+        process = start_run(workshop, "v")
+        time.sleep(rng.uniform(0.1, 1) * duration)
+        process.kill()
+        process.join()
         for key in workshop.entries():
             folder = workshop.weights / "store" / key
             assert Manifest.read(folder).files == file_records(folder)
@@ -354,22 +349,20 @@ def test_a_run_killed_at_any_instant_resumes_to_the_same_bytes(tmp_path: Path) -
         cut_short += not link.is_dir()
         if link.is_dir():  # the first run was slower than those that follow it
             duration *= 0.8
-        again = start(workshop, "v")
-        _, errors = again.communicate()
-        assert again.returncode == 0, errors.decode()
+        finish(workshop)
         assert checkpoint.digest(workshop.weights / "v") == checkpoint.digest(whole.weights / "v")
         assert [entry.name for entry in (workshop.weights / "store" / ".staging").iterdir()] == []
 
 
 def test_a_stage_ends_with_the_run_that_wants_its_result(workshop: Workshop) -> None:
     workshop.recipe(workshop.add(1, seconds=600))
-    process = start(workshop, "v")
+    process = start_run(workshop, "v")
     while not workshop.amounts_run():
-        assert process.poll() is None
+        assert process.is_alive()
         time.sleep(0.02)
     [worker] = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
-    process.send_signal(signal.SIGKILL)
-    process.communicate()
+    process.kill()
+    process.join()
     deadline = time.monotonic() + 30
     while Path(f"/proc/{worker}").exists():
         assert time.monotonic() < deadline
