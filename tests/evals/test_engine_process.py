@@ -17,6 +17,7 @@ from slimqwen.evals.engine_process import (
     Response,
     choose_lengths,
     cut_requests,
+    generate_responses,
     measure_tie_noise,
     run_engine,
     run_reference,
@@ -70,6 +71,31 @@ def test_a_text_shorter_than_the_context_is_repeated(tmp_path: Path) -> None:
     (tmp_path / "own.jsonl").write_text("")
     with pytest.raises(CorpusError, match=r"own\.jsonl has no text"):
         cut_requests(settings, TINY, tmp_path, [200], 256)
+
+
+class Writing:
+    """An engine that writes the same two tokens after every prompt, with what it is asked of them."""
+
+    def generate(self, prompts: Sequence[Any], sampling: Sequence[Any], use_tqdm: bool) -> list[Any]:
+        self.asked = [
+            (each["prompt_token_ids"], one.max_tokens, one.logprobs)
+            for each, one in zip(prompts, sampling, strict=True)
+        ]
+        assert {(one.temperature, one.ignore_eos) for one in sampling} == {(0.0, True)}
+        position = {5: SimpleNamespace(logprob=-0.5), 6: SimpleNamespace(logprob=-1.0)}
+        logprobs = [position] * 2 if sampling[0].logprobs else None
+        return [SimpleNamespace(outputs=[SimpleNamespace(token_ids=[5, 6], logprobs=logprobs)])] * len(
+            prompts
+        )
+
+
+def test_responses_have_log_probabilities_where_they_are_asked_for() -> None:
+    engine, requests = Writing(), [Request((1, 2), 2), Request((3,), 2)]
+    assert generate_responses(engine, requests) == [Response((5, 6), ())] * 2
+    assert engine.asked == [([1, 2], 2, None), ([3], 2, None)]
+    position = {5: -0.5, 6: -1.0}
+    likeliest = generate_responses(engine, requests[1:], log_probabilities=True)
+    assert likeliest == [Response((5, 6), (position, position))]
 
 
 class Rereading:

@@ -71,14 +71,13 @@ def test_a_side_of_the_split_has_texts_of_its_own(settings, tmp_path):
 
 @pytest.fixture(scope="module")
 def read(settings):
-    """read(folder) -> its summary, each folder once."""
+    """read(folder) -> the comparisons of its texts, each folder once, in the modes that are asked for first."""
     done = {}
 
-    def once(folder):
+    def once(folder, modes=MODES):
         if folder not in done:
-            done[folder] = token_distributions.compare_in_process(
-                reference_of(folder, TINY, settings), folder
-            )
+            reference = reference_of(folder, TINY, settings)
+            done[folder] = token_distributions.compare_in_process(reference, folder, modes=modes)
         return done[folder]
 
     return once
@@ -172,6 +171,9 @@ def test_the_tail_as_one_never_raises_divergence_and_changes_no_other_figure():
     assert grouped.disagreements == whole.disagreements > 0
     assert grouped.regret_nats == pytest.approx(whole.regret_nats, rel=1e-5)
     assert grouped.variant_bits == pytest.approx(whole.variant_bits, rel=1e-5)
+    for bits, scores in ((whole.baseline_bits, p), (whole.variant_bits, q)):
+        nats = -sum(float(row[token]) for row, token in zip(scores, ids[1:], strict=True))
+        assert bits == pytest.approx(nats / math.log(2), rel=1e-5)
     assert grouped.head_deltas == pytest.approx(whole.head_deltas, rel=1e-4)
 
 
@@ -189,7 +191,7 @@ def test_every_token_of_every_text_is_compared_in_parts_or_whole(read, settings)
 
 @pytest.mark.engine
 def test_a_layer_with_some_noise_is_not_the_same(read, settings, noisy):
-    changed = [dataclasses.replace(each, mode="changed") for each in in_mode(read(noisy), PLAIN)]
+    changed = [dataclasses.replace(each, mode="changed") for each in read(noisy, [PLAIN])]
     kl, *_ = noise_ratios([*in_mode(read(TINY), PLAIN), *changed], settings.unchanged_ratio)
     assert kl.verdict == Verdict.FAIL
 
@@ -225,15 +227,16 @@ def test_a_pruned_checkpoint_is_compared_over_the_tokens_that_it_kept(read, sett
     prune_vocab.prune_vocabulary(
         TINY, pruned, prune_vocab.PruneVocabParameters(size=6144, corpus=corpus), silent
     )
-    figures = summarise_texts(read(pruned))[PLAIN]
+    readings = read(pruned, [PLAIN])
+    figures = summarise_texts(readings)[PLAIN]
     assert 2 <= figures.texts_compared < figures.texts
     # Over the kept tokens the weights are the baseline's: what is left is the noise of the engine.
-    kept = {each.name: dataclasses.replace(each, mode="pruned") for each in in_mode(read(pruned), PLAIN)}
+    kept = {each.name: dataclasses.replace(each, mode="pruned") for each in readings}
     plain = [each for each in in_mode(read(TINY), PLAIN) if kept[each.name].compared or each.name == JOINED]
     kl, *_ = noise_ratios([*plain, *kept.values()], settings.unchanged_ratio)
     assert kl.verdict == Verdict.PASS
     # Bits are those of all texts, also of those that take other tokens now.
-    others = [each for each in in_mode(read(pruned), PLAIN) if not each.compared]
+    others = [each for each in readings if not each.compared]
     assert figures.bits_per_byte.count == figures.texts
     assert any(abs(each.variant_bits - each.baseline_bits) > 1 for each in others)
 
