@@ -20,6 +20,8 @@ pytest.importorskip("ray", reason="Ray is an extra: `make install EXTRAS=ray`")
 cluster_utils = pytest.importorskip("ray.cluster_utils")
 
 STORE_BYTES = 100 << 20
+HEALTH_CHECKS = {"health_check_initial_delay_ms": 1000, "health_check_period_ms": 500}
+"""Ray's own notice the loss of a node after half a minute."""
 
 
 def add_node(cluster: Any) -> Any:
@@ -28,7 +30,8 @@ def add_node(cluster: Any) -> Any:
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Any]:
-    made = cluster_utils.Cluster(initialize_head=True, head_node_args={"num_cpus": 0})
+    head = {"num_cpus": 0, "_system_config": HEALTH_CHECKS}
+    made = cluster_utils.Cluster(initialize_head=True, head_node_args=head)
     for _ in range(2):
         add_node(made)
     yield made
