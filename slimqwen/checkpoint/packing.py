@@ -1,13 +1,16 @@
 """Packed linears of a checkpoint, compressed-tensors' `pack-quantized`: which ones, how wide, and how to pack one."""
 
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from slimqwen.checkpoint.config import quantisation
 from slimqwen.checkpoint.errors import CorruptCheckpointError, UnsupportedFormatError
 from slimqwen.checkpoint.tensors import NewTensor, TensorInfo
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 LINEARS: Mapping[str, str] = {
     "mlp": r"re:^(?!mtp\.).*layers\.\d+\.mlp\.(gate|up|down)_proj$",
@@ -31,7 +34,13 @@ VISION_TOWER = "re:.*visual.*"
 """Entry of `ignore` in a multimodal checkpoint, whose vision tower is never packed."""
 
 BLOCK_BYTES = 8 * 2**20
-"""16-bit weights that are rounded at a time."""
+"""16-bit weights that are rounded to nearest at a time."""
+
+SEARCHED_BYTES = 16 * BLOCK_BYTES
+"""16-bit weights that another rounding gets at a time: GPTQ factorises the moments of the inputs for each block."""
+
+Rounding = Callable[["Tensor", "Tensor"], "Tensor"]
+"""(rows, float32 [rows, inputs]; scales, bfloat16 [rows, groups]) -> int8 [rows, inputs]."""
 
 
 def linears(stored: Mapping[str, TensorInfo], kind: str) -> dict[str, TensorInfo]:
@@ -156,7 +165,7 @@ def _without(entry: str, kind: str, modules: Collection[str]) -> str | None:
 
 
 def rounded_to_nearest(
-    weight: TensorInfo, name: str, bits: int, group_size: int | None
+    weight: TensorInfo, name: str, bits: int, group_size: int | None, rounding: Rounding | None = None
 ) -> dict[str, NewTensor]:
     """The packed form of a 16-bit weight rounded to nearest; rows pass through in blocks of some MiB.
 
@@ -164,6 +173,7 @@ def rounded_to_nearest(
         weight: floating [rows, inputs].
         name: name of the weight in the new checkpoint, ending in `.weight`.
         group_size: weights of a row that share a scale; None for one scale per row.
+        rounding: another rounding with the same scales.
     """
     rows, inputs = weight.shape
     group = group_size or inputs
@@ -171,7 +181,7 @@ def rounded_to_nearest(
     def integers() -> Iterator[memoryview]:
         from compressed_tensors.compressors import pack_to_int32
 
-        for quantised, _ in quantised_blocks(weight, group, bits):
+        for quantised, _ in quantised_blocks(weight, group, bits, rounding):
             yield memoryview(pack_to_int32(quantised, bits).numpy()).cast("B")
 
     def scales() -> Iterator[memoryview]:
@@ -190,18 +200,21 @@ def rounded_to_nearest(
     }
 
 
-def quantised_blocks(weight: TensorInfo, group_size: int, bits: int) -> Iterator[tuple[Any, Any]]:
-    """Integers and scales of a weight's rows, some MiB of rows at a time."""
+def quantised_blocks(
+    weight: TensorInfo, group_size: int, bits: int, rounding: Rounding | None = None
+) -> Iterator[tuple[Any, Any]]:
+    """Integers and scales of a weight's rows, some MiB of rows at a time; to nearest without another rounding."""
     import torch
 
     from slimqwen.checkpoint.rtn import quantise
 
     rows, inputs = weight.shape
-    step = max(1, BLOCK_BYTES // (2 * inputs))
+    step = max(1, (SEARCHED_BYTES if rounding else BLOCK_BYTES) // (2 * inputs))
     for first in range(0, rows, step):
         numbers = weight.rows(first, min(first + step, rows)).read().float()
         if not torch.isfinite(numbers).all():
             raise CorruptCheckpointError(
                 f"{weight.file}: a weight to pack has NaN or infinity; make that checkpoint anew"
             )
-        yield quantise(numbers, group_size, bits)
+        integers, scales = quantise(numbers, group_size, bits)
+        yield (rounding(numbers, scales) if rounding else integers), scales

@@ -14,7 +14,7 @@ from typing import Any, Self
 from slimqwen.errors import SlimqwenError
 from slimqwen.fit.optimised import Optimised
 from slimqwen.fit.subject import Subject
-from slimqwen.models.families import find_kind
+from slimqwen.models.families import find_kind, unshared_heads
 from slimqwen.plan.gpu_model import GpuModel
 from slimqwen.plan.resolution import OVERHEAD_GIB
 from slimqwen.roofline import cost
@@ -92,7 +92,8 @@ class ServerSettings:
                 f"{subject.name} was made for 1 to {native:,} tokens, not {length:,}; correct --context"
             )
         gpus = number("tensor_parallel_size", 1)
-        _check_heads(subject.text, gpus)
+        if heads := unshared_heads(subject.text, gpus):
+            raise FitError(f"{gpus} GPUs cannot share {heads}; set VLLM_TENSOR_PARALLEL_SIZE to a divisor")
         return cls(
             context_len=length,
             sequences=sequences or number("max_num_seqs", SEQUENCES),
@@ -105,21 +106,6 @@ class ServerSettings:
             batched_tokens=number("max_num_batched_tokens", BATCHED_TOKENS),
             gpus=gpus,
         )
-
-
-def _check_heads(text: Mapping[str, Any], gpus: int) -> None:
-    for key in (
-        "num_attention_heads",
-        "num_key_value_heads",
-        "linear_num_key_heads",
-        "linear_num_value_heads",
-    ):
-        heads = int(text.get(key, 0))
-        # Fewer KV heads than GPUs are copied, each to as many.
-        if heads % gpus and not (key == "num_key_value_heads" and gpus % heads == 0):
-            raise FitError(
-                f"{gpus} GPUs cannot share {heads} heads ({key}); set VLLM_TENSOR_PARALLEL_SIZE to a divisor"
-            )
 
 
 @dataclass(frozen=True)

@@ -150,8 +150,10 @@ def _plan_by_settings(subject: Subject, settings: ServerSettings, gpu: str, dtyp
 def suggest_start(subject: Subject, root: Path) -> str:
     """The variant to start from, and the command."""
     name = subject.name.rpartition("/")[2].lower()
-    if f"{name}-best" in variants.names(root):
-        return f"Start from {name}-best: `slimqwen recipe run --variant {name}-best`"
+    best = [each for each in variants.names(root) if each.endswith("-best")]
+    made_from_it = (each for each in best if variants.load(each, root).baseline == name)
+    if start := f"{name}-best" if f"{name}-best" in best else next(made_from_it, None):
+        return f"Start from {start}: `slimqwen recipe run --variant {start}`"
     if subject.variant:
         made = "recipe run" if subject.variant.recipe else "download"
         verb = "serve" if subject.variant.weights.is_dir() else made

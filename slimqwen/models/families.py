@@ -116,6 +116,21 @@ def find_family(config: Mapping[str, Any]) -> Family:
     )
 
 
+def unshared_heads(text: Mapping[str, Any], gpus: int) -> str | None:
+    """The first heads of a language model's config that so many GPUs cannot share; None where they can all of them."""
+    for key in (
+        "num_attention_heads",
+        "num_key_value_heads",
+        "linear_num_key_heads",
+        "linear_num_value_heads",
+    ):
+        heads = int(text.get(key, 0))
+        # Fewer KV heads than GPUs are copied, each to as many.
+        if heads % gpus and not (key == "num_key_value_heads" and gpus % heads == 0):
+            return f"{heads} heads ({key})"
+    return None
+
+
 def find_kind(tensor: str) -> str:
     """The kind of a tensor by its name, for tables of weights."""
     return next((kind for pattern, kind in _KINDS.items() if re.search(pattern, tensor)), "norms")

@@ -46,6 +46,7 @@ class _Request(BaseModel):
     model: str  # value of VLLM_MODEL
     gpu_name: str
     gpu: GpuModel | None
+    gpus: int  # that share the model
     kernels: bool
     cache_root: Path | None
 
@@ -115,12 +116,16 @@ def _ask_process(
     cache_root: Path | None = None,
 ) -> _Answer:
     """The answer of a process that sees the device."""
+    shared = variant.settings.get("VLLM_TENSOR_PARALLEL_SIZE")
     request = _Request(
         root=variant.root,
         variant=variant.name,
         model=variant.settings["VLLM_MODEL"].value,
         gpu_name=gpu_name,
         gpu=gpu,
+        gpus=int(shared.value)
+        if shared and shared.value.isdigit()
+        else 1,  # vLLM refuses another value itself
         kernels=kernels,
         cache_root=cache_root,
     )
@@ -153,7 +158,7 @@ def main() -> None:
     request = _Request.model_validate_json(sys.stdin.read())
     try:
         if request.gpu is not None:
-            simulated_gpu.simulate_gpu(request.gpu)
+            simulated_gpu.simulate_gpu(request.gpu, request.gpus)
     except SlimqwenError as error:
         sys.exit(f"error: {error}")
     Path(sys.argv[1]).write_text(_rehearse(request).model_dump_json())

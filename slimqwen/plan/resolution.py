@@ -8,11 +8,13 @@ a kernel launches, is right or is fast, nor the activations that vLLM's start-up
 assumed for them.
 """
 
+import contextlib
 import tempfile
 import types
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 from slimqwen.checkpoint.tensors import list_tensors, torch_dtype
 from slimqwen.plan.facts import Graphs, KvCache, LinearKernels
@@ -42,8 +44,20 @@ def make_engine_config(argv: Sequence[str]) -> Any:
     return config
 
 
+@contextlib.contextmanager
+def _as_one_of_several(config: Any) -> Iterator[None]:
+    """Have models built and loaded as on the first of the GPUs that share them: no process stands for the others.
+
+    Nothing communicates on the meta device, so that the size of vLLM's group is all that has to be different.
+    """
+    from vllm.distributed import get_tp_group
+
+    with patch.object(get_tp_group(), "world_size", config.parallel_config.tensor_parallel_size):
+        yield
+
+
 def build_models(config: Any) -> tuple[Any, Any]:
-    """The target model and its MTP head (None without drafts), every parameter on the meta device."""
+    """The target model and its MTP head (None without drafts) of one GPU, every parameter on the meta device."""
     from vllm.config import set_current_vllm_config
     from vllm.distributed import ensure_model_parallel_initialized, init_distributed_environment
     from vllm.model_executor.model_loader.utils import initialize_model
@@ -52,7 +66,11 @@ def build_models(config: Any) -> tuple[Any, Any]:
     with set_current_vllm_config(config), tempfile.TemporaryDirectory(prefix="slimqwen-plan-") as folder:
         init_distributed_environment(1, 0, f"file://{folder}/rendezvous", 0, backend="gloo")
         ensure_model_parallel_initialized(1, 1)
-        with set_default_torch_dtype(config.model_config.dtype), on_meta_device():
+        with (
+            set_default_torch_dtype(config.model_config.dtype),
+            on_meta_device(),
+            _as_one_of_several(config),
+        ):
             target = initialize_model(config, model_config=config.model_config)
             if config.speculative_config is None:
                 return target, None
@@ -223,7 +241,7 @@ def load_names(config: Any, target: Any, draft: Any) -> None:
     from vllm.config import set_current_vllm_config
 
     tensors = list_tensors(Path(config.model_config.model))
-    with set_current_vllm_config(config), on_meta_device():
+    with set_current_vllm_config(config), on_meta_device(), _as_one_of_several(config):
         for model in filter(None, (target, draft)):
             weights = (
                 (name, torch.empty(info.shape, dtype=torch_dtype(info.dtype), device="meta"))

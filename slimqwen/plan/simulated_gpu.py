@@ -1,6 +1,6 @@
 """A simulated GPU, which answers what vLLM asks of a driver before its first kernel.
 
-`simulate_gpu` makes a process see one GPU of a model: a libcuda whose functions all fail (so that compiled operators
+`simulate_gpu` makes a process see GPUs of a model: a libcuda whose functions all fail (so that compiled operators
 import), an NVML and a `torch.cuda` that answer from the model's data, and a Triton driver that names its target.
 Nothing can be launched or allocated on it: models are built on torch's meta device (`slimqwen.plan.resolution`).
 
@@ -35,8 +35,8 @@ class SimulationError(SlimqwenError):
     """This environment cannot simulate a GPU."""
 
 
-def simulate_gpu(gpu: GpuModel) -> None:
-    """Make this process see one GPU of this model.
+def simulate_gpu(gpu: GpuModel, count: int = 1) -> None:
+    """Make this process see so many GPUs of this model.
 
     Raises:
         SimulationError: torch is a CPU build, or there is no C compiler.
@@ -49,11 +49,13 @@ def simulate_gpu(gpu: GpuModel) -> None:
             "in another checkout and plan there"
         )
     _load_stub_driver()
-    sys.modules["pynvml"] = _nvml(gpu)
-    _patch_torch(gpu)
+    sys.modules["pynvml"] = _nvml(gpu, count)
+    _patch_torch(gpu, count)
     import vllm.third_party.pynvml as vllm_nvml  # vLLM's own copy; importing it asks nothing of the platform
 
-    vars(vllm_nvml).update({name: value for name, value in vars(_nvml(gpu)).items() if name[:2] != "__"})
+    vars(vllm_nvml).update(
+        {name: value for name, value in vars(_nvml(gpu, count)).items() if name[:2] != "__"}
+    )
     _set_triton_driver(gpu)
     from vllm.model_executor.models import registry
 
@@ -85,14 +87,14 @@ def _load_stub_driver() -> None:
     folder.rmdir()
 
 
-def _nvml(gpu: GpuModel) -> types.ModuleType:
-    """The functions of pynvml that vLLM calls, for one GPU."""
+def _nvml(gpu: GpuModel, count: int) -> types.ModuleType:
+    """The functions of pynvml that vLLM calls."""
     nvml: Any = types.ModuleType("pynvml")
     nvml.NVMLError = type("NVMLError", (Exception,), {})
     nvml.NVML_P2P_CAPS_INDEX_NVLINK, nvml.NVML_P2P_STATUS_OK = 2, 0
     memory = types.SimpleNamespace(total=gpu.memory_bytes, free=gpu.memory_bytes, used=0)
     answers: dict[str, Any] = {
-        "nvmlInit": None, "nvmlShutdown": None, "nvmlDeviceGetCount": 1, "nvmlDeviceGetHandleByIndex": 0,
+        "nvmlInit": None, "nvmlShutdown": None, "nvmlDeviceGetCount": count, "nvmlDeviceGetHandleByIndex": 0,
         "nvmlDeviceGetIndex": 0, "nvmlDeviceGetName": gpu.name, "nvmlDeviceGetUUID": _UUID,
         "nvmlDeviceGetCudaComputeCapability": gpu.capability, "nvmlDeviceGetMemoryInfo": memory,
         "nvmlDeviceGetNumaNodeId": 0, "nvmlDeviceGetP2PStatus": 1, "nvmlSystemGetDriverVersion": _DRIVER_VERSION,
@@ -103,7 +105,7 @@ def _nvml(gpu: GpuModel) -> types.ModuleType:
     return nvml  # type: ignore[no-any-return]
 
 
-def _patch_torch(gpu: GpuModel) -> None:
+def _patch_torch(gpu: GpuModel, count: int) -> None:
     import torch
 
     major, minor = gpu.capability
@@ -116,9 +118,10 @@ def _patch_torch(gpu: GpuModel) -> None:
         shared_memory_per_multiprocessor=(gpu.shared_memory_kib + 1) * 2**10,
     )  # fmt: skip
     answers: dict[str, Any] = {
-        "is_available": True, "device_count": 1, "_device_count_nvml": 1, "current_device": 0, "set_device": None,
-        "init": None, "_lazy_init": None, "is_initialized": False, "get_device_capability": gpu.capability,
-        "get_device_name": gpu.name, "get_device_properties": properties, "synchronize": None, "empty_cache": None,
+        "is_available": True, "device_count": count, "_device_count_nvml": count, "current_device": 0,
+        "set_device": None, "init": None, "_lazy_init": None, "is_initialized": False,
+        "get_device_capability": gpu.capability, "get_device_name": gpu.name,
+        "get_device_properties": properties, "synchronize": None, "empty_cache": None,
         "mem_get_info": (gpu.memory_bytes, gpu.memory_bytes), "is_bf16_supported": major >= 8,
         "get_arch_list": [f"sm_{major}{minor}"],
     }  # fmt: skip
@@ -129,7 +132,7 @@ def _patch_torch(gpu: GpuModel) -> None:
         setattr(torch.cuda, name, lambda device=None: _Stream())
     # torch.accelerator asks the driver through C++, past torch.cuda.
     accelerator: dict[str, Any] = {
-        "is_available": True, "device_count": 1, "current_accelerator": torch.device("cuda"),
+        "is_available": True, "device_count": count, "current_accelerator": torch.device("cuda"),
         "current_device_index": 0, "set_device_index": None,
     }  # fmt: skip
     _set_answers(torch.accelerator, accelerator)

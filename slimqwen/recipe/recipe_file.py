@@ -71,7 +71,7 @@ class Recipe:
     """A recipe.yaml of at least one step.
 
     Attributes:
-        base: a variant, or owner/name of a hub repository.
+        base: a variant, or owner/name or owner/name@commit of a hub repository.
         faults: what is wrong in the file, a line each with its place; stages that cannot be understood are left out.
     """
 
@@ -92,7 +92,7 @@ class _Document(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
 
     description: Annotated[str, Field(min_length=1)]
-    base: Annotated[str, Field(pattern=r"^[A-Za-z0-9][\w.-]*(/[\w.-]+)?$")]
+    base: Annotated[str, Field(pattern=r"^[A-Za-z0-9][\w.-]*(/[\w.-]+(@[0-9a-f]{40})?)?$")]
     stages: Annotated[list[_Entry], Field(min_length=1)]
 
 

@@ -63,7 +63,7 @@ def base_outline(variant: Variant) -> Outline | None:
         CorruptCheckpointError: config.json, the index or a header cannot be read.
     """
     recipe = recipe_file.parse_recipe(variant.folder / "recipe.yaml")
-    base = variants.load(_variant_of(recipe.base, variant.root), variant.root)
+    base = variants.load(find_base_variant(recipe.base, variant.root), variant.root)
     if not (base.weights / "config.json").is_file():
         return None
     return Outline.read(base.weights, is_embedded=comes_from_embedded(recipe.base, variant.root))
@@ -71,7 +71,7 @@ def base_outline(variant: Variant) -> Outline | None:
 
 def comes_from_embedded(base: str, root: Path) -> bool:
     """Whether a recipe's base is the embedded model or was made from it: the stages' default texts are its own."""
-    return variants.load(_variant_of(base, root), root).lineage[-1] == variants.EMBEDDED
+    return variants.load(find_base_variant(base, root), root).lineage[-1] == variants.EMBEDDED
 
 
 def stages_until(variant: Variant, name: str) -> int:
@@ -119,18 +119,25 @@ def base_folder(base: str, root: Path) -> Path:
         RecipeError: no variant is a copy of that repository.
         MissingCheckpointError, CorruptCheckpointError: its weights are missing or damaged.
     """
-    variant = variants.load(_variant_of(base, root), root)
+    variant = variants.load(find_base_variant(base, root), root)
     checkpoint.check_folder(variant.weights, variants.making_command(variant.weights, root))
     return variant.weights
 
 
-def _variant_of(base: str, root: Path) -> str:
-    """The variant that a recipe's base means: itself, or the copy of that hub repository."""
+def find_base_variant(base: str, root: Path) -> str:
+    """The variant that a recipe's base means: itself, or the copy of that hub repository, at the commit that it names.
+
+    Raises:
+        RecipeError: no variant is a copy of that repository at that commit.
+    """
     if "/" not in base:
         return base
+    repository, _, commit = base.partition("@")
     for name in variants.names(root):
-        source = variants.load(name, root).settings.get("SOURCE")
-        if source and source.value == base and source.file.parent.name == name:
+        settings = variants.load(name, root).settings
+        source, revision = settings.get("SOURCE"), settings.get("REVISION")
+        is_own_copy = source and source.value == repository and source.file.parent.name == name
+        if is_own_copy and (not commit or (revision and revision.value == commit)):
             return name
     raise RecipeError(
         f"no variant is a copy of {base}; `slimqwen variant new --name NAME --checkpoint {base}` adds one"

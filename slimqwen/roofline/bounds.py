@@ -202,8 +202,8 @@ def _cache_dtypes(flags: Mapping[str, Any]) -> tuple[str, str]:
 
 def _num_speculative_tokens(variant: Variant, flags: Mapping[str, Any], model: Model) -> int:
     speculation = flags.get("speculative-config")
-    if not speculation:
-        return 0
+    if not speculation or speculation.get("method") == "ngram":
+        return 0  # drafts copied from the prompt read no weights, and how many are accepted is up to the text
     if "mtp" not in str(speculation.get("method")):
         raise RooflineError(
             f"{variant.name} drafts with {speculation.get('method')!r}, and only MTP heads are counted; "

@@ -25,7 +25,7 @@ def resolve(variant: Variant) -> Resolved:
     """Flags and environment of a variant's lines, from an earlier check of the same lines where there was one.
 
     Raises:
-        ConfigError, ServingError: as `flags.resolve`.
+        ConfigError: as `flags.resolve`.
     """
     file = variant.root / ".cache" / "flags" / f"{_digest(variant)}.json"
     with suppress(OSError, ValueError, KeyError, TypeError):  # none, or one that no command wrote

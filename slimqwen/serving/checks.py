@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from slimqwen import checkpoint
 from slimqwen.checkpoint.tensors import list_tensors, weight_files
 from slimqwen.checkpoint.weights import has_mtp_head
+from slimqwen.models.families import unshared_heads
 from slimqwen.serving import chat_template, gpu
 from slimqwen.serving import platform as machine
 from slimqwen.serving.command import ServerCommand
@@ -42,9 +43,9 @@ def check_command(command: ServerCommand, trouble: Iterable[Trouble] = ()) -> No
         trouble: what is known to prevent this start.
 
     Raises:
-        ServingError: no GPU, known trouble, too long a context, a chat template that does not
-            render, a required compile cache that does not fit, too little memory, a port in use, an API key that
-            protects nothing, a certificate that cannot be read.
+        ServingError: no GPU, known trouble, too long a context, heads that the GPUs cannot share, a chat template that
+            does not render, a required compile cache that does not fit, too little memory, a port in use, an API key
+            that protects nothing, a certificate that cannot be read.
         slimqwen.checkpoint.MissingCheckpointError, CorruptCheckpointError: no weights, or cut short or incomplete.
         slimqwen.vllm_plugin.errors.PluginError: vLLM would serve without this package's limits and routes.
         ConfigError: VLLM_CPU_KVCACHE_SPACE is no whole number.
@@ -54,6 +55,11 @@ def check_command(command: ServerCommand, trouble: Iterable[Trouble] = ()) -> No
     if command.platform == "cuda" and machine.detect() == "cpu":
         raise ServingError(
             f"{variant.name} needs a GPU and there is none here; serve it on a GPU host, or try PLATFORM=cpu"
+        )
+    if command.platform == "cpu" and machine.is_gpu_build():
+        raise ServingError(
+            "the installed vLLM is for GPUs and sees none; check with `nvidia-smi`, give a container its GPUs with "
+            "`docker run --gpus all`, or without a GPU: make install PLATFORM=cpu"
         )
     check_weights(command)
     refuse_trouble(command, trouble)
@@ -68,13 +74,23 @@ def check_weights(command: ServerCommand) -> None:
     """Refuse a checkpoint that vLLM cannot serve with these flags; only headers are read.
 
     Raises:
-        ServingError: too long a context, or drafts without an MTP head.
+        ServingError: too long a context, drafts without an MTP head, or heads that the GPUs cannot share.
         slimqwen.checkpoint.MissingCheckpointError, CorruptCheckpointError: no weights, or cut short or incomplete.
     """
     weights = command.variant.weights
     checkpoint.check_folder(weights, cure=making_command(weights, command.variant.root))
     _check_drafts(command)
+    _check_heads(command)
     _check_context(command)
+
+
+def _check_heads(command: ServerCommand) -> None:
+    gpus = int(command.flags.get("tensor-parallel-size", 1))
+    text = checkpoint.text_config(checkpoint.read_config(command.variant.weights))
+    if heads := unshared_heads(text, gpus):
+        raise ServingError(
+            f"{command.variant.name}: {gpus} GPUs cannot share {heads}; set VLLM_TENSOR_PARALLEL_SIZE to a divisor"
+        )
 
 
 def _check_drafts(command: ServerCommand) -> None:

@@ -16,11 +16,11 @@ import re
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
+from unittest.mock import patch
 
 from pydantic import BaseModel, ConfigDict, ValidationError, create_model
 
 from slimqwen.serving import in_process
-from slimqwen.serving.errors import ServingError
 from slimqwen.variant import OWN_KEYS, ConfigError, Setting, Variant
 
 _SCHEDULE = "num_speculative_tokens_per_batch_size"
@@ -75,7 +75,6 @@ def resolve(variant: Variant) -> Resolved:
 
     Raises:
         ConfigError: an unknown key, a secret, a value that vLLM's parser or config classes refuse.
-        ServingError: vLLM sees no device, without which its parser cannot be made.
     """
     for setting in variant.unset:
         _require_known(setting)
@@ -119,13 +118,11 @@ def _parser() -> argparse.ArgumentParser:
     from vllm.platforms import current_platform
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-    # The defaults of some flags depend on the device.
-    if current_platform.is_unspecified():
-        raise ServingError(
-            "the installed vLLM is for GPUs and sees none; check with `nvidia-smi`, give a container its GPUs with "
-            "`docker run --gpus all`, or without a GPU: make install PLATFORM=cpu"
-        )
-    parser: argparse.ArgumentParser = cli_args.make_arg_parser(FlexibleArgumentParser())
+    with contextlib.ExitStack() as patches:
+        if current_platform.is_unspecified():
+            # A GPU build that sees no GPU: its config classes ask for a device, and only defaults depend on which.
+            patches.enter_context(patch.object(type(current_platform), "device_type", "cpu"))
+        parser: argparse.ArgumentParser = cli_args.make_arg_parser(FlexibleArgumentParser())
     return parser
 
 

@@ -165,6 +165,32 @@ def read_prompts(llm: Any, prompts: Sequence[Sequence[int]], consume: Callable[[
         sampler.gather_logprobs = stock
 
 
+def read_head_inputs(llm: Any, prompts: Sequence[Sequence[int]], consume: Callable[[Any], None]) -> None:
+    """Have an engine read prompts, and hand on the inputs of its output head: the hidden states after the last norm.
+
+    Args:
+        llm: of `engine`, in any format that vLLM serves.
+        prompts: token ids.
+        consume: hears a part of the hidden states of all tokens, [tokens, hidden], in any order.
+    """
+    from vllm import SamplingParams
+
+    model = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner.model
+    stock = model.compute_logits
+
+    def compute_logits(hidden: Any, *more: Any, **named: Any) -> Any:
+        consume(hidden)
+        return stock(hidden, *more, **named)
+
+    model.compute_logits = compute_logits
+    try:
+        # The scores of a prompt's tokens are asked for so that the head is computed at each of them.
+        settings = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0)
+        llm.generate([{"prompt_token_ids": list(ids)} for ids in prompts], settings, use_tqdm=False)
+    finally:
+        del model.compute_logits
+
+
 def counter(llm: Any, name: str) -> int:
     """What a counter of the engine stands at, `vllm:spec_decode_num_accepted_tokens` for example."""
     return sum(metric.value for metric in llm.get_metrics() if metric.name == name)

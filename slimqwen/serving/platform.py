@@ -42,6 +42,13 @@ def detect() -> Platform:
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
+def is_gpu_build() -> bool:
+    """Whether the installed torch, and vLLM with it, is one for GPUs."""
+    import torch
+
+    return torch.version.cuda is not None
+
+
 def has_avx512() -> bool:
     """Whether this CPU has the AVX-512 instructions that some CPU kernels of vLLM need."""
     import torch

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
-from vllm.distributed import get_pp_group, get_tensor_model_parallel_world_size
+from vllm.distributed import get_pp_group
 from vllm.model_executor.layers.logits_processor import LogitsProcessor
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.model_executor.models.qwen3_5_mtp import Qwen3_5MTP
@@ -32,7 +32,7 @@ class DraftVocabularyMTP(Qwen3_5MTP):  # type: ignore[misc]  # vLLM is not follo
         prefix: prefix of the module names.
 
     Raises:
-        PluginError: tensor parallelism is on, or config.json announces an impossible number of rows.
+        PluginError: config.json announces an impossible number of rows.
     """
 
     def __new__(cls, *, vllm_config: Any, prefix: str = "") -> Any:
@@ -48,14 +48,10 @@ class DraftVocabularyMTP(Qwen3_5MTP):  # type: ignore[misc]  # vLLM is not follo
             raise PluginError(
                 f"{_SIZE_KEY} is {rows!r}, the vocabulary has {self.config.vocab_size} ids; {_CURE}"
             )
-        if get_tensor_model_parallel_world_size() > 1:
-            raise PluginError(
-                "a trimmed draft vocabulary is served on one GPU: set VLLM_TENSOR_PARALLEL_SIZE=1, or take "
-                "trim_draft_vocab out of the recipe"
-            )
         if not get_pp_group().is_last_rank:
             return
         # Below `model`, where the names of the checkpoint lead vLLM's loader. The shared output head stays beside it.
+        # GPUs share its rows; each has all ids, because logits and maxima are gathered from all of them.
         self.model.draft_head = ParallelLMHead(rows, self.config.hidden_size)
         self.model.draft_head.token_ids = torch.nn.Parameter(torch.arange(rows), requires_grad=False)
         self.draft_logits_processor = LogitsProcessor(rows)

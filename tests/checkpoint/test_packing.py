@@ -190,6 +190,28 @@ def test_what_is_stored_is_the_weight_rounded_to_nearest(stored, monkeypatch, bi
     assert list(torch.frombuffer(bytearray(content["a.weight_shape"]), dtype=torch.int64)) == [7, 64]
 
 
+def test_another_rounding_gets_rows_and_scales_and_keeps_the_scales(stored, monkeypatch):
+    weight = torch.randn(5, 64, generator=torch.Generator().manual_seed(0)).bfloat16().float()
+    monkeypatch.setattr(packing, "SEARCHED_BYTES", 2 * 64 * 2)
+    _, scales = quantise(weight, 32, 4)
+    seen = []
+
+    def toward_zero(rows, steps):
+        seen.append((rows, steps))
+        return (rows.unflatten(1, (2, 32)) / steps.float()[..., None]).clamp(-7, 7).to(torch.int8).flatten(1)
+
+    blocks = list(packing.quantised_blocks(stored(weight), 32, 4, toward_zero))
+    assert [len(rows) for rows, _ in seen] == [2, 2, 1]
+    assert torch.equal(torch.cat([rows for rows, _ in seen]), weight)
+    assert torch.equal(torch.cat([steps for _, steps in blocks]), scales)
+    packed = packing.rounded_to_nearest(stored(weight), "a.weight", 4, 32, toward_zero)["a.weight_packed"]
+    words = torch.frombuffer(bytearray(b"".join(map(bytes, packed.chunks()))), dtype=torch.int32).reshape(
+        5, -1
+    )
+    integers = torch.cat([integers for integers, _ in blocks])
+    assert torch.equal(unpack_from_int32(words, 4, torch.Size((5, 64))), integers)
+
+
 def test_a_weight_that_is_no_number_is_refused(stored):
     weight = torch.zeros(2, 64)
     weight[1, 5] = float("nan")

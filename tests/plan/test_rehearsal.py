@@ -9,7 +9,10 @@ import torch
 from slimqwen import variant
 from slimqwen.plan import gpu_model, rehearsal, shapes, trouble
 from slimqwen.serving.command import ServerCommand
+from tests.checkpoints import stage_output
 from tests.plan.example import needs_cuda_build
+from tests.zoo.animals import ANIMALS
+from tests.zoo.verbs import write_outputs
 
 ROOT = variant.repository_root()
 pytestmark = pytest.mark.engine
@@ -46,6 +49,34 @@ def test_weights_are_those_of_the_checkpoint(cpu_plans):
     """3.45 M parameters and an MTP head of half a million, as weights/tiny has them."""
     assert sum(cpu_plans["tiny"].weight_bytes.values()) == pytest.approx(7.79e6, rel=0.01)
     assert cpu_plans["tiny-mtp4"].weight_bytes["draft head"] == 1_526_656
+
+
+@needs_cpu_build
+def test_one_of_two_devices_holds_half_of_the_linears_of_packed_weights_and_draft_head(
+    add_variant, tmp_path, tmp_path_factory
+):
+    """Two CPUs in place of two GPUs: vLLM's own classes divide, and its loaders take each tensor of the checkpoint."""
+    (tmp_path / "weights").mkdir()
+    packed, trimmed = (tmp_path_factory.mktemp("weights") / name for name in ("packed", "trimmed"))
+    stage_output("calibrate", ANIMALS["w4a16"].build(tmp_path / "animal"), packed, targets={"mtp": "W4A16"})
+    write_outputs(packed)
+    stage_output("trim_draft_vocab", packed, trimmed, size=4096)
+    (tmp_path / "weights" / "trimmed").symlink_to(trimmed)
+    add_variant("tiny", (ROOT / "experiments" / "tiny" / "config.env").read_text())
+    drafts = (ROOT / "experiments" / "tiny-mtp4" / "config.env").read_text()
+    plans = []
+    for name, more in (("one", ""), ("two", "VLLM_TENSOR_PARALLEL_SIZE=2\n")):
+        add_variant(name, f"{drafts}VLLM_MODEL=weights/trimmed\n{more}")
+        subject = variant.load(name, tmp_path)
+        plans.append(rehearsal.rehearse_variant(subject, "cpu", None, log=tmp_path / "plan.log"))
+    assert [(plan.failed_at, plan.error) for plan in plans] == [(None, None)] * 2
+    one, two = (plan.weight_bytes for plan in plans)
+    assert one.keys() == two.keys()
+    for kind in ("MLP", "embedding", "attention", "linear attention"):
+        assert two[kind] == pytest.approx(one[kind] / 2, rel=0.02), kind
+    # Its fc is whole on each, and so are the ids.
+    assert one["draft head"] / 2 < two["draft head"] < 0.7 * one["draft head"]
+    assert plans[1].kv_cache.blocks == pytest.approx(2 * plans[0].kv_cache.blocks, rel=0.05)
 
 
 @needs_cpu_build

@@ -80,12 +80,15 @@ def test_a_base_is_outlined_before_it_is_whole_and_known_to_be_embedded_or_not(r
     assert variant_recipe.base_outline(subject) is None
     other = repository / "experiments" / "other"
     shutil.copytree(repository / "experiments" / "tiny", other)
-    (other / "config.env").write_text("SOURCE=owner/name\nVLLM_MODEL=weights/other\n")
-    assert not variant_recipe.comes_from_embedded("owner/name", repository)
-    with pytest.raises(
-        RecipeError, match="`slimqwen variant new --name NAME --checkpoint owner/nome` adds one"
-    ):
-        variant_recipe.comes_from_embedded("owner/nome", repository)
+    commit, another = "0" * 39 + "1", "0" * 39 + "2"
+    (other / "config.env").write_text(f"SOURCE=owner/name\nREVISION={commit}\nVLLM_MODEL=weights/other\n")
+    for base in ("owner/name", f"owner/name@{commit}"):
+        assert not variant_recipe.comes_from_embedded(base, repository)
+    for base in ("owner/nome", f"owner/name@{another}"):
+        with pytest.raises(
+            RecipeError, match=f"`slimqwen variant new --name NAME --checkpoint {base}` adds one"
+        ):
+            variant_recipe.comes_from_embedded(base, repository)
 
 
 def test_the_costs_of_a_recipe_come_with_all_of_its_faults(repository):

@@ -170,13 +170,19 @@ def test_the_rate_of_a_depth_is_that_of_a_decoding_step(repository: Path):
     }
 
 
+def test_drafts_that_are_looked_up_in_the_prompt_are_left_out(repository: Path, add_variant):
+    ngram = '{"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 2}'
+    add_variant("looking-up", f"BASE=tiny\nVLLM_SPECULATIVE_CONFIG='{ngram}'\n")
+    assert ServedModel.load(variant.load("looking-up", repository)).num_speculative_tokens == 0
+
+
 def test_flags_that_no_bound_is_known_for_are_refused_with_a_cure(repository: Path, add_variant, monkeypatch):
     add_variant("wide", "BASE=tiny\nVLLM_DTYPE=float32\n")
     with pytest.raises(RooflineError, match=r"served in float32.*set VLLM_DTYPE=bfloat16"):
         served("wide", repository)
-    ngram = '{"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 2}'
-    add_variant("looking-up", f"BASE=tiny\nVLLM_SPECULATIVE_CONFIG='{ngram}'\n")
-    with pytest.raises(RooflineError, match=r"drafts with 'ngram'.*set method to mtp"):
+    suffix = '{"method": "suffix", "num_speculative_tokens": 2}'
+    add_variant("looking-up", f"BASE=tiny\nVLLM_SPECULATIVE_CONFIG='{suffix}'\n")
+    with pytest.raises(RooflineError, match=r"drafts with 'suffix'.*set method to mtp"):
         served("looking-up", repository)
     without = {n: i for n, i in list_tensors(ROOT / "weights" / "tiny").items() if not n.startswith("mtp.")}
     monkeypatch.setattr(bounds, "list_tensors", lambda folder: without)

@@ -107,6 +107,22 @@ def test_a_variant_for_a_gpu_is_refused_on_a_cpu(monkeypatch):
         checks.check_command(ServerCommand.resolve(variant.load("cyankiwi")))
 
 
+def test_a_vllm_for_gpus_that_sees_none_serves_nothing(servable, monkeypatch):
+    monkeypatch.setattr(machine, "is_gpu_build", lambda: True)
+    with pytest.raises(ServingError, match=r"is for GPUs and sees none; .*docker run --gpus all"):
+        checks.check_command(servable())
+
+
+@pytest.mark.parametrize(("gpus", "said"), [(1, None), (2, None), (3, r"v: 3 GPUs cannot share 2 heads")])
+def test_gpus_that_cannot_share_the_heads_are_refused(servable, gpus, said):
+    command = servable(f"VLLM_TENSOR_PARALLEL_SIZE={gpus}")
+    if said is None:
+        checks.check_weights(command)
+    else:
+        with pytest.raises(ServingError, match=said):
+            checks.check_weights(command)
+
+
 def test_a_required_cache_that_was_never_baked_is_told_with_the_command_that_bakes_it(servable):
     command = servable("VLLM_ENFORCE_EAGER=0", "REQUIRE_BAKED=1")
     with pytest.raises(ServingError, match=r"has no baked compile cache; .*recipe run --variant v"):

@@ -6,11 +6,13 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
 
+from slimqwen.models.language_model import load_language_model
 from slimqwen.serving import in_process, platform
 from slimqwen.serving.errors import ServingError
-from slimqwen.serving.in_process import served_arguments, try_out
+from slimqwen.serving.in_process import engine, read_head_inputs, served_arguments, try_out
 from tests.zoo.animals import ANIMALS
 
 TINY = Path(__file__).parents[2] / "weights" / "tiny"
@@ -55,6 +57,20 @@ def test_a_whole_checkpoint_answers() -> None:
 def test_of_a_multimodal_checkpoint_the_language_model_is_loaded_alone(tmp_path: Path) -> None:
     """It has no preprocessor files, without which vLLM does not load a vision tower."""
     try_out(ANIMALS["multimodal-bare"].build(tmp_path / "animal"))
+
+
+def test_the_inputs_of_the_output_head_are_the_hidden_states_of_every_token_once() -> None:
+    prompts, seen = [[5, 60, 700, 8], [9, 10, 11]], []
+    with engine(TINY, max_num_seqs=2) as llm:
+        read_head_inputs(llm, prompts, lambda states: seen.append(states.float().clone()))
+        llm.generate([{"prompt_token_ids": [1, 2]}], use_tqdm=False)  # no longer watched
+    found = torch.cat(seen)
+    with torch.no_grad():
+        model = load_language_model(TINY).model
+        expected = torch.cat([model(torch.tensor([ids])).last_hidden_state[0] for ids in prompts])
+    assert found.shape == expected.shape
+    products = [each.T @ each for each in (found, expected)]
+    assert float((products[0] - products[1]).norm() / products[1].norm()) < 0.02
 
 
 def test_an_engine_with_a_server_s_flags_loads_what_the_server_loads() -> None:

@@ -249,3 +249,18 @@ def test_a_damaged_draft_head_is_refused_in_one_line(
     ):
         pass
     assert str(refusal.value).endswith("make the checkpoint anew with the stage trim_draft_vocab")
+
+
+def test_two_devices_share_the_draft_head_and_draft_as_one(
+    trimmed: Callable[[int], Path], serve: Callable[..., Served]
+) -> None:
+    """Two CPUs in place of two GPUs: vLLM's own workers, collectives and loaders."""
+    parallel = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
+    with engine(trimmed(4096), num_speculative_tokens=DEPTH, **parallel) as llm:
+        tokens = [answer.tokens for answer in generate_responses(llm, requests(TOKENS))]
+        drafts = counter(llm, "vllm:spec_decode_num_drafts")
+        accepted = sum(vector(llm, "vllm:spec_decode_num_accepted_tokens_per_pos"))
+    one = serve(trimmed(4096))
+    assert 1 + accepted / drafts == pytest.approx(one.length, rel=AGREEMENT)
+    # Sums of two halves round otherwise: a near tie may fall either way.
+    assert sum(a == b for a, b in zip(tokens, one.tokens, strict=True)) > PROMPTS / 2

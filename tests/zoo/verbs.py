@@ -45,10 +45,11 @@ _SAMPLES = {"texts": 16, "held_out": 16, "tokens": 24, "prompts": {"longest": 16
 def repository(
     folder: Path, root: Path, *, drafts: bool, config: Mapping[str, str] = _CONFIG
 ) -> variants.Variant:
-    """A repository whose variant `animal` has this checkpoint; its baseline is `tiny` if it is made from that."""
+    """A repository whose variant `animal` has this checkpoint; its baseline is `tiny`, if made from that, or itself."""
     [architecture] = checkpoint.read_config(folder)["architectures"]
     is_tiny = architecture in ("Qwen3_5ForCausalLM", "Qwen3_5ForConditionalGeneration")
-    for name, baseline in (("animal", "tiny" if is_tiny else None), ("tiny", None)):
+    baselines = {"animal": "tiny" if is_tiny else "itself", "itself": None, "tiny": None}
+    for name, baseline in baselines.items():
         experiment = root / "experiments" / name
         experiment.mkdir(parents=True)
         lines = {**config, "VLLM_MODEL": f"weights/{name}", **(_DRAFTS if drafts else {})}
@@ -56,15 +57,17 @@ def repository(
         content = {"hypothesis": "it is served", "baseline": baseline}
         (experiment / "measurements.json").write_text(json.dumps(content))
     (root / "weights").mkdir()
-    (root / "weights" / "animal").symlink_to(folder)
-    (root / "weights" / "tiny").symlink_to(TINY)
+    for name, weights in (("animal", folder), ("itself", folder), ("tiny", TINY)):
+        (root / "weights" / name).symlink_to(weights)
     shutil.copytree(TINY.parents[1] / "eval", root / "eval")
-    # A few texts and prompts, for what is seen here is whether a verb works.
-    prose = root / "eval" / "tasks" / "tinyworld" / "prose.jsonl"
-    prose.write_text("".join(prose.read_text().splitlines(keepends=True)[:4]))
+    # A few texts, items, prompts and lengths, for what is seen here is whether a verb works.
+    for items in (root / "eval" / "tasks" / "tinyworld").glob("*.jsonl"):
+        items.write_text("".join(items.read_text().splitlines(keepends=True)[:4]))
     for file in (root / "eval").rglob("*.yaml"):
         file.write_text(
-            re.sub(r"^(\s*(?:proof_)?prompts): \d+", r"\1: 6", file.read_text(), flags=re.MULTILINE)
+            re.sub(
+                r"^(\s*(?:(?:proof_)?prompts|lengths)): \d+", r"\1: 6", file.read_text(), flags=re.MULTILINE
+            )
         )
     return variants.load("animal", root)
 
@@ -194,6 +197,14 @@ def accept_drafts(folder: Path, empty: Path) -> None:
     acceptance.measure_acceptance(variant, "tinyworld", [2], command="a test", greedy_only=True)
 
 
+def measure_gate(folder: Path, empty: Path) -> None:
+    """`gate`: fidelity, acceptance, quality and the engine check."""
+    from slimqwen.evals import gate
+
+    variant = repository(folder, empty / "root", drafts=False)
+    gate.measure_gate(variant, "tinyworld", command="a test")
+
+
 SLOW: Mapping[str, Verb] = {
     "verify": verify_in_engine,
     "calibrate": stage("calibrate", corpus={"sequences": 2, "length": 16}),
@@ -201,9 +212,10 @@ SLOW: Mapping[str, Verb] = {
     "redistill_mtp": redistill,
     "fidelity": compare_distributions,
     "acceptance": accept_drafts,
+    "gate": measure_gate,
     "bake_cache": bake(stage, prompt_tokens=[1]),
 }
-"""Verbs that start an engine or train."""
+"""Verbs that start an engine or train; the last two for an animal of each format alone."""
 
 
 FORMATS = (

@@ -1,14 +1,17 @@
-"""The stage `quantise_lm_head`: the output head in 4 bits, round-to-nearest (RTN) in groups, on any checkpoint.
+"""The stage `quantise_lm_head`: the output head in 4 bits, in groups, on any checkpoint.
 
 The other linears may be quantised already. Tied embeddings are untied: the input embedding stays as it is, and the
 head becomes packed integers with a scale per group (compressed-tensors' pack-quantized format, which vLLM serves with
 the same kernels as any W4A16 linear; the MTP head shares the packed head). Rows pass through in blocks.
+
+GPTQ needs what the head reads: vLLM itself reads text with the checkpoint as it is, whatever its format, and of the
+hidden states only the sum of x x^T is kept.
 """
 
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from slimqwen import checkpoint
 from slimqwen.checkpoint import packing
@@ -19,12 +22,34 @@ from slimqwen.checkpoint.tensors import NewTensor, TensorInfo, output_head, rewr
 from slimqwen.models.outline import Outline
 from slimqwen.models.shape import Packing
 from slimqwen.progress import Progress
-from slimqwen.recipe.stage import D, Facts, Fault, Needs, Parameters, Stage, require_fit
+from slimqwen.recipe.stage import (
+    TORCH_ENVIRONMENT,
+    D,
+    Facts,
+    Fault,
+    Needs,
+    Parameters,
+    Stage,
+    StageError,
+    require_fit,
+)
+from slimqwen.recipe.stages.calibrate import CalibrationText, calibration_documents
+from slimqwen.recipe.text_check import inspect_text
+from slimqwen.text.corpus import file_digest
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 _HEAD = "lm_head.weight"
 _BITS = 4
+_BATCH = 8
+"""Sequences that the engine reads at a time."""
+
 _IMPORTS_BYTES = 700 * 2**20
 """Resident size of torch and compressed-tensors."""
+
+_ENGINE_BYTES = 3 * 2**30
+"""Resident size of vLLM with KV cache and activations, as in `sample_outputs`."""
 
 
 class QuantiseLmHeadParameters(Parameters):
@@ -32,9 +57,13 @@ class QuantiseLmHeadParameters(Parameters):
 
     Attributes:
         group_size: weights of a row that share a scale.
+        rounding: nearest, or gptq, in which later columns compensate the error of earlier ones on the text.
+        corpus: the text for gptq: so many beginnings of documents, of so many tokens each at most.
     """
 
     group_size: Literal[32, 64, 128] = 32
+    rounding: Literal["nearest", "gptq"] = "nearest"
+    corpus: CalibrationText = CalibrationText()
 
 
 def quantise_output_head(
@@ -44,13 +73,19 @@ def quantise_output_head(
 
     Raises:
         StageError: the checkpoint is quantised in another format than compressed-tensors, the head is packed already,
-            or its rows do not divide into groups.
+            its rows do not divide into groups, or GPTQ's error on the text is larger than that of RTN.
+        CorpusError: the text is missing or malformed.
         CorruptCheckpointError: the head is not finite.
     """
     config = checkpoint.read_config(source)
     require_fit(inspect_output_head(Outline.read(source), parameters))
     head, info = output_head(source)
-    packed = packing.rounded_to_nearest(info, _HEAD, _BITS, parameters.group_size)
+    rounding = None
+    if parameters.rounding == "gptq":
+        from slimqwen.models.gptq import GptqRounding
+
+        rounding = GptqRounding(_second_moments(source, parameters, progress), parameters.group_size, _BITS)
+    packed = packing.rounded_to_nearest(info, _HEAD, _BITS, parameters.group_size, rounding)
 
     def change(name: str, info: TensorInfo) -> Mapping[str, NewTensor] | None:
         if name != head:
@@ -62,20 +97,67 @@ def quantise_output_head(
     group = packing.config_group("lm_head", _BITS, parameters.group_size)
     form = packing.with_group(config, "lm_head", group, ["lm_head"])
     write_config(destination, quantised(untied(config), form))
-    return {
+    facts: Facts = {
         "head_bytes_before": info.end - info.start,
         "head_bytes_after": sum(tensor.bytes for tensor in packed.values()),
     }
+    if rounding:
+        error, rounded_error = rounding.errors
+        if error > rounded_error:
+            raise StageError(
+                f"GPTQ's error on the text is {error / rounded_error:.2f} times that of round-to-nearest; give it more "
+                "text, or set rounding: nearest"
+            )
+        facts |= {"head_error": error, "rounded_head_error": rounded_error}
+    return facts
+
+
+def _second_moments(source: Path, parameters: QuantiseLmHeadParameters, progress: Progress) -> "Tensor":
+    """The sum of x x^T over the inputs x of the head on the beginnings of documents, float32 [hidden, hidden]."""
+    import torch
+    from transformers import AutoTokenizer
+
+    from slimqwen.serving.in_process import engine, read_head_inputs
+
+    tokenizer = AutoTokenizer.from_pretrained(source)
+    documents = calibration_documents(parameters.corpus, source)[: parameters.corpus.sequences]
+    sequences = [
+        tokenizer(document, add_special_tokens=False)["input_ids"][: parameters.corpus.length]
+        for document in documents
+    ]
+    hidden = checkpoint.text_config(checkpoint.read_config(source))["hidden_size"]
+    moments = torch.zeros(hidden, hidden, device="cuda" if torch.cuda.is_available() else "cpu")
+
+    def add(states: "Tensor") -> None:
+        moments.addmm_(states.float().T, states.float())
+
+    with engine(source, max_model_len=parameters.corpus.length + 1, max_num_seqs=_BATCH) as llm:
+        for first in range(0, len(sequences), _BATCH):
+            progress("reading", first, len(sequences))
+            read_head_inputs(llm, sequences[first : first + _BATCH], add)
+    return moments.cpu()
 
 
 def needs(outline: Outline, parameters: QuantiseLmHeadParameters) -> Needs:
-    """Disk: a tied checkpoint grows by the packed head. Memory: some blocks of rows."""
-    head = outline.text["vocab_size"] * outline.text["hidden_size"]
-    return Needs(outline.disk_bytes + head, _IMPORTS_BYTES + 8 * packing.BLOCK_BYTES, 20 * head)
+    """Disk: a tied checkpoint grows by the packed head. Memory: some blocks of rows; for GPTQ the engine before."""
+    hidden = outline.text["hidden_size"]
+    head = outline.text["vocab_size"] * hidden
+    memory = _IMPORTS_BYTES + 8 * packing.BLOCK_BYTES
+    if parameters.rounding == "nearest":
+        return Needs(outline.disk_bytes + head, memory, 20 * head)
+    tokens = parameters.corpus.sequences * parameters.corpus.length
+    operations = 2 * tokens * outline.num_weights + 6 * head * hidden
+    memory = max(_ENGINE_BYTES + outline.disk_bytes, memory + 8 * packing.SEARCHED_BYTES + 16 * hidden**2)
+    return Needs(outline.disk_bytes + head, memory, operations, fixed_seconds=45)
+
+
+def data(parameters: QuantiseLmHeadParameters) -> dict[str, str]:
+    """Digest of the text, if it is read."""
+    return {"corpus": file_digest(parameters.corpus.path, "corpus")} if parameters.rounding == "gptq" else {}
 
 
 def inspect_output_head(outline: Outline, parameters: QuantiseLmHeadParameters) -> Iterator[Fault]:
-    """Find a head that is packed already, or whose rows do not divide into groups."""
+    """Find a head that is packed already, rows that do not divide into groups, and what is wrong with the text."""
     try:
         packing.require_extensible(outline.folder, outline.config)
     except UnsupportedFormatError as error:
@@ -98,6 +180,10 @@ def inspect_output_head(outline: Outline, parameters: QuantiseLmHeadParameters) 
             "choose a smaller one",
             "group_size",
         )
+    if parameters.rounding == "gptq":
+        yield from inspect_text(
+            outline, "corpus", parameters.corpus, least_documents=parameters.corpus.sequences
+        )
 
 
 def reshape(shape: D, parameters: QuantiseLmHeadParameters, /) -> D:
@@ -113,6 +199,18 @@ STAGE = Stage(
     inspect=inspect_output_head,
     reshape=reshape,
     changes=lambda _: (re.escape(_HEAD),),
-    code=("slimqwen.checkpoint.packing", "slimqwen.checkpoint.rtn", "slimqwen.checkpoint.tensors"),
-    packages=("torch", "compressed-tensors"),
+    data=data,
+    code=(
+        "slimqwen.checkpoint.packing",
+        "slimqwen.checkpoint.rtn",
+        "slimqwen.checkpoint.tensors",
+        "slimqwen.models.gptq",
+        "slimqwen.recipe.stages.calibrate",
+        "slimqwen.serving.in_process",
+        "slimqwen.text.chats",
+        "slimqwen.text.corpus",
+        "slimqwen.text.files",
+    ),
+    packages=("torch", "compressed-tensors", "llmcompressor", "vllm", "transformers", "tokenizers"),
+    environment=TORCH_ENVIRONMENT,
 )

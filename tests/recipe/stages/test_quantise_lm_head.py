@@ -10,6 +10,7 @@ from compressed_tensors.compressors.pack_quantized.helpers import unpack_from_in
 
 from slimqwen import checkpoint
 from slimqwen.checkpoint.config import write_config
+from slimqwen.models.outline import Outline
 from slimqwen.recipe import variant_recipe
 from slimqwen.recipe.recipe_file import Step
 from slimqwen.recipe.stage import StageError
@@ -17,6 +18,7 @@ from slimqwen.recipe.stages import quantise_lm_head
 from slimqwen.recipe.stages.quantise_lm_head import QuantiseLmHeadParameters
 from tests.checkpoints import TINY, stage_output, stored
 from tests.noise import NOISE_FACTOR
+from tests.zoo.animals import ANIMALS
 
 
 def quantised(source: Path, destination: Path, group_size: int = 32) -> Path:
@@ -73,6 +75,23 @@ def test_a_packed_head_is_refused(packed: Path, tmp_path: Path) -> None:
 def test_a_group_that_does_not_divide_the_inputs_is_refused(tmp_path: Path) -> None:
     with pytest.raises(StageError, match="group_size 128 does not divide the 192 inputs"):
         quantised(TINY, tmp_path / "packed", group_size=128)
+
+
+def test_gptq_needs_text_of_ones_own_and_the_memory_of_an_engine(tmp_path: Path) -> None:
+    outline = Outline.read(ANIMALS["multimodal-w4a16"].build(tmp_path / "animal"), is_embedded=False)
+    plain, searched = QuantiseLmHeadParameters(), QuantiseLmHeadParameters(rounding="gptq")
+    assert list(quantise_lm_head.inspect_output_head(outline, plain)) == []
+    [fault] = quantise_lm_head.inspect_output_head(outline, searched)
+    assert "corpus.path is missing" in fault.text
+    few = QuantiseLmHeadParameters(rounding="gptq", corpus={"path": "tinyworld", "sequences": 10**6})
+    [fault] = quantise_lm_head.inspect_output_head(outline, few)
+    assert "1000000 are needed" in fault.text
+    assert quantise_lm_head.data(plain) == {}
+    assert quantise_lm_head.data(searched).keys() == {"corpus"}
+    before, after = (quantise_lm_head.needs(outline, each) for each in (plain, searched))
+    assert before.disk_bytes == after.disk_bytes
+    assert after.memory_bytes > before.memory_bytes + 2**31
+    assert after.operations > before.operations
 
 
 def served(folder: Path, texts: list[list[int]]) -> tuple[float, int]:
