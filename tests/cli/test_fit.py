@@ -52,6 +52,11 @@ def test_a_model_that_fits_ends_with_zero_and_one_that_never_does_says_so(fit):
         0, "qwen3-4b with 4 x 8,192 tokens on one l4: fits, 6.8 GB left"
     )  # fmt: skip
     assert "drafted" not in said
+    code, said, _ = fit("qwen3.8-27b-int4", "--gpu", "rtx-3090")
+    assert code == 0
+    assert said.rstrip().endswith(
+        "Start from qwen3.8-27b-best: `slimqwen recipe run --variant qwen3.8-27b-best`"
+    )
     code, said, _ = fit("qwen3.5-27b", "--gpu", "rtx-3060")
     assert (code, "no recipe makes it fit" in said) == (1, True)
 
@@ -68,12 +73,12 @@ def test_trouble_is_that_of_the_recorded_plan_or_of_the_flags_alone(fit):
 
 
 def test_without_a_gpu_all_of_them_are_shown(fit):
-    code, said, _ = fit("qwen3.5-9b")
+    code, said, _ = fit("qwen3-8b")
     assert code == 0
     rows = {line.split()[0]: line for line in said.splitlines() if line.strip()}
-    assert "10.2 GB too much" in rows["rtx-3060"]
-    assert "4-bit head" in rows["rtx-3060"]
-    assert "fits, 55.0 GB left" in rows["h100"]
+    assert "11.5 GB too much" in rows["rtx-3060"]
+    assert "64k tokens" in rows["rtx-3060"]
+    assert "fits, 53.7 GB left" in rows["h100"]
     assert (
         said.rstrip()
         .splitlines()[-1]
