@@ -72,11 +72,11 @@ def test_one_of_two_devices_holds_half_of_the_linears_of_packed_weights_and_draf
     assert [(plan.failed_at, plan.error) for plan in plans] == [(None, None)] * 2
     one, two = (plan.weight_bytes for plan in plans)
     assert one.keys() == two.keys()
-    for kind in ("MLP", "embedding", "attention", "linear attention"):
+    for kind in ("MLP", "embedding", "linear attention"):
         assert two[kind] == pytest.approx(one[kind] / 2, rel=0.02), kind
-    # Its fc is whole on each, and so are the ids.
-    assert one["draft head"] / 2 < two["draft head"] < 0.7 * one["draft head"]
-    assert plans[1].kv_cache.blocks == pytest.approx(2 * plans[0].kv_cache.blocks, rel=0.05)
+    # The one KV head is on both, and so are fc of the MTP head and the ids.
+    for kind in ("attention", "draft head"):
+        assert one[kind] / 2 < two[kind] < 0.7 * one[kind], kind
 
 
 @needs_cpu_build

@@ -252,9 +252,10 @@ def test_a_damaged_draft_head_is_refused_in_one_line(
 
 
 def test_two_devices_share_the_draft_head_and_draft_as_one(
-    trimmed: Callable[[int], Path], serve: Callable[..., Served]
+    trimmed: Callable[[int], Path], serve: Callable[..., Served], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two CPUs in place of two GPUs: vLLM's own workers, collectives and loaders."""
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # it would want a NUMA node for each
     parallel = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
     with engine(trimmed(4096), num_speculative_tokens=DEPTH, **parallel) as llm:
         tokens = [answer.tokens for answer in generate_responses(llm, requests(TOKENS))]
