@@ -117,15 +117,14 @@ def _ask_process(
 ) -> _Answer:
     """The answer of a process that sees the device."""
     shared = variant.settings.get("VLLM_TENSOR_PARALLEL_SIZE")
+    gpus = int(shared.value) if shared and shared.value.isdigit() else 1  # vLLM refuses another value itself
     request = _Request(
         root=variant.root,
         variant=variant.name,
         model=variant.settings["VLLM_MODEL"].value,
         gpu_name=gpu_name,
         gpu=gpu,
-        gpus=int(shared.value)
-        if shared and shared.value.isdigit()
-        else 1,  # vLLM refuses another value itself
+        gpus=gpus,
         kernels=kernels,
         cache_root=cache_root,
     )
