@@ -15,7 +15,7 @@ def test_every_gpu_of_the_default_table_is_listed():
     models = gpu_model.read_gpu_models(ROOT)
     assert set(DEFAULT_GPUS) <= set(models)
     assert models["a10g"].capability == (8, 6)
-    assert models["a10g"].memory_bytes == int(22.06 * 2**30)
+    assert models["a10g"].memory_bytes == int(22.49 * 2**30)
 
 
 def test_an_unknown_gpu_lists_those_that_there_are():

@@ -6,6 +6,9 @@ import shutil
 import pytest
 
 from slimqwen import variant
+from slimqwen.fit.memory import ServerSettings
+from slimqwen.fit.subject import find_subject
+from slimqwen.fit.tables import fit_on_gpus
 from slimqwen.plan import gpu_model, trouble
 from slimqwen.plan import record as plans
 from slimqwen.plan.record import PlanRecord
@@ -14,7 +17,14 @@ from slimqwen.report import markdown
 from tests.plan.example import kernels, plan
 
 ROOT = variant.repository_root()
-GPU_VARIANTS = [name for name in variant.names(ROOT) if variant.load(name, ROOT).platform == "cuda"]
+CUDA_VARIANTS = [name for name in variant.names(ROOT) if variant.load(name, ROOT).platform == "cuda"]
+# A plan takes the CUDA environment: a variant that was added without it says so on its page.
+UNPLANNED = [
+    name
+    for name in CUDA_VARIANTS
+    if "no plan yet" in (ROOT / "experiments" / name / "README.md").read_text(encoding="utf-8")
+]
+GPU_VARIANTS = [name for name in CUDA_VARIANTS if name not in UNPLANNED]
 OWN_FAMILY = ("cyankiwi-best", "qwen3.5-4b-best")
 README_GPUS = re.compile(r"^GPUs: (?P<names>[a-z0-9, -]+)\.$", re.MULTILINE)
 
@@ -137,6 +147,17 @@ def test_a_gpu_variant_starts_on_each_gpu_of_its_readme(name):
         assert [entry.name for entry in entries if entry.effect == "dies"] == [], gpu
         assert recorded.vllm == locked_vllm(), gpu
         assert recorded.flags == flags, gpu
+
+
+@pytest.mark.parametrize("name", UNPLANNED)
+def test_a_gpu_variant_without_a_plan_fits_on_each_gpu_of_its_readme(name):
+    assert not any(plans.find_gpu_plan(ROOT, name, gpu) for gpu in plans.DEFAULT_GPUS), (
+        "its page says: no plan yet"
+    )
+    subject = find_subject(name, ROOT)
+    gpus = named_gpus(name)
+    fits = fit_on_gpus(subject, ServerSettings.of(subject, None, None), gpus, ROOT)
+    assert [gpu for gpu in gpus if not fits[gpu][0].fits] == []
 
 
 def locked_vllm() -> str:
