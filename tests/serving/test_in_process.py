@@ -59,6 +59,7 @@ def test_of_a_multimodal_checkpoint_the_language_model_is_loaded_alone(tmp_path:
     try_out(ANIMALS["multimodal-bare"].build(tmp_path / "animal"))
 
 
+@pytest.mark.engine
 def test_the_inputs_of_the_output_head_are_the_hidden_states_of_every_token_once() -> None:
     prompts, seen = [[5, 60, 700, 8], [9, 10, 11]], []
     with engine(TINY, max_num_seqs=2) as llm:
