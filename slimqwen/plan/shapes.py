@@ -22,7 +22,6 @@ from slimqwen.checkpoint.tensors import tensor_bytes
 from slimqwen.models.shape import IMAGE_PROCESSOR, Packing, Shape, ShapeError
 from slimqwen.progress import Progress, silent
 from slimqwen.recipe import recipe_file
-from slimqwen.recipe.variant_recipe import find_base_variant
 from slimqwen.variant import Variant
 
 FOLDER = Path("eval") / "shapes"
@@ -94,7 +93,7 @@ def shape_by_stage(variant: Variant) -> list[tuple[str, Shape]]:
         return [(name, _local_shape(variant.weights))]
     assert maker.recipe is not None
     recipe = recipe_file.read_recipe(maker.recipe)
-    base = find_base_variant(recipe.base, variant.root)
+    base = recipe_file.find_base_variant(recipe.base, variant.root)
     by_stage = shape_by_stage(variants.load(base, variant.root))
     shape = by_stage[-1][1]
     for step in recipe.steps:

@@ -19,6 +19,7 @@ from typing import Annotated, Any
 import yaml
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
+from slimqwen import variant as variants
 from slimqwen.errors import SlimqwenError
 from slimqwen.recipe.registry import STAGES
 from slimqwen.recipe.stage import Fault, Stage
@@ -163,6 +164,26 @@ def parse_recipe(file: Path, stages: Mapping[str, Stage] = STAGES) -> Recipe:
             if (rest := _without_faults(schema, values or {}, error, file.parent)) is not None:
                 steps.append(Step(stages[name], rest, text.places(path), is_whole=False))
     return Recipe(file, document.description, document.base, tuple(steps), tuple(faults))
+
+
+def find_base_variant(base: str, root: Path) -> str:
+    """The variant that a recipe's base means: itself, or the copy of that hub repository, at the commit that it names.
+
+    Raises:
+        RecipeError: no variant is a copy of that repository at that commit.
+    """
+    if "/" not in base:
+        return base
+    repository, _, commit = base.partition("@")
+    for name in variants.names(root):
+        settings = variants.load(name, root).settings
+        source, revision = settings.get("SOURCE"), settings.get("REVISION")
+        is_own_copy = source and source.value == repository and source.file.parent.name == name
+        if is_own_copy and (not commit or (revision and revision.value == commit)):
+            return name
+    raise RecipeError(
+        f"no variant is a copy of {base}; `slimqwen variant new --name NAME --checkpoint {base}` adds one"
+    )
 
 
 def _load_yaml(file: Path) -> tuple[Any, yaml.Node | None]:

@@ -14,7 +14,7 @@ from slimqwen.progress import Progress, silent
 from slimqwen.recipe import recipe_file, runner
 from slimqwen.recipe.inspection import StageCost, inspect_steps
 from slimqwen.recipe.inspection import lacking_space as lacking_space
-from slimqwen.recipe.recipe_file import Recipe, RecipeError, Step
+from slimqwen.recipe.recipe_file import Recipe, RecipeError, Step, find_base_variant
 from slimqwen.variant import Variant
 
 
@@ -122,26 +122,6 @@ def base_folder(base: str, root: Path) -> Path:
     variant = variants.load(find_base_variant(base, root), root)
     checkpoint.check_folder(variant.weights, variants.making_command(variant.weights, root))
     return variant.weights
-
-
-def find_base_variant(base: str, root: Path) -> str:
-    """The variant that a recipe's base means: itself, or the copy of that hub repository, at the commit that it names.
-
-    Raises:
-        RecipeError: no variant is a copy of that repository at that commit.
-    """
-    if "/" not in base:
-        return base
-    repository, _, commit = base.partition("@")
-    for name in variants.names(root):
-        settings = variants.load(name, root).settings
-        source, revision = settings.get("SOURCE"), settings.get("REVISION")
-        is_own_copy = source and source.value == repository and source.file.parent.name == name
-        if is_own_copy and (not commit or (revision and revision.value == commit)):
-            return name
-    raise RecipeError(
-        f"no variant is a copy of {base}; `slimqwen variant new --name NAME --checkpoint {base}` adds one"
-    )
 
 
 def unexplained_changes(variant: Variant) -> list[str]:
