@@ -186,11 +186,6 @@ class Row:
         return doubts
 
     @property
-    def cautions(self) -> list[str]:
-        """What the newest records say beside their verdicts."""
-        return [evidence.caution for evidence in self.evidence if evidence.caution]
-
-    @property
     def missing(self) -> list[str]:
         """Kinds that a choice needs and that are missing or of an earlier checkpoint."""
         needed = _NEEDED if self.baseline else _NEEDED[:2]
@@ -282,10 +277,6 @@ def _digest(entry: StoredRecord[Record]) -> str | None:
     return entry.record.provenance.checkpoint_digest
 
 
-def _is_one_run(first: StoredRecord[Latency], second: StoredRecord[Latency]) -> bool:
-    return first.record.run == second.record.run
-
-
 def _figures(
     collection: Collection, variant: str, machine: str
 ) -> dict[str, tuple[Figure, StoredRecord[Record]]]:
@@ -363,7 +354,8 @@ def _timing(
     for entry in entries:
         as_scored = digest is None or _digest(entry) == digest
         for other in collection.select(Latency, baseline) if baseline else ():
-            if not _is_one_run(entry, other) or latency_basis(other.record) != latency_basis(entry.record):
+            is_one_run = entry.record.run == other.record.run
+            if not is_one_run or latency_basis(other.record) != latency_basis(entry.record):
                 continue
             if not (_has_items(entry, problems) and _has_items(other, problems)):
                 continue
