@@ -220,7 +220,7 @@ ANIMALS: dict[str, Animal] = {
     "gptq-act-order": Animal(
         "GPTQ with activation order, MTP layer too",
         (gptq(mtp=True, act_order=True),),
-        refuses={"*": "desc_act.*; take a checkpoint with"},
+        refuses={"*": "desc_act.*; use a checkpoint with"},
     ),
     "auto-round": Animal("AutoRound in GPTQ's layout", (quantised.auto_round,), refuses=_FOREIGN),
     "awq": Animal("AWQ (gemm), zero points", (quantised.awq,), refuses=_FOREIGN),
