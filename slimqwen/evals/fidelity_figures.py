@@ -209,7 +209,7 @@ def noise_ratios(texts: Sequence[TextComparison], limit: float) -> list[NoiseRat
         for figure in ("kl_nats", "head_delta_mean"):
             first, first_weights = zip(*(_nats(plain[name], figure) for name in names), strict=True)
             second, second_weights = zip(*(_nats(own[name], figure) for name in names), strict=True)
-            if not any(first_weights):
+            if not (any(first_weights) and any(second_weights)):
                 continue  # no token is likely: a model of random weights has no head of its distributions
             values = first, second, first_weights, second_weights
             ratio = intervals.paired_ratio(*values)

@@ -312,6 +312,14 @@ def noisy_texts(mode, factor, joined=1.0):
     return [*texts, TextComparison(JOINED, mode, bytes=90, compared=90, kl_nats=0.01 * joined)]
 
 
+def test_distributions_without_likely_tokens_have_no_ratio_of_their_heads():
+    flat = [
+        dataclasses.replace(each, head_deltas=[])
+        for each in [*noisy_texts(PLAIN, 1), *noisy_texts("batched", 1)]
+    ]
+    assert [row.figure for row in noise_ratios(flat, 2)] == ["kl_nats", "joined_kl_nats"]
+
+
 @pytest.mark.parametrize("machine", [0.1, 1, 100])
 @pytest.mark.parametrize(
     ("factor", "verdict"), [(1.1, Verdict.PASS), (1.9, Verdict.PASS), (2.5, Verdict.FAIL)]
