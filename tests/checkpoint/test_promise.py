@@ -139,7 +139,7 @@ def test_groups_in_the_order_of_activations_are_refused(tmp_path: Path, order: s
     config = read_config(folder)
     config["quantization_config"]["config_groups"]["group_0"]["weights"]["actorder"] = order
     write_config(folder, config)
-    with pytest.raises(UnsupportedFormatError, match="which vLLM no longer reads; take"):
+    with pytest.raises(UnsupportedFormatError, match="which vLLM no longer loads; use"):
         check_form(folder)
 
 

@@ -114,7 +114,8 @@ def test_a_plan_that_dies_is_refused_in_one_line_with_the_cure(resolve, record, 
         checks.refuse_trouble(command, dies)
         return
     with pytest.raises(
-        ServingError, match=r"v would die on a10g: FlashInfer .*VLLM_KV_CACHE_DTYPE=auto.*ALLOW_UNSAFE=1$"
+        ServingError,
+        match=r"v would die on a10g: FlashInfer .*VLLM_KV_CACHE_DTYPE=auto.*ALLOW_UNSAFE=1 to serve anyway$",
     ):
         checks.refuse_trouble(command, dies)
 

@@ -11,7 +11,9 @@ hidden states only the sum of x x^T is kept.
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
+
+from pydantic import model_validator
 
 from slimqwen import checkpoint
 from slimqwen.checkpoint import packing
@@ -64,6 +66,16 @@ class QuantiseLmHeadParameters(Parameters):
     group_size: Literal[32, 64, 128] = 32
     rounding: Literal["nearest", "gptq"] = "nearest"
     corpus: CalibrationText = CalibrationText()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _leave_out_an_unread_text(cls, given: Any) -> Any:
+        """Round-to-nearest reads no text, so `variant new` may leave it to be filled in."""
+        if not isinstance(given, dict) or given.get("rounding", "nearest") != "nearest":
+            return given
+        corpus = given.get("corpus")
+        is_unfilled = isinstance(corpus, dict) and corpus.get("path", "") is None
+        return {name: value for name, value in given.items() if name != "corpus" or not is_unfilled}
 
 
 def quantise_output_head(
