@@ -40,11 +40,7 @@ class Choice:
             workload = row.timed.latency.record.workload
             sentences = [
                 f"Serve {row.variant} {where}: {row.timed.speed.ratio} as fast over the workload {workload}{worst}.",
-                *(
-                    f"{row.variant}: {caution}."
-                    for caution in [each.caution for each in row.evidence]
-                    if caution
-                ),
+                *(f"{row.variant}: {each.caution}." for each in row.evidence if each.caution),
             ]
         if (other := self.candidate) is not None:
             doubts, missing = list(other.doubts), _missing_evidence(other)

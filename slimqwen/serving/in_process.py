@@ -171,7 +171,7 @@ def read_head_inputs(llm: Any, prompts: Sequence[Sequence[int]], consume: Callab
     Args:
         llm: of `engine`, in any format that vLLM serves.
         prompts: token ids.
-        consume: hears a part of the hidden states of all tokens, [tokens, hidden], in any order.
+        consume: called with the hidden states of some tokens, [tokens, hidden], in any order, until all were passed.
     """
     from vllm import SamplingParams
 
