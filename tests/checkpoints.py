@@ -1,16 +1,19 @@
 """Checkpoints of tests: the committed one, the output of a stage, and what a test changes in a copy."""
 
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
 from slimqwen import progress
 from slimqwen.checkpoint import Manifest
 from slimqwen.checkpoint.files import file_records
+from slimqwen.models import language_model
 from slimqwen.recipe.registry import STAGES
 
 TINY = Path(__file__).parents[1] / "weights" / "tiny"
@@ -35,6 +38,22 @@ def edited_tensors(folder: Path) -> Iterator[dict[str, torch.Tensor]]:
     tensors = stored(folder)
     yield tensors
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def count_layers_in_memory(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """A list that gets, whenever a part of a language model is loaded, the number of its layers that are in memory."""
+    layers: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
+    counts: list[int] = []
+    load_part = language_model._load_part
+
+    def load_and_count(*arguments: Any) -> Any:
+        model = load_part(*arguments)
+        layers.update(model.model.layers)
+        counts.append(len(layers))
+        return model
+
+    monkeypatch.setattr(language_model, "_load_part", load_and_count)
+    return counts
 
 
 def with_manifest(folder: Path) -> Path:

@@ -1,6 +1,6 @@
-"""A model that llmcompressor has calibrated in memory, as tensors and settings of a checkpoint."""
+"""Layers that llmcompressor has calibrated, as tensors and settings of a checkpoint."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from slimqwen.checkpoint import packing
@@ -9,21 +9,20 @@ from slimqwen.checkpoint.tensors import NewTensor, TensorInfo, from_torch, torch
 from slimqwen.checkpoint.weights import TEXT_PART, text_name
 
 
-def pack_model(model: Any, stored: Mapping[str, TensorInfo]) -> dict[str, Any]:
-    """Pack the rounded weights into integers in place; the quantization_config that describes them as stored."""
-    from compressed_tensors import ModelCompressor, __version__
+def describe_quantisation(model: Any, settings: Any, stored: Mapping[str, TensorInfo]) -> dict[str, Any]:
+    """The quantization_config of a model whose linears are packed as llmcompressor's settings say.
 
-    infos = {text_name(name): info for name, info in stored.items()}
-    for name, module in model.named_modules():
-        if hasattr(module, "weight_scale"):
-            # The scale is rounded first, so that the integers are chosen for the scale that is stored.
-            dtype = torch_dtype(infos[f"{name}.weight"].dtype)
-            module.weight_scale.data = module.weight_scale.data.to(dtype).float()
-    compressor = ModelCompressor.from_pretrained_model(model)
-    compressor.compress_model(model)
-    quantization: dict[str, Any] = compressor.quantization_config.model_dump(
-        mode="json", exclude={"quant_method"}
-    )
+    Args:
+        model: the whole model; it needs no numbers (`build_empty_model`).
+        settings: a QuantizationConfig of compressed-tensors.
+    """
+    from compressed_tensors import ModelCompressor, __version__
+    from compressed_tensors.quantization import QuantizationStatus, apply_quantization_config
+
+    apply_quantization_config(model, settings)
+    form = ModelCompressor.from_pretrained_model(model).quantization_config
+    form.quantization_status = QuantizationStatus.COMPRESSED
+    quantization: dict[str, Any] = form.model_dump(mode="json", exclude={"quant_method"})
     ignore = [*quantization["ignore"], packing.UNPACKED_MTP]
     if any(name.startswith(TEXT_PART) for name in stored):
         ignore = [name.replace("model.", TEXT_PART, 1) for name in ignore] + [packing.VISION_TOWER]
@@ -42,15 +41,29 @@ def with_quantisation(
     return changed
 
 
-def stored_replacements(
-    model: Any, targets: Collection[str], stored: Mapping[str, TensorInfo]
-) -> dict[str, Mapping[str, NewTensor]]:
-    """What the calibrated model has in the stead of each stored tensor; the others stay as they are."""
-    state = model.state_dict()
-    replacements: dict[str, Mapping[str, NewTensor]] = {}
+def pack_layer(layer: Any, stored: Mapping[str, TensorInfo]) -> dict[str, dict[str, NewTensor]]:
+    """Pack a calibrated layer's rounded weights in place: what it has in the stead of each of these stored tensors.
+
+    It has nothing in the stead of other layers' tensors, and of any where no weight is rounded.
+    """
+    from compressed_tensors import ModelCompressor
+
+    infos = {text_name(name): info for name, info in stored.items()}
+    packed = set()
+    for name, module in layer.named_modules():
+        if hasattr(module, "weight_scale"):
+            packed.add(f"{name}.weight")
+            # The scale is rounded first, so that the integers are chosen for the scale that is stored.
+            dtype = torch_dtype(infos[f"{name}.weight"].dtype)
+            module.weight_scale.data = module.weight_scale.data.to(dtype).float()
+    if not packed:
+        return {}
+    ModelCompressor.from_pretrained_model(layer).compress_model(layer)
+    state = layer.model.layers.state_dict(prefix="model.layers.")
+    replacements: dict[str, dict[str, NewTensor]] = {}
     for name, info in stored.items():
         text = text_name(name)
-        if name in targets:
+        if text in packed:
             parts = {part: tensor for part, tensor in state.items() if part.startswith(f"{text}_")}
         else:
             parts = {text: state[text]} if text in state else {}

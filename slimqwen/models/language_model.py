@@ -1,7 +1,10 @@
-"""The language model of a checkpoint in transformers, text-only whatever form the checkpoint has."""
+"""The language model of a checkpoint in transformers, text-only whatever form the checkpoint has: whole, or in parts.
+
+A layer alone needs a small part of the memory of the model. It takes the hidden states that the layer before gave.
+"""
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,6 +18,8 @@ from transformers.utils import logging as transformers_logging
 from slimqwen.checkpoint import CorruptCheckpointError
 from slimqwen.checkpoint.weights import Weight, read_weights, text_name
 
+_EMBEDDING, _LAYERS, _NORM = "model.embed_tokens.weight", "model.layers.", "model.norm.weight"
+
 
 def load_language_model(folder: Path, dtype: torch.dtype = torch.float32) -> Any:
     """Load a text-only or multimodal checkpoint into its text-only class, on the CPU and in evaluation mode.
@@ -26,39 +31,107 @@ def load_language_model(folder: Path, dtype: torch.dtype = torch.float32) -> Any
         CorruptCheckpointError: transformers has no such model, or a tensor of it is missing or has another shape.
         UnsupportedFormatError: a weight is quantised in a form that `Weight` does not read.
     """
+    return _load_part(folder, read_text_config(folder), _read_text_weights(folder), dtype)
+
+
+def load_without_layers(folder: Path, dtype: torch.dtype = torch.float32) -> Any:
+    """Load what is around the decoder layers (embedding, final norm, output head) as `load_language_model` does."""
+    weights = _read_text_weights(folder)
+    around = {name: weight for name, weight in weights.items() if not name.startswith(_LAYERS)}
+    return _load_part(folder, _with_layers(read_text_config(folder), []), around, dtype)
+
+
+def load_layer(
+    folder: Path, number: int, dtype: torch.dtype = torch.float32, *, final_norm: bool = False
+) -> Any:
+    """Load one decoder layer as a language model of its own, on the CPU. Raises as `load_language_model`.
+
+    It takes and gives hidden states (`run_layer`), and its vocabulary has one token. Its modules have the names that
+    they have in the whole model.
+
+    Args:
+        final_norm: whether the model's final norm follows the layer.
+    """
+    config = read_text_config(folder)
+    config = _with_layers(config, [config.layer_types[number]])
+    config.vocab_size, config.pad_token_id = 1, None
+    prefix = f"{_LAYERS}{number}."
+    weights: dict[str, Any] = {
+        name.replace(prefix, f"{_LAYERS}0."): weight
+        for name, weight in _read_text_weights(folder).items()
+        if name.startswith((prefix, _NORM))
+    }
+    weights[_EMBEDDING] = torch.zeros(1, config.hidden_size)
+    model = _load_part(folder, config, weights, dtype)
+    if not final_norm:
+        model.model.norm = torch.nn.Identity()
+    model.model.layers.add_module(str(number), model.model.layers.pop(0))
+    return model
+
+
+def run_layer(layer: Any, states: Tensor) -> Tensor:
+    """The output of a layer from `load_layer`: [batch, tokens, hidden] -> the same, in main memory.
+
+    The layer moves to the GPU if there is one.
+    """
+    with torch.no_grad():
+        output: Tensor = layer.to(_device()).model(inputs_embeds=states.to(_device()), use_cache=False)[0]
+    return output.cpu()
+
+
+def read_embeddings(folder: Path, ids: Tensor, out: Tensor | None = None) -> Tensor:
+    """The embeddings of token ids, which are the states before the first layer: [...] -> [..., hidden].
+
+    Args:
+        out: tensor to write them to; a new one in float32 if there is none.
+
+    Raises:
+        CorruptCheckpointError: the embedding is missing, or a number of it is not finite.
+        UnsupportedFormatError: it is quantised in a form that `Weight` does not read.
+    """
+    stored = _read_text_weights(folder).get(_EMBEDDING)
+    if stored is None:
+        raise CorruptCheckpointError(f"{folder} lacks the tensor {_EMBEDDING}; make that checkpoint anew")
+    embeddings = torch.empty(*ids.shape, stored.weight.shape[1]) if out is None else out
+    first = 0
+    for rows in stored.weight.blocks():
+        if not torch.isfinite(rows).all():
+            raise CorruptCheckpointError(f"{folder}: {_EMBEDDING} is not finite; make that checkpoint anew")
+        found = (ids >= first) & (ids < first + len(rows))
+        embeddings[found] = rows[ids[found] - first].to(embeddings.dtype)
+        first += len(rows)
+    return embeddings
+
+
+def build_empty_model(folder: Path) -> Any:
+    """The language model without numbers: its parameters are on torch's meta device."""
+    config = read_text_config(folder)
+    with torch.device("meta"):
+        return MODEL_FOR_CAUSAL_LM_MAPPING[type(config)](config)
+
+
+def read_text_config(folder: Path) -> Any:
+    """The config of a checkpoint's text-only class, without a word about quantisation.
+
+    Raises:
+        CorruptCheckpointError: transformers has no such language model.
+    """
     try:
         config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True).get_text_config()
-        architecture = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+        assert MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     except (KeyError, ValueError, OSError) as error:
         raise CorruptCheckpointError(
             f"{folder / 'config.json'}: transformers has no language model for it ({_one_line(error)}); choose another "
             "checkpoint"
         ) from None
-    weights = {text_name(name): _ReadWhenAsked(weight) for name, weight in read_weights(folder).items()}
-    config.tie_word_embeddings = "lm_head.weight" not in weights
     # transformers' own dequantisation does not find a multimodal checkpoint's `quantization_config`.
     config.__dict__.pop("quantization_config", None)
-    with quiet_loading():
-        try:
-            model, found = architecture.from_pretrained(
-                None, config=config, state_dict=weights, dtype=dtype, output_loading_info=True
-            )
-        except RuntimeError as error:
-            raise CorruptCheckpointError(
-                f"{folder}: its tensors do not fit its config.json ({_one_line(error)}); make that checkpoint anew"
-            ) from None
-    if found["missing_keys"]:
-        raise CorruptCheckpointError(
-            f"{folder} lacks the tensor {min(found['missing_keys'])}, which its config.json promises; make that "
-            "checkpoint anew"
-        )
-    model.name_or_path = model.config.name_or_path = str(folder)
-    return model
+    return config
 
 
 def load_in_float32(folder: Path) -> Any:
     """Load a checkpoint's language model as `load_language_model` does, onto the GPU if there is one."""
-    return load_language_model(folder).to("cuda" if torch.cuda.is_available() else "cpu")
+    return load_language_model(folder).to(_device())
 
 
 def read_plain(weight: Weight) -> Tensor:
@@ -91,6 +164,39 @@ class _ReadWhenAsked:
 
     def __getitem__(self, _: Any) -> Tensor:
         return read_plain(self.weight)
+
+
+def _read_text_weights(folder: Path) -> dict[str, _ReadWhenAsked]:
+    return {text_name(name): _ReadWhenAsked(weight) for name, weight in read_weights(folder).items()}
+
+
+def _with_layers(config: Any, types: Sequence[str]) -> Any:
+    config.layer_types, config.num_hidden_layers = list(types), len(types)
+    return config
+
+
+def _load_part(folder: Path, config: Any, weights: Mapping[str, Any], dtype: torch.dtype) -> Any:
+    config.tie_word_embeddings = "lm_head.weight" not in weights
+    with quiet_loading():
+        try:
+            model, found = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)].from_pretrained(
+                None, config=config, state_dict=dict(weights), dtype=dtype, output_loading_info=True
+            )
+        except RuntimeError as error:
+            raise CorruptCheckpointError(
+                f"{folder}: its tensors do not fit its config.json ({_one_line(error)}); make that checkpoint anew"
+            ) from None
+    if found["missing_keys"]:
+        raise CorruptCheckpointError(
+            f"{folder} lacks the tensor {min(found['missing_keys'])}, which its config.json promises; make that "
+            "checkpoint anew"
+        )
+    model.name_or_path = model.config.name_or_path = str(folder)
+    return model
+
+
+def _device() -> str:
+    return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def _one_line(error: Exception) -> str:

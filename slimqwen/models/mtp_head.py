@@ -27,7 +27,7 @@ from slimqwen.checkpoint import draft_head
 from slimqwen.checkpoint.tensors import list_tensors
 from slimqwen.checkpoint.weights import read_weights
 from slimqwen.errors import SlimqwenError
-from slimqwen.models.language_model import load_language_model, read_plain
+from slimqwen.models.language_model import load_language_model, load_without_layers, read_plain
 from slimqwen.stats.estimates import Z
 
 PREFIX = "mtp."
@@ -239,13 +239,17 @@ def summarise_acceptance(texts: Sequence[Sequence[int]], depth: int) -> DraftAcc
     return DraftAcceptance(depth, drafts, per_position, 1 + ratio, error)
 
 
-def drafts_accepted(model: DraftingModel, text: Sequence[int], start: int, depth: int) -> list[int]:
+def drafts_accepted(
+    model: DraftingModel, text: Sequence[int], start: int, depth: int, hidden: Tensor | None = None
+) -> list[int]:
     """For every position, the number of consecutive greedy drafts of the head that are the tokens of the text.
 
     Args:
         model: a model in evaluation mode.
         text: token ids of a prompt and of the target's own greedy continuation.
         start: index of the prompt's last token.
+        hidden: [1, tokens, hidden], the backbone's output after its final norm for all but the last `depth` + 1 tokens;
+            computed here if it is not given.
 
     Returns:
         One count (0..depth) per position from `start` on, as long as `depth` + 1 tokens follow.
@@ -259,7 +263,8 @@ def drafts_accepted(model: DraftingModel, text: Sequence[int], start: int, depth
     alive = torch.ones(length, dtype=torch.bool, device=tokens.device)
     following = tokens[:, 1 : length + 1]
     with torch.no_grad():
-        unroller = DraftUnroller(model, model.hidden_states(tokens[:, :length]))
+        states = model.hidden_states(tokens[:, :length]) if hidden is None else hidden.to(tokens.device)
+        unroller = DraftUnroller(model, states)
         for step in range(depth):
             following = model.drafts(unroller.step(following))
             alive &= following[0] == tokens[0, step + 2 : step + 2 + length]
@@ -269,20 +274,24 @@ def drafts_accepted(model: DraftingModel, text: Sequence[int], start: int, depth
 
 
 def count_served_steps(
-    model: DraftingModel, texts: Sequence[tuple[Sequence[int], Sequence[int]]], depth: int
+    model: DraftingModel,
+    texts: Sequence[tuple[Sequence[int], Sequence[int]]],
+    depth: int,
+    hidden: Sequence[Tensor] | None = None,
 ) -> list[list[int]]:
     """Count greedy drafts that the target accepts on its own greedy continuations, without a server.
 
     Args:
         model: a model in evaluation mode.
         texts: (prompt, greedy continuation of the same backbone), token ids.
+        hidden: of each text, as for `drafts_accepted`.
 
     Returns:
         Of each text, the accepted drafts of its verify steps.
     """
     return [
-        served_steps(drafts_accepted(model, [*prompt, *continuation], len(prompt) - 1, depth))
-        for prompt, continuation in texts
+        served_steps(drafts_accepted(model, [*prompt, *continuation], len(prompt) - 1, depth, states))
+        for (prompt, continuation), states in zip(texts, hidden or [None] * len(texts), strict=True)
     ]
 
 
@@ -305,17 +314,22 @@ def gain_interval(before: Sequence[Sequence[int]], after: Sequence[Sequence[int]
     return gain - half_width, gain + half_width
 
 
-def load_drafting_model(folder: Path, dtype: torch.dtype = torch.float32) -> DraftingModel:
+def load_drafting_model(
+    folder: Path, dtype: torch.dtype = torch.float32, *, with_layers: bool = True
+) -> DraftingModel:
     """Load backbone, head and draft head of a text-only or multimodal checkpoint, in evaluation mode.
 
     Quantised weights are dequantised.
+
+    Args:
+        with_layers: whether the backbone has its decoder layers; without them, hidden states come from elsewhere.
 
     Raises:
         MtpHeadError: `mtp.*` is absent, incomplete or of another shape.
         CorruptCheckpointError: as `load_language_model`; or the draft head's ids do not fit its rows or the vocabulary.
     """
     head_tensors = read_head_tensors(folder)
-    backbone = load_language_model(folder, dtype)
+    backbone = (load_language_model if with_layers else load_without_layers)(folder, dtype)
     head = MtpHead(backbone.config)
     _check_head(folder, head, head_tensors)
     head.load_state_dict(head_tensors)

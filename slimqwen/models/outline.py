@@ -1,6 +1,8 @@
 """The outline of a checkpoint: its settings, tensors and sizes, before it exists. A recipe is checked on outlines."""
 
 import json
+import re
+from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -15,6 +17,7 @@ from slimqwen.models.published import published_tensors
 from slimqwen.models.shape import Packing, Shape, packed_linear
 
 _TABLES = ("embed_tokens.weight", "lm_head.weight", "lm_head.weight_packed", "lm_head.weight_scale")
+_LAYER = re.compile(r"(?!mtp\.)(?:.*\.)?layers\.\d+\.")
 
 
 @dataclass(frozen=True)
@@ -77,8 +80,22 @@ class Outline:
 
     @property
     def num_weights(self) -> int:
-        """Weights of all tensors; an integer of a packed one holds eight at most."""
-        return sum(info.elements * (8 if info.dtype == "I32" else 1) for info in self.tensors.values())
+        """Weights of all tensors."""
+        return sum(map(_num_weights, self.tensors.values()))
+
+    @property
+    def num_layer_weights(self) -> int:
+        """Weights of its largest decoder layer."""
+        layers: dict[str, int] = defaultdict(int)
+        for name, info in self.tensors.items():
+            if match := _LAYER.match(name):
+                layers[match[0]] += _num_weights(info)
+        return max(layers.values(), default=0)
+
+    @property
+    def num_table_weights(self) -> int:
+        """Weights of its embedding and of its output head, which may be one."""
+        return sum(_num_weights(info) for name, info in self.tensors.items() if name.endswith(_TABLES))
 
     def num_weights_of(self, *kinds: str) -> int:
         """Weights of the unpacked linears of these kinds (`packing.LINEARS`)."""
@@ -128,6 +145,11 @@ class Outline:
 
 def _predicted(dtype: str, shape: tuple[int, ...]) -> TensorInfo:
     return TensorInfo(dtype, shape, Path(), 0, tensor_bytes(dtype, shape))
+
+
+def _num_weights(info: TensorInfo) -> int:
+    """Weights of a tensor; an integer of a packed one holds eight at most."""
+    return info.elements * (8 if info.dtype == "I32" else 1)
 
 
 def _stored_bytes(info: TensorInfo) -> int:

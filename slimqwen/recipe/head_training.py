@@ -12,6 +12,9 @@ from slimqwen.progress import Progress
 from slimqwen.recipe.stage import Parameters, StageError
 from slimqwen.recipe.stages.sample_outputs import Output
 
+_Text = tuple[Output, Any]
+"""What the target said, and its hidden states."""
+
 POSITIONS = 512
 """Positions whose logits are in memory at the same time."""
 
@@ -60,7 +63,21 @@ class Point:
 class Training:
     """State of one training run, saved at every point of its learning curve."""
 
-    def __init__(self, model: Any, outputs: Sequence[Output], parameters: HeadTraining, state: Path) -> None:
+    def __init__(
+        self,
+        model: Any,
+        outputs: Sequence[Output],
+        hidden: Sequence[Any],
+        parameters: HeadTraining,
+        state: Path,
+    ) -> None:
+        """Begin or resume a run.
+
+        Args:
+            model: a drafting model; no layers of its backbone are needed.
+            hidden: of each output, the backbone's output after its final norm: [1, tokens, hidden].
+            state: file that outlives a killed run.
+        """
         import torch
 
         self.step = 0
@@ -69,8 +86,9 @@ class Training:
         self._parameters = parameters
         self._state = state
         # Every tenth text decides when to stop; the held-out texts that judge the result are others.
-        self._validation = list(outputs[::10])
-        self._texts = [output for number, output in enumerate(outputs) if number % 10]
+        texts = list(zip(outputs, hidden, strict=True))
+        self._validation = texts[::10]
+        self._texts = [text for number, text in enumerate(texts) if number % 10]
         self._trainable = {
             name: parameter
             for name, parameter in model.head.named_parameters()
@@ -121,7 +139,7 @@ class Training:
         steps = self._parameters.steps
         return min((self.step + 1) / max(1, steps // 20), 1 - 0.9 * self.step / steps)
 
-    def _batch(self) -> list[Output]:
+    def _batch(self) -> list[_Text]:
         """The texts of a step: each epoch reads all of them in a new random order."""
         batch, count = self._parameters.batch, len(self._texts)
         numbers = range(self.step * batch, (self.step + 1) * batch)
@@ -132,7 +150,7 @@ class Training:
         random.Random(f"{self._parameters.seed} {epoch}").shuffle(order)
         return order
 
-    def _loss(self, outputs: Sequence[Output]) -> Any:
+    def _loss(self, texts: Sequence[_Text]) -> Any:
         """Weighted mean divergence of the head's distributions from the target's, nats per token."""
         import torch
         from torch.nn.utils.rnn import pad_sequence
@@ -140,14 +158,14 @@ class Training:
         from slimqwen.models.mtp_head import DraftUnroller
 
         model, depth, decay = self._model, self._parameters.depth, self._parameters.step_decay
+        outputs, states = zip(*texts, strict=True)
         # Padding comes after the text, where a causal model cannot see it.
         rows = [torch.tensor([*output.prompt, *output.continuation]) for output in outputs]
         tokens = pad_sequence(rows, batch_first=True).to(model.device)
         positions = torch.arange(tokens.shape[1], device=model.device)
         begins = torch.tensor([len(output.prompt) - 1 for output in outputs], device=model.device)[:, None]
         ends = torch.tensor([len(row) for row in rows], device=model.device)[:, None]
-        with torch.no_grad():
-            hidden = model.hidden_states(tokens)
+        hidden = pad_sequence([state[0] for state in states], batch_first=True).to(model.device)
         length = tokens.shape[1] - depth
         unroller = DraftUnroller(model, hidden[:, :length])
         total, weights = 0.0, 0.0

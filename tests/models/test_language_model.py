@@ -1,16 +1,21 @@
-"""The language model of every published form of checkpoint, in transformers."""
+"""The language model of every published form of checkpoint, in transformers, whole and layer by layer."""
 
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from tinyworld.model import TinyShape, build, save_drafting_model
 
 from slimqwen.checkpoint import CorruptCheckpointError
 from slimqwen.checkpoint.config import read_config, write_config
 from slimqwen.checkpoint.errors import UnsupportedFormatError
-from slimqwen.models.language_model import load_language_model
-from tests.checkpoints import TINY, edited_tensors
+from slimqwen.models import hidden_states
+from slimqwen.models.hidden_states import store_hidden_states
+from slimqwen.models.language_model import load_language_model, load_layer, read_embeddings, run_layer
+from slimqwen.models.mtp_head import load_drafting_model
+from slimqwen.progress import silent
+from tests.checkpoints import TINY, count_layers_in_memory, edited_tensors
 from tests.zoo.animals import ANIMALS
 from tests.zoo.specimen import tiny
 
@@ -88,3 +93,86 @@ def test_a_config_of_no_language_model_is_refused(model_type: str, tmp_path: Pat
     write_config(folder, {**read_config(folder), "model_type": model_type})
     with pytest.raises(CorruptCheckpointError, match=r"config\.json: transformers has no language model"):
         load_language_model(folder)
+
+
+# --- layer by layer
+
+TEXTS = [[5, 600, 7000, 42], [8191, 0, 3, 3, 77, 1000, 4096]]
+
+
+def whole_states(folder: Path, ids: list[int]) -> torch.Tensor:
+    with torch.no_grad():
+        states: torch.Tensor = load_language_model(folder).model(torch.tensor([ids])).last_hidden_state
+    return states
+
+
+@pytest.mark.parametrize("name", ["text", "multimodal-w4a16", "qwen3"])
+def test_layers_one_by_one_give_the_states_of_the_whole_model(name: str, tmp_path: Path) -> None:
+    folder = ANIMALS[name].build(tmp_path / name)
+    texts = TEXTS if name != "qwen3" else [[5, 60, 7], [8, 0, 3, 3]]
+    stored = store_hidden_states(folder, texts, tmp_path / "states", torch.float32, silent)
+    assert all(
+        torch.equal(states, whole_states(folder, ids)) for ids, states in zip(texts, stored, strict=True)
+    )
+    assert len(list((tmp_path / "states").iterdir())) == 1, "the states between layers are deleted"
+
+
+@pytest.mark.parametrize("layers", [2, 8])
+def test_one_layer_at_a_time_is_in_memory(
+    layers: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_drafting_model(build(TinyShape(num_hidden_layers=layers), seed=0), tmp_path)
+    counts = count_layers_in_memory(monkeypatch)
+    store_hidden_states(tmp_path, TEXTS, tmp_path / "states", torch.float32, silent)
+    assert counts == [1] * layers
+    load_drafting_model(tmp_path, with_layers=False)
+    assert counts[-1] == 0
+
+
+def test_a_layer_keeps_its_name_and_gives_states_before_the_final_norm() -> None:
+    ids = torch.tensor([TEXTS[1]])
+    embeddings = read_embeddings(TINY, ids)
+    model = load_language_model(TINY)
+    assert torch.equal(embeddings, model.model.embed_tokens(ids))
+    layer = load_layer(TINY, 3)
+    names = {name for name, _ in model.named_parameters() if name.startswith("model.layers.3.")}
+    assert {name for name, _ in layer.named_parameters() if "layers" in name} == names
+    states, given = run_layer(layer, embeddings), []
+    model.model.layers[3].register_forward_pre_hook(lambda *_: (embeddings,))
+    model.model.norm.register_forward_pre_hook(lambda _, arguments: given.append(arguments[0]))
+    with torch.no_grad():
+        model.model(ids)
+    assert torch.equal(states, given[0])
+
+
+def test_states_go_on_with_the_layer_at_which_a_run_was_killed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loaded = []
+
+    def load_until_killed(folder: Path, number: int, *arguments: Any, **options: Any) -> Any:
+        loaded.append(number)
+        if loaded == [0, 1, 2]:
+            raise KeyboardInterrupt
+        return load_layer(folder, number, *arguments, **options)
+
+    monkeypatch.setattr(hidden_states, "load_layer", load_until_killed)
+    with pytest.raises(KeyboardInterrupt):
+        store_hidden_states(TINY, TEXTS, tmp_path, torch.float32, silent)
+    resumed = store_hidden_states(TINY, TEXTS, tmp_path, torch.float32, silent)
+    assert loaded == [0, 1, 2, 2, 3]
+    assert torch.equal(resumed[1], whole_states(TINY, TEXTS[1]))
+    store_hidden_states(TINY, TEXTS, tmp_path, torch.float32, silent)
+    assert loaded == [0, 1, 2, 2, 3]
+
+
+def test_an_embedding_that_is_not_finite_or_missing_is_an_error(tmp_path: Path) -> None:
+    folder = ANIMALS["text"].build(tmp_path / "text")
+    with edited_tensors(folder) as tensors:
+        tensors["model.embed_tokens.weight"][8000, 3] = torch.inf
+    with pytest.raises(CorruptCheckpointError, match=r"embed_tokens\.weight is not finite"):
+        read_embeddings(folder, torch.tensor([1]))
+    with edited_tensors(folder) as tensors:
+        del tensors["model.embed_tokens.weight"]
+    with pytest.raises(CorruptCheckpointError, match=r"lacks the tensor model\.embed_tokens\.weight"):
+        read_embeddings(folder, torch.tensor([1]))

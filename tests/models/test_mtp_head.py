@@ -200,6 +200,16 @@ def test_accepted_drafts_are_counted_until_the_first_wrong_one(monkeypatch):
     assert acceptance.mean_length == 3
 
 
+def test_stored_states_give_the_drafts_that_the_whole_backbone_gives(small, saved):
+    text = torch.randint(64, (14,), generator=torch.Generator().manual_seed(0)).tolist()
+    whole, around = load_drafting_model(saved), load_drafting_model(saved, with_layers=False)
+    with torch.no_grad():
+        hidden = whole.hidden_states(torch.tensor([text[:-3]]))
+    texts = [(text[:4], text[4:])]
+    assert count_served_steps(around, texts, 2, [hidden]) == count_served_steps(whole, texts, 2)
+    assert torch.equal(around.logits(hidden), whole.logits(hidden))
+
+
 def test_a_text_shorter_than_the_drafts_gives_no_step(monkeypatch):
     model = ScriptedHead(monkeypatch, successor={})
     assert drafts_accepted(model, [1, 2, 3], start=0, depth=4) == []

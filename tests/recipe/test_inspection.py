@@ -271,8 +271,8 @@ def test_what_a_4b_model_takes_is_computed_from_its_config_and_index(
     faults, costs = inspect_steps(recipe_file.read_recipe(file).steps, base, tmp_path / "store")
     assert faults == ()
     calibrate, prune, sample, trim, redistill = (cost.needs for cost in costs)
-    assert 17e9 < calibrate.memory_bytes < 22e9  # float32
-    assert calibrate.disk_bytes == base.disk_bytes
+    assert 3e9 < calibrate.memory_bytes < 8e9  # a layer in float32, not the model
+    assert base.disk_bytes < calibrate.disk_bytes < 1.5 * base.disk_bytes
     # Three quarters of the MLPs' bytes are gone, then of the rows of embedding and head.
     assert 4.5e9 < prune.disk_bytes < 6.5e9
     assert sample.disk_bytes < prune.disk_bytes - 0.9e9
@@ -280,6 +280,17 @@ def test_what_a_4b_model_takes_is_computed_from_its_config_and_index(
     assert prune.memory_bytes < 1e9 < sample.memory_bytes
     assert trim.memory_bytes < redistill.memory_bytes
     assert all(cost.seconds > 0 for cost in costs)
+
+
+@pytest.mark.parametrize("rounding", ["nearest", "gptq"])
+def test_a_27b_model_is_calibrated_on_a_gpu_of_24_gb(rounding: str) -> None:
+    root, stage = variant.repository_root(), STAGES["calibrate"]
+    shape = shapes.published_shape(root, "qwen3.5-27b")
+    assert shape is not None
+    outline = Outline.of_shape(shape, root)
+    kinds = dict.fromkeys(("mlp", "attention", "linear_attention"), "W4A16")
+    needs = stage.needs(outline, stage.parameters(targets=kinds, rounding=rounding))
+    assert needs.memory_bytes < 22e9 < 4 * outline.num_weights
 
 
 def kept_run(folder: Path, stage: str, operations: float, seconds: float) -> None:

@@ -1,19 +1,24 @@
 """The stage `calibrate`: AWQ, then 4- or 8-bit weights with 16-bit activations, by llmcompressor.
 
 AWQ (Lin et al., arXiv 2306.00978) moves scale from the inputs of the weights into the layer before, so that channels
-with large activations lose least when the weights are rounded; llmcompressor searches the scales and rounds. The
-output is written tensor by tensor from the source, so that everything that was not calibrated (a vision tower,
-embeddings, rope settings) stays byte for byte the same.
+with large activations lose least when the weights are rounded; llmcompressor searches the scales and rounds. It
+gets one decoder layer at a time, as a model of its own, with the hidden states that the layer before gave; what it made
+of the layer is packed into a file before the next is loaded. So memory grows with a layer and with the text, not with
+the model. The output is written tensor by tensor from the source, so that everything that was not calibrated (a vision
+tower, embeddings, rope settings) stays byte for byte the same.
 
 The MTP head is rounded to nearest: llmcompressor does not know it, and a worse draft costs time and no answer. That
 needs no text, so a recipe can do it alone, after the stages that train the head on a checkpoint packed already.
 """
 
+import gc
 import random
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
@@ -23,9 +28,9 @@ from slimqwen.checkpoint import packing
 from slimqwen.checkpoint.config import quantised, write_config
 from slimqwen.checkpoint.errors import UnsupportedFormatError
 from slimqwen.checkpoint.files import carry_side_files
-from slimqwen.checkpoint.tensors import NewTensor, TensorInfo, list_tensors, rewrite
+from slimqwen.checkpoint.tensors import NewTensor, TensorInfo, list_tensors, rewrite, write_tensors
 from slimqwen.checkpoint.weights import text_name
-from slimqwen.models.calibrated_model import pack_model, stored_replacements, with_quantisation
+from slimqwen.models.calibrated_model import describe_quantisation, pack_layer, with_quantisation
 from slimqwen.models.families import SCALED_WITH, FamilyError, find_family
 from slimqwen.models.outline import Outline
 from slimqwen.progress import Progress
@@ -57,6 +62,15 @@ _CHECKED_TOKENS = 2048
 
 _PASSES = 46
 """Forward passes of a target: in each of about two searches of AWQ 20 grid points and the exact one, and 4 others."""
+
+_STATES = 7
+"""Hidden states of a token in memory: inputs and outputs of a layer and of its two halves, and rounded outputs."""
+
+_LAYER_COPIES = 4
+"""Float32 copies of a layer's weights in memory: itself, those that AWQ restores, and those of a rounding."""
+
+_PACKED_BYTES = 1.25
+"""Bytes of a packed weight at most: 8 bits, and scales and zero points of groups."""
 
 _IMPORTS_BYTES = 1500 * 2**20
 """Measured resident size of torch, transformers and llmcompressor."""
@@ -120,25 +134,22 @@ def calibrate_weights(
     facts: Facts = {"quantised_linears": sum(map(len, targets.values()))}
     head = targets.pop("mtp", {})
     changed: dict[str, Mapping[str, NewTensor]] = {}
-    if names := {name for weights in targets.values() for name in weights}:
-        model, quantization, sequences = _calibrated(source, names, parameters, progress)
-        facts["calibration_tokens"] = sum(map(len, sequences))
-        stored = list_tensors(source)
-        config = with_quantisation(config, quantization, stored)
-        changed = stored_replacements(model, names, stored)
-        del model
-    if head:
-        form = packing_of(parameters.targets.mtp, parameters.group_size)
-        for name, info in head.items():
-            changed[name] = packing.rounded_to_nearest(info, name, form.bits, form.group_size)
-        group = packing.config_group("mtp", form.bits, form.group_size)
-        modules = [name.removesuffix(".weight") for name in head]
-        config = quantised(config, packing.with_group(config, "mtp", group, modules))
-    rewrite(source, destination, lambda name, info: changed.get(name), progress)
+    with TemporaryDirectory(dir=destination) as layers:
+        if names := {name for weights in targets.values() for name in weights}:
+            sequences, quantization, changed = _calibrated(source, names, parameters, Path(layers), progress)
+            facts["calibration_tokens"] = sum(map(len, sequences))
+            config = with_quantisation(config, quantization, list_tensors(source))
+        if head:
+            form = packing_of(parameters.targets.mtp, parameters.group_size)
+            for name, info in head.items():
+                changed[name] = packing.rounded_to_nearest(info, name, form.bits, form.group_size)
+            group = packing.config_group("mtp", form.bits, form.group_size)
+            modules = [name.removesuffix(".weight") for name in head]
+            config = quantised(config, packing.with_group(config, "mtp", group, modules))
+        rewrite(source, destination, lambda name, info: changed.get(name), progress)
     carry_side_files(source, destination)
     write_config(destination, config)
     if names:
-        changed.clear()
         facts |= _checked_layers(source, destination, sequences, parameters.layer_error_ratio)
     facts["device"] = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
     if torch.cuda.is_available():
@@ -147,20 +158,22 @@ def calibrate_weights(
 
 
 def needs(outline: Outline, parameters: CalibrateParameters) -> Needs:
-    """Memory: weights in float32, activations of all sequences between two layers, and the libraries."""
+    """Disk: the output, and before it what is packed of the layers. Memory: a layer with copies, and activations."""
     if not parameters.targets.calibrated:
         memory = _IMPORTS_BYTES + 8 * packing.BLOCK_BYTES
         return Needs(outline.disk_bytes, memory, 20 * outline.num_weights_of("mtp"))
-    text = outline.text
-    tokens = parameters.corpus.sequences * parameters.corpus.length
-    # In memory at a time: each sequence's input of a layer, and the exact and the rounded output of its MLP.
-    activations = (
-        4 * tokens * (2 * text["hidden_size"] + 2 * max(text["hidden_size"], text["intermediate_size"]))
-    )
-    weights = 4 * sum(info.elements for info in outline.tensors.values())
-    searched = _PASSES * outline.num_weights_of(*parameters.targets.calibrated)
-    operations = 2 * tokens * (searched + 3 * outline.num_weights)
-    return Needs(outline.disk_bytes, _IMPORTS_BYTES + weights + activations, operations, fixed_seconds=25)
+    text, corpus = outline.text, parameters.corpus
+    hidden, inner, heads = text["hidden_size"], text["intermediate_size"], text["num_attention_heads"]
+    tokens = corpus.sequences * corpus.length
+    targets = outline.num_weights_of(*parameters.targets.calibrated)
+    numbers = _LAYER_COPIES * outline.num_layer_weights + tokens * (_STATES * hidden + inner)
+    # Within a layer, of a batch alone: parts of MLP and Gated DeltaNet, and scores of attention.
+    numbers += _BATCH * corpus.length * (8 * inner + 3 * heads * corpus.length)
+    if parameters.rounding == "gptq":
+        numbers += 3 * (hidden**2 + inner**2)  # Hessians, and the inverse of the largest
+    operations = 2 * tokens * (_PASSES * targets + 3 * outline.num_weights)
+    disk_bytes = outline.disk_bytes + int(_PACKED_BYTES * targets)
+    return Needs(disk_bytes, _IMPORTS_BYTES + 4 * numbers, operations, fixed_seconds=25)
 
 
 def inspect_calibration(outline: Outline, parameters: CalibrateParameters) -> Iterator[Fault]:
@@ -234,21 +247,121 @@ def _target_tensors(outline: Outline, parameters: CalibrateParameters) -> dict[s
 
 
 def _calibrated(
-    source: Path, names: Collection[str], parameters: CalibrateParameters, progress: Progress
-) -> tuple[Any, dict[str, Any], list[list[int]]]:
-    """Calibrate and pack the named weights: the model, its quantization_config, and the sequences that it read."""
+    source: Path, names: Collection[str], parameters: CalibrateParameters, folder: Path, progress: Progress
+) -> tuple[list[list[int]], dict[str, Any], dict[str, Mapping[str, NewTensor]]]:
+    """Calibrate and pack the named weights, layer by layer, into files of a folder.
+
+    Returns:
+        The sequences that were read, the quantization_config, and what is to be written in the stead of each changed
+        tensor.
+    """
     import torch
     import transformers
+    from llmcompressor.modifiers.gptq import GPTQModifier
+    from llmcompressor.modifiers.quantization import QuantizationModifier
+    from llmcompressor.modifiers.transform.awq import AWQModifier
+    from llmcompressor.modifiers.transform.awq.dynamic_mappings import get_layer_mappings_from_model
 
-    from slimqwen.models.language_model import load_language_model
+    from slimqwen.models.language_model import build_empty_model, read_embeddings
 
     tokenizer = transformers.AutoTokenizer.from_pretrained(source)
     sequences = _sequences(parameters.corpus, source, tokenizer)
-    model = load_language_model(source)
-    modules = {text_name(name).removesuffix(".weight") for name in names}
+    whole = build_empty_model(source)
+    targets = {text_name(name).removesuffix(".weight") for name in names}
+    linears = [name for name, module in whole.named_modules() if isinstance(module, torch.nn.Linear)]
+    options = {
+        "config_groups": config_groups(parameters.targets, parameters.group_size),
+        "ignore": [name for name in linears if name not in targets],
+    }
+    rounding = GPTQModifier if parameters.rounding == "gptq" else QuantizationModifier
+    # A layer alone does not show which kinds of attention its model has.
+    mappings = get_layer_mappings_from_model(whole)
+    stored, patterns = list_tensors(source), changes(parameters)
+    changeable = {
+        name: info for name, info in stored.items() if any(re.search(pattern, name) for pattern in patterns)
+    }
+    count = 1 + max(int(name.split(".")[2]) for name in targets)
+    changed: dict[str, Mapping[str, NewTensor]] = {}
+    states = list(read_embeddings(source, torch.tensor(sequences)).split(_BATCH))
+    for number in range(count):
+        progress("calibrating", number, count)
+        recipe = [AWQModifier(mappings=mappings), rounding(**options)]
+        states, replaced = _calibrate_layer(source, number, tokenizer, states, recipe, changeable)
+        changed |= _moved_to_disk(replaced, folder / str(number))
+        del replaced
+        # Modules and llmcompressor's hooks refer to one another: until a search the layer would stay in memory.
+        gc.collect()
+    progress("calibrating", 1, 1)
+    settings = rounding(**options).resolved_config
+    return sequences, describe_quantisation(whole, settings, stored), changed
+
+
+def _calibrate_layer(
+    source: Path,
+    number: int,
+    tokenizer: Any,
+    states: Sequence[Any],
+    recipe: Sequence[Any],
+    stored: Mapping[str, TensorInfo],
+) -> tuple[list[Any], dict[str, dict[str, NewTensor]]]:
+    """Scale, round and pack a layer, on the GPU if there is one.
+
+    Args:
+        states: its inputs, float32 [sequences, tokens, hidden] each.
+        recipe: llmcompressor's modifiers.
+        stored: tensors of the model that they may change.
+
+    Returns:
+        Its outputs with the changed weights, and what is to be written in the stead of each tensor of the layer.
+
+    Raises:
+        StageError: a weight or an output is not finite. llmcompressor skips a layer with NaN and only logs it: the
+            result would be silently worse.
+    """
+    import torch
+    from llmcompressor import oneshot
+    from llmcompressor.pipelines.cache import IntermediatesCache
+
+    from slimqwen.models.language_model import load_layer
+
+    if not torch.accelerator.is_available():
+        # Without an accelerator torch cannot pin memory, and there is no device to copy to.
+        IntermediatesCache.pin_memory = lambda *_, **__: None
+    layer = load_layer(source, number)
+    for name, parameter in layer.named_parameters():
+        if not torch.isfinite(parameter).all():
+            raise StageError(f"{source}: {name} is not finite; make that checkpoint anew")
+    # llmcompressor runs the layer twice, the second time with the changed weights.
+    outputs: deque[Any] = deque(maxlen=len(states))
+
+    def keep(_module: Any, _inputs: Any, output: Any) -> None:
+        if not torch.isfinite(output).all():
+            raise StageError(
+                f"layer {number} of {source} gave NaN or infinity on the calibration text; that checkpoint is damaged"
+            )
+        outputs.append(output.cpu())
+
+    [decoder] = layer.model.layers
+    hook = decoder.register_forward_hook(keep)
+    loader = torch.utils.data.DataLoader([{"inputs_embeds": batch} for batch in states], batch_size=None)
     with torch.no_grad():
-        _calibrate(model, tokenizer, modules, torch.tensor(sequences), parameters, progress)
-    return model, pack_model(model, list_tensors(source)), sequences
+        # The processor is not used, but without one llmcompressor looks for an image processor.
+        oneshot(model=layer, processor=tokenizer, recipe=list(recipe), dataset=loader, pipeline="sequential")
+        hook.remove()
+        return list(outputs), pack_layer(layer, stored)
+
+
+def _moved_to_disk(
+    tensors: Mapping[str, Mapping[str, NewTensor]], folder: Path
+) -> dict[str, Mapping[str, NewTensor]]:
+    """The same tensors, read from a new file when they are written again."""
+    if not tensors:
+        return {}
+    folder.mkdir()
+    contents = {part: tensor for parts in tensors.values() for part, tensor in parts.items()}
+    write_tensors(folder / "model.safetensors", contents)
+    stored = list_tensors(folder)
+    return {name: {part: stored[part].unchanged() for part in parts} for name, parts in tensors.items()}
 
 
 def _checked_layers(
@@ -296,80 +409,6 @@ def calibration_documents(corpus: CalibrationText, source: Path) -> list[str]:
     documents = [text + END_OF_TEXT for text in read_texts(corpus.path, source)]
     random.Random(corpus.seed).shuffle(documents)
     return documents
-
-
-def _calibrate(
-    model: Any,
-    tokenizer: Any,
-    modules: set[str],
-    sequences: Any,
-    parameters: CalibrateParameters,
-    progress: Progress,
-) -> None:
-    """Scale and round the modules in place, layer by layer, on the GPU if there is one."""
-    import torch
-    from llmcompressor import oneshot
-    from llmcompressor.modifiers.gptq import GPTQModifier
-    from llmcompressor.modifiers.quantization import QuantizationModifier
-    from llmcompressor.modifiers.transform.awq import AWQModifier
-    from llmcompressor.pipelines.cache import IntermediatesCache
-
-    if not torch.accelerator.is_available():
-        # Without an accelerator torch cannot pin memory, and there is no device to copy to.
-        IntermediatesCache.pin_memory = lambda *_, **__: None
-    for name, parameter in model.named_parameters():
-        if not torch.isfinite(parameter).all():
-            raise StageError(f"{model.name_or_path}: {name} is not finite; make that checkpoint anew")
-    batches = [{"input_ids": batch} for batch in sequences.split(_BATCH)]
-    hooks = _watch(model, modules, progress)
-    linears = [name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)]
-    options = {
-        "config_groups": config_groups(parameters.targets, parameters.group_size),
-        "ignore": [name for name in linears if name not in modules],
-    }
-    gptq = parameters.rounding == "gptq"
-    quantise = GPTQModifier(**options) if gptq else QuantizationModifier(**options)
-    loader = torch.utils.data.DataLoader(batches, batch_size=None)
-    # The processor is not used, but without one llmcompressor looks for an image processor.
-    oneshot(
-        model=model,
-        processor=tokenizer,
-        recipe=[AWQModifier(), quantise],
-        dataset=loader,
-        pipeline="sequential",
-    )
-    for hook in hooks:
-        hook.remove()
-    progress("calibrating", 1, 1)
-
-
-def _watch(model: Any, modules: set[str], progress: Progress) -> list[Any]:
-    """Hooks that count the layers as llmcompressor comes to them, and raise if a layer's output is not finite.
-
-    llmcompressor skips a layer with NaN and only logs it: the result would be silently worse.
-    """
-    import torch
-
-    layers = sorted({name.partition(".layers.")[2].partition(".")[0] for name in modules}, key=int)
-
-    def watch(name: str) -> Callable[..., None]:
-        number = name.rpartition(".")[2]
-
-        def hook(module: Any, inputs: Any, output: Any) -> None:
-            tensor = output[0] if isinstance(output, tuple) else output
-            if not torch.isfinite(tensor).all():
-                raise StageError(
-                    f"{name} gave NaN or infinity on the calibration text; its input checkpoint is damaged"
-                )
-            if number in layers:
-                progress("calibrating", layers.index(number), len(layers))
-
-        return hook
-
-    decoders = (
-        (name, module) for name, module in model.named_modules() if name.rpartition(".")[0].endswith("layers")
-    )
-    return [module.register_forward_hook(watch(name)) for name, module in decoders]
 
 
 def reshape(shape: D, parameters: CalibrateParameters, /) -> D:

@@ -1,6 +1,7 @@
 """The stage `redistill_mtp`: train the MTP head to predict the outputs of the quantised, pruned target.
 
-The target is frozen. The head is unrolled `depth` steps over the target's own outputs (the stage `sample_outputs`),
+The target is frozen: its hidden states are computed once, layer by layer, and kept on disk, so that training has no
+backbone in memory. The head is unrolled `depth` steps over the target's own outputs (the stage `sample_outputs`),
 reads its own hidden state from the second step on, and in each step learns the target's distribution with a weight
 that falls with the step (FastMTP, arXiv 2509.18362, where the step weights are 0.6 ** step).
 
@@ -10,7 +11,7 @@ makes a checkpoint worse. Both are also measured in vLLM, and the two measuremen
 
 import gc
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
@@ -35,8 +36,8 @@ AGREEMENT = 0.05
 """Largest relative difference between the acceptance length measured here and in vLLM."""
 
 _IMPORTS_BYTES = 3 * 2**30
-_TOKENS_PER_TEXT = 192
-"""Prompt and continuation, for an estimate of time."""
+_TEXTS, _TOKENS_PER_TEXT = 1120, 224
+"""Texts of `sample_outputs`, and tokens of a prompt with its continuation, by default."""
 
 
 class RedistillParameters(HeadTraining):
@@ -63,6 +64,7 @@ def redistill_head(
     # Slow to import, and needed only in the process that trains.
     import torch
 
+    from slimqwen.models.hidden_states import store_hidden_states
     from slimqwen.models.mtp_head import (
         PREFIX,
         MtpHead,
@@ -81,29 +83,35 @@ def redistill_head(
     held_out = [output for output in outputs if output.held_out]
     sampled = [output for output in outputs if not output.held_out]
     cuda = torch.cuda.is_available()
-    model = load_drafting_model(source, torch.bfloat16 if cuda else torch.float32)
+    dtype, depth = torch.bfloat16 if cuda else torch.float32, parameters.depth
+    model = load_drafting_model(source, dtype, with_layers=False)
     model.backbone.requires_grad_(False)
     model.head.float()
     if cuda:
-        model.backbone.to("cuda")
-        model.head.to("cuda")
-        if model.draft_head is not None:
-            model.draft_head.to("cuda")
+        model.to("cuda")
+
+    def hidden_states(texts: Sequence[Sequence[int]], name: str) -> list[Any]:
+        return store_hidden_states(source, texts, unfinished / name, dtype, progress)
+
     with torch.autocast("cuda", torch.bfloat16, enabled=cuda):
-        texts = [
-            (output.prompt, _extended_continuation(model, output, parameters.depth - 1))
-            for output in held_out
+        texts = _extended_texts(model, held_out, depth - 1, hidden_states)
+        # Of a held-out text, the states from which a whole draft lies within it.
+        before_drafts = [text[: -depth - 1] for text in texts]
+        states = hidden_states([*before_drafts, *map(_text, sampled)], "hidden")
+        judging, teaching = states[: len(texts)], states[len(texts) :]
+        answers = [
+            (output.prompt, text[len(output.prompt) :]) for output, text in zip(held_out, texts, strict=True)
         ]
-        steps_before = count_served_steps(model, texts, parameters.depth)
+        steps_before = count_served_steps(model, answers, depth, judging)
         if parameters.head == "fresh":
             torch.manual_seed(parameters.seed)
             model.head.load_state_dict(MtpHead(model.backbone.config).state_dict())
-        training = Training(model, sampled, parameters, unfinished / "state.pt")
+        training = Training(model, sampled, teaching, parameters, unfinished / "state.pt")
         training.run(progress)
         for name, parameter in model.head.named_parameters():
             # The stored precision is measured, not the float32 weights of training.
             parameter.data = parameter.data.to(torch_dtype(stored[PREFIX + name].dtype)).float()
-        steps_after = count_served_steps(model.eval(), texts, parameters.depth)
+        steps_after = count_served_steps(model.eval(), answers, depth, judging)
     before = summarise_acceptance(steps_before, parameters.depth)
     after = summarise_acceptance(steps_after, parameters.depth)
     low, high = gain_interval(steps_before, steps_after)
@@ -163,16 +171,23 @@ def summarise_head(facts: Facts) -> str | None:
 
 
 def needs(outline: Outline, parameters: RedistillParameters) -> Needs:
-    """Disk: the size of the input. Memory: unpacked weights, the head with its optimiser, logits of some positions."""
+    """Disk: the output, and the texts' hidden states before and after a layer.
+
+    Memory: embedding and output head in float32 with a layer, or with the optimiser of the head and the logits of some
+    positions; or the engine that counts drafts in the end.
+    """
     text = outline.text
+    hidden, vocabulary = text["hidden_size"], text["vocab_size"]
     head = sum(info.elements for name, info in outline.tensors.items() if name.startswith("mtp."))
-    logits = 6 * POSITIONS * text["vocab_size"]
-    scores = 4 * parameters.depth * text["hidden_size"] * text["vocab_size"]
-    tokens = parameters.steps * parameters.batch * _TOKENS_PER_TEXT
+    training = 5 * head + 6 * POSITIONS * vocabulary
+    numbers = outline.num_table_weights + max(training, head + 2 * outline.num_layer_weights)
+    scores = 4 * parameters.depth * hidden * vocabulary
+    texts = parameters.steps * parameters.batch
+    passes = _TEXTS * outline.num_weights + texts * (3 * parameters.depth * head + scores)
     return Needs(
-        disk_bytes=outline.disk_bytes,
-        memory_bytes=_IMPORTS_BYTES + 4 * (outline.num_weights + 5 * head + logits),
-        operations=2 * tokens * (outline.num_weights + 3 * parameters.depth * head + scores),
+        disk_bytes=outline.disk_bytes + 2 * 4 * _TEXTS * _TOKENS_PER_TEXT * hidden,
+        memory_bytes=_IMPORTS_BYTES + max(4 * numbers, outline.disk_bytes),
+        operations=2 * _TOKENS_PER_TEXT * passes,
         fixed_seconds=90,
     )
 
@@ -205,20 +220,29 @@ def inspect_head(outline: Outline, parameters: RedistillParameters) -> Iterator[
         )
 
 
-def _extended_continuation(model: Any, output: Output, tokens: int) -> list[int]:
-    """A continuation and the target's next greedy tokens after it.
+def _text(output: Output) -> list[int]:
+    return [*output.prompt, *output.continuation]
+
+
+def _extended_texts(
+    model: Any,
+    outputs: Sequence[Output],
+    tokens: int,
+    hidden_states: Callable[[Sequence[Sequence[int]], str], list[Any]],
+) -> list[list[int]]:
+    """Each text with the target's next greedy tokens after it.
 
     A server also drafts, verifies and counts beyond the end of a text. Without those tokens the verify steps across
     the end would be missing here; on short texts they are a fifth of all steps.
-    """
-    import torch
 
-    text = [*output.prompt, *output.continuation]
-    with torch.no_grad():
-        for _ in range(tokens):
-            last = model.hidden_states(torch.tensor([text], device=model.device))[:, -1]
-            text.append(int(model.logits(last).argmax()))
-    return text[len(output.prompt) :]
+    Args:
+        hidden_states: (texts, name of their folder) -> the target's hidden states.
+    """
+    texts = list(map(_text, outputs))
+    for number in range(tokens):
+        for text, states in zip(texts, hidden_states(texts, f"extended-{number}"), strict=True):
+            text.append(int(model.logits(states[:, -1].to(model.device)).argmax()))
+    return texts
 
 
 def _served(folder: Path, held_out: Sequence[Output], depth: int, progress: Progress) -> float:
@@ -251,6 +275,7 @@ STAGE = Stage(
         "slimqwen.checkpoint.draft_head",
         "slimqwen.checkpoint.tensors",
         "slimqwen.checkpoint.weights",
+        "slimqwen.models.hidden_states",
         "slimqwen.models.language_model",
         "slimqwen.models.mtp_head",
         "slimqwen.recipe.head_training",

@@ -4,7 +4,7 @@ import json
 import math
 import shutil
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -34,7 +34,7 @@ from slimqwen.recipe.stage import StageError, require_fit
 from slimqwen.recipe.stages import calibrate
 from slimqwen.recipe.stages.calibrate import CalibrateParameters, CalibrationText, CorpusError
 from tests.byte_tokenizer import byte_tokenizer
-from tests.checkpoints import edited_tensors, stage_output, stored, with_manifest
+from tests.checkpoints import count_layers_in_memory, edited_tensors, stage_output, stored, with_manifest
 from tests.zoo.animals import ANIMALS
 from tests.zoo.specimen import multimodal, outer, read_specimen
 
@@ -218,6 +218,18 @@ def test_the_same_input_and_parameters_give_the_same_bytes(
     again = run_recipe(source, tmp_path)
     assert again.outcome.manifest.key == calibrated.outcome.manifest.key
     assert again.outcome.manifest.files == calibrated.outcome.manifest.files
+
+
+@pytest.mark.parametrize("layers", [2, 8])
+def test_one_layer_at_a_time_is_in_memory(
+    layers: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "source"
+    write_checkpoint(build(replace(SHAPE, num_hidden_layers=layers), seed=0), byte_tokenizer(), folder)
+    counts = count_layers_in_memory(monkeypatch)
+    calibrate_here(folder, tmp_path / "out")
+    # To calibrate a layer, and to compare it with the one that it was made from.
+    assert counts == [1] * 3 * layers
 
 
 # --- verification of the result

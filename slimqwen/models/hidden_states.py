@@ -1,0 +1,49 @@
+"""The hidden states of texts, computed layer by layer and kept in files: one layer is in memory at a time."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from slimqwen.models.language_model import load_layer, read_embeddings, read_text_config, run_layer
+from slimqwen.progress import Progress
+
+
+def store_hidden_states(
+    checkpoint: Path, texts: Sequence[Sequence[int]], folder: Path, dtype: torch.dtype, progress: Progress
+) -> list[Tensor]:
+    """The language model's output after its final norm: for each text [1, tokens, hidden], mapped from a file.
+
+    A killed run goes on with the layer that it was at; a second one finds all done.
+
+    Args:
+        texts: token ids.
+        folder: for these texts, this checkpoint and this dtype alone.
+    """
+    config, lengths = read_text_config(checkpoint), list(map(len, texts))
+    folder.mkdir(parents=True, exist_ok=True)
+    partial, last = folder / "partial", config.num_hidden_layers
+
+    def states_of(file: Path) -> Tensor:
+        size = sum(lengths) * config.hidden_size
+        states: Tensor = torch.from_file(str(file), shared=True, size=size, dtype=dtype)
+        return states.view(-1, config.hidden_size)
+
+    # The number in a name is that of the layers that the states went through.
+    done = max((int(file.name) for file in folder.glob("[0-9]*")), default=-1)
+    for number in range(done + 1, last + 1):
+        progress("computing hidden states", number, last + 1)
+        outputs = states_of(partial)
+        if number:
+            inputs = states_of(folder / str(number - 1))
+            layer = load_layer(checkpoint, number - 1, dtype, final_norm=number == last)
+            for given, made in zip(inputs.split(lengths), outputs.split(lengths), strict=True):
+                made.copy_(run_layer(layer, given[None])[0])
+            del layer  # before the next is loaded
+        else:
+            ids = torch.tensor([token for text in texts for token in text])
+            read_embeddings(checkpoint, ids, outputs)
+        partial.rename(folder / str(number))
+        (folder / str(number - 1)).unlink(missing_ok=True)
+    return [states[None] for states in states_of(folder / str(last)).split(lengths)]
