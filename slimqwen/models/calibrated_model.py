@@ -1,12 +1,30 @@
 """Layers that llmcompressor has calibrated, as tensors and settings of a checkpoint."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 from slimqwen.checkpoint import packing
 from slimqwen.checkpoint.config import quantisation, quantised
 from slimqwen.checkpoint.tensors import NewTensor, TensorInfo, from_torch, torch_dtype
 from slimqwen.checkpoint.weights import TEXT_PART, text_name
+
+
+@contextmanager
+def released_session() -> Iterator[None]:
+    """Let go of the model at the end, of which llmcompressor's session and its tracing keep global references."""
+    from llmcompressor import reset_session
+    from torch.fx import _symbolic_trace
+
+    # Every namespace with a wrapped function stays here, and those of llmcompressor's traces have the model in them.
+    namespaces = _symbolic_trace._wrapped_fns_to_patch
+    known = dict(namespaces)
+    try:
+        yield
+    finally:
+        namespaces.clear()
+        namespaces.update(known)
+        reset_session()
 
 
 def describe_quantisation(model: Any, settings: Any, stored: Mapping[str, TensorInfo]) -> dict[str, Any]:

@@ -30,7 +30,12 @@ from slimqwen.checkpoint.errors import UnsupportedFormatError
 from slimqwen.checkpoint.files import carry_side_files
 from slimqwen.checkpoint.tensors import NewTensor, TensorInfo, list_tensors, rewrite, write_tensors
 from slimqwen.checkpoint.weights import text_name
-from slimqwen.models.calibrated_model import describe_quantisation, pack_layer, with_quantisation
+from slimqwen.models.calibrated_model import (
+    describe_quantisation,
+    pack_layer,
+    released_session,
+    with_quantisation,
+)
 from slimqwen.models.families import SCALED_WITH, FamilyError, find_family
 from slimqwen.models.outline import Outline
 from slimqwen.progress import Progress
@@ -344,7 +349,7 @@ def _calibrate_layer(
     [decoder] = layer.model.layers
     hook = decoder.register_forward_hook(keep)
     loader = torch.utils.data.DataLoader([{"inputs_embeds": batch} for batch in states], batch_size=None)
-    with torch.no_grad():
+    with torch.no_grad(), released_session():
         # The processor is not used, but without one llmcompressor looks for an image processor.
         oneshot(model=layer, processor=tokenizer, recipe=list(recipe), dataset=loader, pipeline="sequential")
         hook.remove()
