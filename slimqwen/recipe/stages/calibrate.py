@@ -346,8 +346,7 @@ def _calibrate_layer(
             )
         outputs.append(output.cpu())
 
-    [decoder] = layer.model.layers
-    hook = decoder.register_forward_hook(keep)
+    hook = next(iter(layer.model.layers)).register_forward_hook(keep)
     loader = torch.utils.data.DataLoader([{"inputs_embeds": batch} for batch in states], batch_size=None)
     with torch.no_grad(), released_session():
         # The processor is not used, but without one llmcompressor looks for an image processor.
