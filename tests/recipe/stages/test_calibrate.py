@@ -220,7 +220,7 @@ def test_the_same_input_and_parameters_give_the_same_bytes(
     assert again.outcome.manifest.files == calibrated.outcome.manifest.files
 
 
-@pytest.mark.parametrize("layers", [2, 8])
+@pytest.mark.parametrize("layers", [4, 8])
 def test_one_layer_at_a_time_is_in_memory(
     layers: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
