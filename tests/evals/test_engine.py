@@ -275,13 +275,10 @@ def test_the_embedded_model_responds_in_processes_as_the_plain_engine_does(
     assert heard[-1] == "reference engine: rereading responses"
 
 
-def started(log: Path) -> Any:
-    return EngineProcesses.started(ServerCommand.resolve(variant.load("tiny")), 600, log)
-
-
 @pytest.fixture(scope="module")
 def processes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineProcesses]:
-    with started(tmp_path_factory.mktemp("logs") / "log") as processes:
+    server, log = ServerCommand.resolve(variant.load("tiny")), tmp_path_factory.mktemp("logs") / "log"
+    with EngineProcesses.started(server, 600, log) as processes:
         yield processes
 
 
@@ -339,17 +336,14 @@ def test_each_process_has_its_own_variables_and_threads(processes: EngineProcess
     assert variables(*compiled, is_served=False, **watched) == (1, "1", shared, None)
 
 
-def test_the_end_of_the_starting_process_is_an_error(tmp_path: Path) -> None:
-    with started(tmp_path / "log") as processes:
-        processes.worker._process.kill()
-        processes.worker._process.wait()
-        with pytest.raises(EvalError, match="the process that starts engines died"):
-            processes.run(engine_jobs.double, 21, "x", silent)
-
-
-def test_a_process_ends_with_its_starter(tmp_path: Path) -> None:
-    with started(tmp_path / "log") as processes:
-        process = psutil.Process(
-            processes.worker.give(dict(os.environ), engine_jobs.hang, TINY, tmp_path, None)
-        )
+def test_the_end_of_the_starting_process_ends_its_engine_and_is_an_error(
+    processes: EngineProcesses, tmp_path: Path
+) -> None:
+    """The last test: it ends what the others use."""
+    starter = processes.worker._process
+    process = psutil.Process(processes.worker.give(dict(os.environ), engine_jobs.hang, TINY, tmp_path, None))
+    starter.kill()
+    starter.wait()
     assert psutil.wait_procs([process], timeout=30)[1] == []
+    with pytest.raises(EvalError, match="the process that starts engines died"):
+        processes.run(engine_jobs.double, 21, "x", silent)

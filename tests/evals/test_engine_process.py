@@ -9,9 +9,10 @@ import pytest
 
 from slimqwen import variant
 from slimqwen.evals import EvalError
-from slimqwen.evals.engine import CheckedEngine, compare_engine
+from slimqwen.evals.engine import compare_engine
 from slimqwen.evals.engine_process import (
     SHORTEST,
+    EngineRun,
     EngineSettings,
     Request,
     Response,
@@ -38,6 +39,9 @@ PLAIN = {
 }  # fmt: skip
 WAYS = ("alone", "cached", "together")
 DRAFTS = {"method": "mtp", "num_speculative_tokens": 3}
+SERVED = PLAIN | {
+    "max-num-seqs": 4, "max-num-batched-tokens": 256, "enable-prefix-caching": True, "speculative-config": DRAFTS,
+}  # fmt: skip
 
 
 def test_lengths_are_short_consecutive_around_the_budget_and_at_the_end_of_the_context() -> None:
@@ -145,30 +149,29 @@ def test_without_two_likely_tokens_there_is_no_noise_to_measure() -> None:
         measure_tie_noise(Rereading(response.log_probabilities, {}), [Request((7,), 1)], [response])
 
 
+Reference = tuple[dict[int, Response], float]
+
+
 @pytest.fixture(scope="module")
-def reference() -> tuple[list[int], dict[int, Response], float]:
-    """Prompt lengths for this machine's blocks, the plain engine's responses to each, and what ties there."""
-    lengths = run_engine(TINY, TINY, (SETTINGS, PLAIN, ("together",), None, ROOT), silent).lengths
-    responses, noise = run_reference(TINY, TINY, (SETTINGS, PLAIN, lengths, ROOT), silent)
-    return lengths, dict(zip(lengths, responses, strict=True)), SETTINGS.noise_factor * noise
+def served() -> EngineRun:
+    """An engine with everything, over prompt lengths for this machine's blocks."""
+    return run_engine(TINY, TINY, (SETTINGS, SERVED, WAYS, None, ROOT), silent)
 
 
-def check(reference: tuple[list[int], dict[int, Response], float], **changes: Any) -> CheckedEngine:
-    lengths, by_length, tie_nats = reference
-    flags = PLAIN | {name.replace("_", "-"): value for name, value in changes.items()}
-    run = run_engine(TINY, TINY, (SETTINGS, flags, WAYS, lengths, ROOT), silent)
-    return compare_engine("served", flags, run, by_length, tie_nats, 1.0)[0]
+@pytest.fixture(scope="module")
+def reference(served: EngineRun) -> Reference:
+    """The plain engine's responses by prompt length, and what ties there."""
+    responses, noise = run_reference(TINY, TINY, (SETTINGS, PLAIN, served.lengths, ROOT), silent)
+    return dict(zip(served.lengths, responses, strict=True)), SETTINGS.noise_factor * noise
 
 
 @pytest.mark.engine
 def test_drafts_cached_prefixes_chunks_and_batches_change_no_token(
-    reference: tuple[list[int], dict[int, Response], float],
+    served: EngineRun, reference: Reference
 ) -> None:
-    engine = check(
-        reference, max_num_seqs=4, max_num_batched_tokens=256, enable_prefix_caching=True, speculative_config=DRAFTS
-    )  # fmt: skip
+    engine, _ = compare_engine("served", SERVED, served, *reference, 1.0)
     assert (engine.verdict, engine.wrong) == ("pass", {})
-    assert engine.responses == 3 * len(reference[0])
+    assert engine.responses == 3 * len(served.lengths)
     assert (engine.sequences, engine.draft_tokens, engine.prefix_caching) == (4, 3, True)
     assert engine.cached_tokens > 0
     assert engine.accepted_drafts > 0
@@ -176,7 +179,7 @@ def test_drafts_cached_prefixes_chunks_and_batches_change_no_token(
 
 @pytest.mark.engine
 def test_an_engine_that_is_wrong_for_several_requests_at_a_time_is_found(
-    reference: tuple[list[int], dict[int, Response], float], monkeypatch: pytest.MonkeyPatch
+    reference: Reference, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from vllm.v1.sample.sampler import Sampler
 
@@ -184,7 +187,9 @@ def test_an_engine_that_is_wrong_for_several_requests_at_a_time_is_found(
         return logits.argmin(dim=-1) if len(logits) > 1 else logits.argmax(dim=-1)
 
     monkeypatch.setattr(Sampler, "greedy_sample", staticmethod(unlikeliest_of_several))
-    engine = check(reference, max_num_seqs=4)
+    flags = PLAIN | {"max-num-seqs": 4}
+    run = run_engine(TINY, TINY, (SETTINGS, flags, WAYS, list(reference[0]), ROOT), silent)
+    engine, _ = compare_engine("served", flags, run, *reference, 1.0)
     assert engine.verdict == "fail"
     assert set(engine.wrong) == {"together"}
-    assert len(engine.wrong["together"]) > len(reference[0]) / 2
+    assert len(engine.wrong["together"]) > len(run.lengths) / 2
