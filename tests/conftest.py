@@ -28,6 +28,7 @@ from slimqwen import host_load, variant
 from slimqwen.errors import SlimqwenError
 from slimqwen.recipe.worker import GARBAGE_THRESHOLD
 from slimqwen.records import store
+from slimqwen.serving import spawner
 from slimqwen.serving.command import ServerCommand
 from slimqwen.serving.server import RunningServer, free_port, run_server
 from slimqwen.serving.shared_server import SharedServer, max_model_len
@@ -91,6 +92,13 @@ def expected_errors_are_one_line() -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(SlimqwenError, "__init__", make)
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def servers_are_forks() -> Iterator[None]:
+    """Servers that tests start are forks of one process, made with the first: vLLM is imported once a session."""
+    with spawner.share_spawner():
         yield
 
 

@@ -48,7 +48,7 @@ def test_a_host_is_reached_without_the_proxy_and_others_as_before(monkeypatch, e
 
 
 @pytest.mark.engine
-@pytest.mark.usefixtures("dead_proxy")
+@pytest.mark.usefixtures("dead_proxy", "servers_are_no_forks")
 def test_every_client_reaches_a_server_with_tls_behind_a_proxy(add_variant, tmp_path):
     tiny = variant.load("tiny")
     write_certificate(tmp_path)

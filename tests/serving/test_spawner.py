@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -62,11 +63,11 @@ def ask(log: Path, _: Path, seconds: float, progress: Progress) -> dict[str, Any
     return facts
 
 
-@pytest.fixture
-def warm(tmp_path: Path) -> Iterator[WarmWorker]:
+@pytest.fixture(scope="module")
+def warm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WarmWorker]:
     environment = os.environ | platform.preloaded_libraries(os.environ)
     with (
-        (tmp_path / "log").open("wb") as output,
+        (tmp_path_factory.mktemp("warm") / "log").open("wb") as output,
         warm_worker.started(environment, output, forks_servers=True) as worker,
     ):
         yield worker
@@ -94,6 +95,9 @@ def test_a_job_s_server_is_a_fork_and_no_process_of_it_outlives_the_job_or_the_s
     assert {"VLLM::EngineCore", "VLLM::Worker"} <= {process.name() for process in processes}
     {"job": job, "server": server}[victim].kill()
     assert ended(processes, 10)
+    with suppress(psutil.NoSuchProcess):
+        job.kill()
+    receive(warm, "ended")
 
 
 @pytest.mark.engine
