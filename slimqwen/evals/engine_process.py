@@ -256,7 +256,9 @@ def _respond(
     if config.scheduler_config.max_num_seqs > 1 and "together" in ways:
         progress("together", 0, 1)
         llm.reset_prefix_cache()
-        for request, response in zip(requests, generate_responses(llm, requests), strict=True):
+        # The shortest come last and join requests that run: vLLM schedules a prompt of one token otherwise then.
+        last_first = requests[::-1]
+        for request, response in zip(last_first, generate_responses(llm, last_first), strict=True):
             responses["together", len(request.prompt)] = response.tokens
     return responses
 

@@ -37,6 +37,7 @@ FIXES = (
     "short_convolution",
     "lone_token",
     "lone_sequence",
+    "padded_prompts",
     "short_drafts",
     "aligned_states",
     "notify_mailbox",

@@ -58,6 +58,7 @@ def patched_places():
     from vllm.model_executor.models import registry
     from vllm.platforms.cpu import CpuPlatform
     from vllm.utils import cpu_triton_utils
+    from vllm.v1.core.sched.scheduler import Scheduler
     from vllm.v1.engine.core import EngineCoreProc
     from vllm.v1.executor.multiproc_executor import WorkerProc
     from vllm.v1.sample.ops import topk_topp_sampler
@@ -76,6 +77,7 @@ def patched_places():
         (registry, "_run_in_subprocess"),
         (CpuPlatform, "check_and_update_config"),
         (cpu_triton_utils, "_expand_kernel_impl"),
+        (Scheduler, "_update_after_schedule"),
         (EngineCoreProc, "run_engine_core"),
         (WorkerProc, "worker_main"),
         (GPUModelRunner, "sample_tokens"),
