@@ -1,4 +1,3 @@
-import json
 import shutil
 
 import pytest
@@ -7,8 +6,9 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from slimqwen import variant
-from slimqwen.evals import EvalError
 from slimqwen.evals.baseline_model import BaselineModel
+from slimqwen.models.language_model import load_language_model
+from tests.zoo.animals import ANIMALS
 
 TINY = variant.repository_root() / "weights" / "tiny"
 IDS = list(range(300, 372))
@@ -65,8 +65,11 @@ def test_another_checkpoint_has_states_of_its_own(model, tmp_path):
     assert not torch.equal(BaselineModel(other, tmp_path / "states").log_probabilities(IDS), first)
 
 
-def test_a_quantised_baseline_is_refused(tmp_path):
-    config = json.loads((TINY / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps(config | {"quantization_config": {}}))
-    with pytest.raises(EvalError, match="is quantised"):
-        BaselineModel(tmp_path, tmp_path / "states")
+def test_a_quantised_baseline_has_the_weights_that_its_integers_mean(tmp_path):
+    rounded = ANIMALS["w4a16"].build(tmp_path / "rounded")
+    read = BaselineModel(rounded, tmp_path / "states").log_probabilities(IDS)
+    with torch.inference_mode():
+        logits = load_language_model(rounded)(torch.tensor([IDS[:-1]]), use_cache=False).logits[0]
+    assert torch.equal(read, logits.log_softmax(-1))
+    exact = BaselineModel(TINY, tmp_path / "states").log_probabilities(IDS)
+    assert 0 < (exact.exp() * (exact - read)).sum(-1).mean() < 0.1
