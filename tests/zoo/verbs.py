@@ -11,6 +11,7 @@ from slimqwen import checkpoint, progress
 from slimqwen import variant as variants
 from slimqwen.checkpoint import promise
 from slimqwen.checkpoint.files import side_files
+from slimqwen.checkpoint.weights import has_mtp_head
 from slimqwen.errors import SlimqwenError
 from slimqwen.models.outline import Outline
 from slimqwen.recipe import variant_recipe
@@ -40,6 +41,16 @@ _CONFIG = {
 _DRAFTS = {"VLLM_SPECULATIVE_CONFIG": """'{"method": "mtp", "num_speculative_tokens": 2}'"""}
 _MTP = {"group_size": 32, "targets": {"mtp": "W8A16"}}
 _SAMPLES = {"texts": 16, "held_out": 16, "tokens": 24, "prompts": {"longest": 16}}
+_TEXT = {"path": "tinyworld"}
+_RECIPE: Mapping[str, Mapping[str, Any]] = {
+    "calibrate": {"layer_error_ratio": 4, "corpus": {**_TEXT, "sequences": 8, "length": 64}},
+    "prune_vocab": {"size": 4096, "corpus": {**_TEXT, "documents": 200}},
+    "quantise_lm_head": {"rounding": "gptq", "corpus": {**_TEXT, "sequences": 64, "length": 128}},
+    "sample_outputs": {"texts": 48, "held_out": 16, "tokens": 32, "prompts": {"path": "tinyworld_prompts"}},
+    "trim_draft_vocab": {"size": 1024},
+    "redistill_mtp": {"depth": 2, "steps": 8, "validate_every": 4},
+}
+"""Every stage that changes tensors, as short as it can be."""
 
 
 def repository(
@@ -197,11 +208,22 @@ def accept_drafts(folder: Path, empty: Path) -> None:
     acceptance.measure_acceptance(variant, "tinyworld", [2], command="a test", greedy_only=True)
 
 
-def measure_gate(folder: Path, empty: Path) -> None:
-    """`gate`: fidelity, acceptance, quality and the engine check."""
+def gate_recipe(folder: Path, empty: Path) -> None:
+    """`recipe run` with every stage that takes the checkpoint, one after the other, then `gate` of the result."""
     from slimqwen.evals import gate
 
-    variant = repository(folder, empty / "root", drafts=False)
+    drafts = has_mtp_head(folder)
+    variant = repository(folder, empty / "root", drafts=drafts)
+    steps = [
+        {name: parameters}
+        for name, parameters in _RECIPE.items()
+        if (drafts or name != "sample_outputs") and outcome(needs(name, **parameters), folder, empty) == WORKS
+    ]
+    recipe = {"description": "a test", "base": "itself", "stages": steps}
+    (variant.folder / "recipe.yaml").write_text(json.dumps(recipe))
+    variant_recipe.run_recipe(variant)
+    assert variant_recipe.unexplained_changes(variant) == []
+    assert variant_recipe.unexplained_settings(variant) == []
     gate.measure_gate(variant, "tinyworld", command="a test")
 
 
@@ -212,7 +234,7 @@ SLOW: Mapping[str, Verb] = {
     "redistill_mtp": redistill,
     "fidelity": compare_distributions,
     "acceptance": accept_drafts,
-    "gate": measure_gate,
+    "gate of a recipe": gate_recipe,
     "bake_cache": bake(stage, prompt_tokens=[1]),
 }
 """Verbs that start an engine or train; the last two for an animal of each format alone."""
