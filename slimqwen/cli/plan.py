@@ -46,9 +46,10 @@ def plan(
     from slimqwen.plan import record as plans
     from slimqwen.plan import trouble
     from slimqwen.records import provenance
+    from slimqwen.serving import platform as machine
 
-    default = plans.DEFAULT_GPUS if variant.platform == "cuda" else (plans.CPU,)
-    gpus = tuple(gpu or default)
+    for_gpus = variant.platform == "cuda" or machine.is_gpu_build()
+    gpus = tuple(gpu or (plans.DEFAULT_GPUS if for_gpus else (plans.CPU,)))
     if compile_:
         if len(gpus) != 1 or gpus == (plans.CPU,):
             raise typer.BadParameter("--compile takes one GPU: name it with --gpu")

@@ -80,7 +80,8 @@ def rehearse_variant(
         kernels: whether to compile the Triton kernels that a simulated GPU would run, about a minute.
 
     Raises:
-        RehearsalError: the process ended without an answer, for instance because torch is a CPU build.
+        RehearsalError: the process ended without an answer, for instance because torch is a build for
+            the other kind of device.
     """
     return _ask_process(variant, gpu_name, gpu, log, kernels=kernels and gpu is not None).plan
 
@@ -156,7 +157,9 @@ def main() -> None:
     """Answer the request on standard input in the file that the argument names."""
     request = _Request.model_validate_json(sys.stdin.read())
     try:
-        if request.gpu is not None:
+        if request.gpu is None:
+            simulated_gpu.require_cpu_build()
+        else:
             simulated_gpu.simulate_gpu(request.gpu, request.gpus)
     except SlimqwenError as error:
         sys.exit(f"error: {error}")

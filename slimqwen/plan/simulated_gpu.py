@@ -35,6 +35,21 @@ class SimulationError(SlimqwenError):
     """This environment cannot simulate a GPU."""
 
 
+def require_cpu_build() -> None:
+    """Refuse to rehearse a CPU where vLLM has no code for one.
+
+    Raises:
+        SimulationError: torch is a CUDA build.
+    """
+    import torch
+
+    if torch.version.cuda is not None:
+        raise SimulationError(
+            "this torch is a CUDA build, which has no CPU code to plan with; name a GPU with --gpu, or run make install "
+            "PLATFORM=cpu in another checkout and plan there"
+        )
+
+
 def simulate_gpu(gpu: GpuModel, count: int = 1) -> None:
     """Make this process see so many GPUs of this model.
 

@@ -117,7 +117,7 @@ def next_stage(variant: Variant) -> Task | None:
             needs = Resources(
                 gpus=1 if platform.detect() == "cuda" else 0,
                 memory_bytes=step.stage.needs(Outline.read(source), step.parameters).memory_bytes,
-                # A compile cache fits only as many threads as its stage had.
+                # Every measurement of the variant waits for it, and a compilation takes all cores.
                 whole_node=step.stage.only_caches(step.parameters),
             )
             title = f"{forecast.stage} of {variant.name}"

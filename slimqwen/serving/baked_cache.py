@@ -133,7 +133,7 @@ def describe_machine(platform: machine.Platform) -> dict[str, str]:
         "engine fixes": _engine_fixes(),
     }
     if platform == "cpu":
-        return facts | {"instruction set": _cpu_flags(), "cores": str(machine.physical_cores())}
+        return facts | {"instruction set": _cpu_flags()}
     # Heavy, and not needed on a CPU.
     import torch
 

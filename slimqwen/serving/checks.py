@@ -193,6 +193,8 @@ def _check_memory(command: ServerCommand) -> None:
         if weights > share * total:
             needed, cure = weights, "take a smaller variant or a larger GPU"
             available = int(share * total)
+        elif needed > available:
+            available = gpu.await_free_memory(needed)
     if needed > available:
         raise ServingError(
             f"{command.variant.name} needs {_gib(needed)} ({parts}) and {_gib(available)} of "

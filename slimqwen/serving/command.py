@@ -283,6 +283,8 @@ def _environment(
         environment |= _cache_environment(cache, platform)
     if platform == "cpu":
         environment["OMP_NUM_THREADS"] = str(machine.physical_cores())
+        # Kernels take the number of threads at run time, so that one compile cache serves hosts and shares of any size.
+        environment["TORCHINDUCTOR_CPP_DYNAMIC_THREADS"] = "1"
         # Without it vLLM takes 0.92 of the machine's memory.
         environment["VLLM_CPU_KVCACHE_SPACE"] = str(_CPU_KV_CACHE_GIB)
     return environment | dict(variables)

@@ -1,8 +1,12 @@
 """The GPUs that this process sees; a server, whose config.env chooses none, computes on the first."""
 
+import time
 from dataclasses import dataclass
 
 from slimqwen.serving.platform import available_memory
+
+_POLL_S = 0.2
+_SETTLED_S = 3.0
 
 
 @dataclass(frozen=True)
@@ -46,3 +50,19 @@ def free_and_total_memory() -> tuple[int, int]:
         # CUDA counts the files that the kernel caches in the common memory as used; vLLM does not either.
         free = min(total, available_memory())
     return free, total
+
+
+def await_free_memory(needed: int) -> int:
+    """Free memory of the first GPU once `needed` bytes are free, or once it has not grown for `_SETTLED_S`.
+
+    A process that has ended is gone before its memory is.
+    """
+    free, _ = free_and_total_memory()
+    grew = time.monotonic()
+    while free < needed and time.monotonic() - grew < _SETTLED_S:
+        time.sleep(_POLL_S)
+        now, _ = free_and_total_memory()
+        if now > free:
+            grew = time.monotonic()
+        free = now
+    return free

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from slimqwen import variant
-from slimqwen.plan import gpu_model, rehearsal, shapes, trouble
+from slimqwen.plan import gpu_model, rehearsal, shapes, simulated_gpu, trouble
 from slimqwen.serving.command import ServerCommand
 from tests.checkpoints import stage_output
 from tests.plan.example import needs_cuda_build
@@ -88,6 +88,12 @@ def test_a_cpu_build_of_torch_is_refused_in_one_line(tmp_path):
             gpu_model.load_gpu_model(ROOT, "a10g"),
             log=tmp_path / "plan.log",
         )
+
+
+def test_a_cuda_build_of_torch_plans_no_cpu(monkeypatch):
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    with pytest.raises(simulated_gpu.SimulationError, match="CUDA build,.* name a GPU with --gpu"):
+        simulated_gpu.require_cpu_build()
 
 
 @pytest.fixture(scope="module")

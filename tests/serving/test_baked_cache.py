@@ -5,7 +5,9 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from slimqwen.serving import baked_cache
+from slimqwen import variant
+from slimqwen.serving import baked_cache, platform
+from slimqwen.serving.command import ServerCommand
 from slimqwen.serving.errors import ServingError
 
 MACHINE = {"platform": "cpu", "vllm": "1", "instruction set": "ab12"}
@@ -192,6 +194,16 @@ def test_this_machine_is_told_without_importing_torch():
     assert facts["platform"] == "cpu"
     assert all(facts.values())
     assert facts["vllm"] != "none"
+
+
+def test_a_cache_serves_any_number_of_cores(monkeypatch):
+    facts = baked_cache.describe_machine("cpu")
+    monkeypatch.setattr(platform, "physical_cores", lambda: 64)
+    assert baked_cache.describe_machine("cpu") == facts
+    command = ServerCommand.resolve(variant.load("tiny-best"), platform="cpu")
+    # What torch reads, so that no kernel has a number of threads in it.
+    assert command.environment["TORCHINDUCTOR_CPP_DYNAMIC_THREADS"] == "1"
+    assert command.environment["OMP_NUM_THREADS"] == "64"
 
 
 def test_a_log_says_of_every_graph_how_it_was_come_by():

@@ -74,6 +74,16 @@ def test_space_for_the_kv_cache_is_whole_gib_and_never_what_vllm_would_take_of_t
     assert unsaid.environment["VLLM_CPU_KVCACHE_SPACE"] == "4"
 
 
+def test_a_gpu_whose_memory_stays_in_use_is_refused_after_a_wait(servable, monkeypatch):
+    total = 2**40
+    monkeypatch.setattr(gpu, "free_and_total_memory", lambda: (total // 2, total))
+    waited = []
+    monkeypatch.setattr(gpu, "await_free_memory", lambda needed: waited.append(needed) or total // 2)
+    with pytest.raises(ServingError, match="end what else uses the GPU"):
+        checks._check_memory(dataclasses.replace(servable(), platform="cuda"))
+    assert waited == [int(0.92 * total)]
+
+
 def test_weights_are_shared_among_the_gpus_that_split_them(servable, monkeypatch):
     monkeypatch.setattr(gpu, "free_and_total_memory", lambda: (10**6, 10**6))
     one = dataclasses.replace(servable(), platform="cuda")

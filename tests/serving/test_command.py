@@ -75,14 +75,14 @@ def test_variants_with_other_flags_never_share_a_compile_cache():
 
 def test_stray_vllm_variables_of_the_shell_do_not_reach_the_server_but_the_key_does(servable, monkeypatch):
     monkeypatch.setenv("VLLM_PLUGINS", "nothing")
-    monkeypatch.setenv("TORCHINDUCTOR_CPP_DYNAMIC_THREADS", "1")
+    monkeypatch.setenv("TORCHINDUCTOR_FREEZING", "1")
     monkeypatch.setenv("VLLM_API_KEY", "sesame")
     command = servable()
 
     environment = command.process_environment()
 
     assert environment["VLLM_PLUGINS"] == command.environment["VLLM_PLUGINS"] != "nothing"
-    assert "TORCHINDUCTOR_CPP_DYNAMIC_THREADS" not in environment
+    assert "TORCHINDUCTOR_FREEZING" not in environment
     assert environment["VLLM_API_KEY"] == "sesame"
     assert "sesame" not in command.as_shell()
 
