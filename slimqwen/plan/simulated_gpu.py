@@ -45,8 +45,8 @@ def require_cpu_build() -> None:
 
     if torch.version.cuda is not None:
         raise SimulationError(
-            "this torch is a CUDA build, which has no CPU code to plan with; name a GPU with --gpu, or run make install "
-            "PLATFORM=cpu in another checkout and plan there"
+            "this torch is a CUDA build, which has no CPU code to plan with; name a GPU with --gpu, or run make "
+            "install PLATFORM=cpu in another checkout and plan there"
         )
 
 

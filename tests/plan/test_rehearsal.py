@@ -92,7 +92,7 @@ def test_a_cpu_build_of_torch_is_refused_in_one_line(tmp_path):
 
 def test_a_cuda_build_of_torch_plans_no_cpu(monkeypatch):
     monkeypatch.setattr(torch.version, "cuda", "13.0")
-    with pytest.raises(simulated_gpu.SimulationError, match="CUDA build,.* name a GPU with --gpu"):
+    with pytest.raises(simulated_gpu.SimulationError, match=r"CUDA build,.* name a GPU with --gpu"):
         simulated_gpu.require_cpu_build()
 
 

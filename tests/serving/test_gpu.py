@@ -47,11 +47,15 @@ def test_files_that_the_kernel_caches_take_no_memory_of_a_gpu_that_shares_the_ma
 
 
 @pytest.mark.parametrize(
-    ("readings", "free"), [([10, 40, 90, 99], 90), ([10, 40, 40], 40)], ids=["released in time", "held by another"]
+    ("readings", "free"),
+    [([10, 40, 90, 99], 90), ([10, 40, 40], 40)],
+    ids=["released in time", "held by another"],
 )
 def test_memory_that_an_ended_process_still_releases_is_waited_for(monkeypatch, readings, free):
     left = iter(readings)
     clock = iter(range(0, 100, 2))  # seconds: three without growth pass between two readings
     monkeypatch.setattr(gpu, "free_and_total_memory", lambda: (next(left, readings[-1]), 128))
-    monkeypatch.setattr(gpu, "time", SimpleNamespace(monotonic=lambda: next(clock), sleep=lambda seconds: None))
+    monkeypatch.setattr(
+        gpu, "time", SimpleNamespace(monotonic=lambda: next(clock), sleep=lambda seconds: None)
+    )
     assert gpu.await_free_memory(80) == free
