@@ -149,6 +149,7 @@ def measure_gate(
     Raises:
         ServingError: the variant is measured for speed and memory only.
         EvalError: the variant has no baseline.
+        EvalError, CorpusError: as `quality.require_measurable`.
     """
     speed_only.refuse_speed_only(variant, "the gate's checks")
     started = provenance.utc_now()
@@ -157,6 +158,10 @@ def measure_gate(
     options: dict[str, Any] = {"command": command, "progress": progress}
     sides = (baseline, variant)
     depth = settings.acceptance.depth_of(variant)
+    suite = Suite.load(settings.quality, variant.root)
+    for side in sides:
+        if not any(find_reusable(side, Quality, suite=suite.name, limit=limit) for limit in (AUTO, None)):
+            quality.require_measurable(side, suite)
     drafts = any(has_mtp_head(side.weights) for side in sides)
     if drafts:
         # A text too short for the prompts is found before minutes of other checks.
@@ -173,7 +178,7 @@ def measure_gate(
             )
             for side in (sides if drafts else ())
         ],
-        "quality": _measure_quality(sides, settings.quality, options),
+        "quality": _measure_quality(sides, suite, options),
         "engine": [
             find_reusable(variant, EngineCheck, settings_name=settings_name)
             or engine.measure_engine(variant, settings_name, **options)
@@ -323,19 +328,18 @@ def _is_still_valid(record: Record, variant: Variant) -> bool:
     )
 
 
-def _measure_quality(sides: Sequence[Variant], suite_name: str, options: dict[str, Any]) -> list[Path]:
+def _measure_quality(sides: Sequence[Variant], suite: Suite, options: dict[str, Any]) -> list[Path]:
     """Quality records of both sides, measured where none can be reused: of the automatic sample size, or of all items.
 
     All items are used if both sides have such a record, or if the sample leaves a task inconclusive. One look at a
     task's interval passes a variant that is worse by exactly the margin in at most 2.5 % of runs. The sample and then
     all items are two looks, either of which can pass it: together in at most 5 % of runs (Bonferroni's bound).
     """
-    full_paths = [find_reusable(side, Quality, suite=suite_name, limit=None) for side in sides]
+    full_paths = [find_reusable(side, Quality, suite=suite.name, limit=None) for side in sides]
     if all(full_paths):
         return [path for path in full_paths if path]
-    suite = Suite.load(suite_name, sides[0].root)
     sample_paths = [
-        find_reusable(side, Quality, suite=suite_name, limit=AUTO)
+        find_reusable(side, Quality, suite=suite.name, limit=AUTO)
         or quality.measure_quality(side, suite, limit=AUTO, **options)
         for side in sides
     ]

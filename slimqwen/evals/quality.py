@@ -209,7 +209,7 @@ def measure_quality(
     """
     if isinstance(limit, int) and limit < 2:
         raise EvalError(f"a limit of {limit} gives no standard error; take 2 items or more")
-    _require_measurable(variant, suite)
+    require_measurable(variant, suite)
     log = variant.root / "logs" / f"serve-{variant.name}.log"
     key_parts = suite.model_dump(mode="json"), limit, str(split)
     with (
@@ -244,15 +244,23 @@ def score_part(
     Raises:
         ServerLostError, ServingError, EvalError, PromptTooLongError: as for `measure_quality`.
     """
-    _require_measurable(variant, suite)
+    require_measurable(variant, suite)
     log = variant.root / "logs" / f"serve-{variant.name}-{part}.log"
     with share_server(variant, port=free_port(), log=log, progress=progress) as server:
         return _score(server, suite, part, command, limit=limit, split=split, progress=progress)
 
 
-def _require_measurable(variant: Variant, suite: Suite) -> None:
+def require_measurable(variant: Variant, suite: Suite) -> None:
+    """Check in seconds, before a server starts, that a suite can be asked.
+
+    Raises:
+        ServingError: the variant is measured for speed and memory only.
+        EvalError: the suite's data are not fetched.
+        CorpusError: a question of an own evaluation is unusable.
+    """
     speed_only.refuse_speed_only(variant, "quality")
     datasets.require_datasets(suite.datasets, suite.nltk, variant.root)
+    suite.require_questions(variant.root)
 
 
 def _score(

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from slimqwen import variant
-from slimqwen.evals import quality
+from slimqwen.evals import gate, quality
 from slimqwen.evals.drafting import AcceptanceSettings
 from slimqwen.evals.fidelity_figures import FidelitySettings
 from slimqwen.evals.gate import GateSettings
@@ -90,6 +90,19 @@ def test_unusable_questions_are_named_before_a_task_is_written(root: Path) -> No
     with pytest.raises(CorpusError, match=r"eval/own/mine/questions\.jsonl: line 2: answer: Field required"):
         Suite.load("mine", root).write_own_task(root)
     assert not (root / ".cache").exists()
+
+
+def test_unusable_questions_are_named_before_a_server_starts(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_questions(root, [{"prompt": "?", "answer": "a"}, {"prompt": "?"}])
+    monkeypatch.setattr(quality, "share_server", lambda *_, **__: pytest.fail("a server starts"))
+    mtp4, suite = variant.load("tiny-mtp4", root), Suite.load("mine", root)
+    with pytest.raises(CorpusError, match=r"questions\.jsonl: line 2: answer: Field required"):
+        quality.measure_quality(mtp4, suite, command=[], limit=None)
+    monkeypatch.setattr(gate.fidelity, "measure_fidelity", lambda *_, **__: pytest.fail("a check runs"))
+    with pytest.raises(CorpusError, match=r"questions\.jsonl: line 2: answer: Field required"):
+        gate.measure_gate(mtp4, "mine", command=[])
 
 
 @pytest.mark.engine

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from slimqwen.records import store
 from slimqwen.text.chats import check_message
@@ -49,6 +49,13 @@ class Question(BaseModel):
     answer: str | dict[str, Any]
     choices: Annotated[list[str], Field(min_length=2, max_length=26)] | None = None
 
+    @field_validator("answer", mode="before")
+    @classmethod
+    def _check_answer(cls, answer: Any) -> Any:
+        if not isinstance(answer, (str, dict)):  # the fault of a union would name each of its types
+            raise ValueError('write it as text, such as "3", or as {"name": …, "arguments": {…}}')
+        return answer
+
     @model_validator(mode="after")
     def _check_fields_together(self) -> Self:
         if (self.prompt is None) == (self.messages is None):
@@ -56,7 +63,7 @@ class Question(BaseModel):
         if self.tools and self.messages is None:
             raise ValueError("tools go with messages")
         if self.choices is not None and self.answer not in self.choices:
-            raise ValueError("the answer is none of the choices")
+            raise ValueError("the answer is none of the choices; write the choice itself, not its letter")
         if isinstance(self.answer, dict) and not isinstance(self.answer.get("name"), str):
             raise ValueError('an answer that is a tool call is {"name": …, "arguments": {…}}')
         return self
@@ -73,9 +80,10 @@ def read_questions(file: Path, metric: Metric | None) -> list[Question]:
     """Read and check all questions.
 
     Raises:
-        CorpusError: the file cannot be read, or lines are unusable; names up to five of them with their faults.
+        CorpusError: the file cannot be read, or lines are unusable; names each fault with its first lines.
     """
-    questions, faults = [], []
+    questions: list[Question] = []
+    faults: dict[str, list[int]] = {}
     try:
         data = file.read_bytes()
     except OSError as error:
@@ -92,17 +100,22 @@ def read_questions(file: Path, metric: Metric | None) -> list[Question]:
         except ValidationError as error:
             first = error.errors()[0]
             field = ".".join(str(part) for part in first["loc"])
-            faults.append(
-                f"line {number}: {field + ': ' if field else ''}{first['msg'].removeprefix('Value error, ')}"
-            )
+            fault = f"{field + ': ' if field else ''}{first['msg'].removeprefix('Value error, ')}"
+            faults.setdefault(fault, []).append(number)
         except ValueError as error:
-            faults.append(f"line {number}: {error}")
+            faults.setdefault(str(error), []).append(number)
     if faults:
-        more = f", and {len(faults) - 5} more" if len(faults) > 5 else ""
-        raise CorpusError(f"{file}: {'; '.join(faults[:5])}{more}; correct them")
+        named = "; ".join(f"{_line_numbers(numbers)}: {fault}" for fault, numbers in faults.items())
+        raise CorpusError(f"{file}: {named}; correct them")
     if len(questions) < 2:
         raise CorpusError(f"{file}: {len(questions)} questions give no standard error; write 2 or more")
     return questions
+
+
+def _line_numbers(numbers: Sequence[int]) -> str:
+    """The first three of the lines that share a fault, and how many more do."""
+    more = f" and {len(numbers) - 3} more" if len(numbers) > 3 else ""
+    return f"line{'s' if len(numbers) > 1 else ''} {', '.join(map(str, numbers[:3]))}{more}"
 
 
 def write_task(name: str, file: Path, metric: Metric | None, max_gen_toks: int, folder: Path) -> None:

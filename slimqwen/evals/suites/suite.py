@@ -146,6 +146,16 @@ class Suite(Settings):
             name=name, tasks_folder=folder, chat_template=True, sample="first", tasks=(task,), questions=own
         )
 
+    def require_questions(self, root: Path) -> None:
+        """Check the questions of an own evaluation; nothing for other suites.
+
+        Raises:
+            CorpusError: as `questions.read_questions`.
+        """
+        if self.questions is not None:
+            with contextlib.chdir(root):  # paths stand in messages
+                questions.read_questions(OWN / self.name / "questions.jsonl", self.questions.metric)
+
     def write_own_task(self, root: Path) -> None:
         """Write the questions of an own evaluation as a task into `tasks_folder`; nothing for other suites.
 

@@ -115,16 +115,19 @@ def test_every_unusable_line_is_named_at_once(tmp_path):
         {"prompt": "1 + 1?"},
         {"prompt": "Sky?", "choices": ["red", "blue"], "answer": "green"},
         {"prompt": "?", "answer": {"arguments": {}}},
+        {"prompt": "1 + 2?", "answer": 3},
+        *[{"question": "1 + 1?", "answer": "2"}] * 5,
     )
     with pytest.raises(CorpusError) as raised:
         questions.read_questions(file, None)
     message = str(raised.value)
     assert "line 1:" not in message
     for fault in (
-        "line 2: give one of prompt and messages",
+        "lines 2, 7, 8 and 3 more: give one of prompt and messages",
         "line 3: answer: Field required",
-        "line 4: the answer is none of the choices",
+        "line 4: the answer is none of the choices; write the choice itself, not its letter",
         "line 5: an answer that is a tool call",
+        'line 6: answer: write it as text, such as "3", or as {"name": …',
     ):
         assert fault in message
 
