@@ -253,7 +253,7 @@ def _check_port(command: ServerCommand) -> None:
             reason = error.strerror if isinstance(error, OSError) else str(error)
             raise ServingError(
                 f"cannot listen on {command.host}:{command.port} ({reason}); end what listens there, or choose "
-                f"another port: `slimqwen serve --variant {command.variant.name} --port 8081`"
+                f"another port by --port or by VLLM_PORT in the config.env of {command.variant.name}"
             ) from None
 
 

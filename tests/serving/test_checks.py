@@ -44,7 +44,9 @@ def test_a_port_in_use_is_refused(servable):
         taken.listen()
         command = servable(port=taken.getsockname()[1])
 
-        with pytest.raises(ServingError, match=rf"127\.0\.0\.1:{command.port}.*--port 8081"):
+        with pytest.raises(
+            ServingError, match=rf"127\.0\.0\.1:{command.port}.*another port by --port or by VLLM_PORT"
+        ):
             checks.check_command(command)
 
 

@@ -57,10 +57,13 @@ def measure_latency(
         HostBusyError: the host was too busy in all attempts at a round; no record is written.
         ServerLostError: a server died; no record is written.
         BenchError, CorpusError: the workload does not fit the server, or its text is used up.
+        MissingCheckpointError, CorruptCheckpointError: as `Variant.require_weights`.
     """
     rounds = workload.rounds if rounds is None else rounds
     if rounds < 1:
         raise BenchError(f"{rounds} rounds measure nothing: take 1 or more")
+    for variant in variants:
+        variant.require_weights()  # the texts are cut by its tokenizer before a server looks at the rest
     started = provenance.utc_now()
     shared = SharedState(workload, max_num_seqs(variants, workload), rounds, progress)
     sides = [MeasuredVariant(_with_settings(variant, workload), shared) for variant in variants]

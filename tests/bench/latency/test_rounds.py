@@ -12,6 +12,7 @@ from slimqwen import host_load
 from slimqwen.bench import BenchError, latency
 from slimqwen.bench.latency import measured_variant, rounds
 from slimqwen.bench.workload import PromptClass, Workload
+from slimqwen.checkpoint import MissingCheckpointError
 from slimqwen.host_load import HostBusyError, HostLoad
 from slimqwen.plan import start
 from slimqwen.records import store
@@ -19,7 +20,7 @@ from slimqwen.records.pairing import NotComparableError
 from slimqwen.report import tables
 from slimqwen.serving import checks, shared_server
 from slimqwen.serving.errors import ServingError
-from slimqwen.variant import load, repository_root
+from slimqwen.variant import Variant, load, repository_root
 
 WORKLOAD = """\
 documents: book.txt
@@ -70,6 +71,7 @@ def measure(monkeypatch, write_workload):
             yield by_name[variant.name]
 
         monkeypatch.setattr(rounds, "share_server", serve)
+        monkeypatch.setattr(Variant, "require_weights", lambda _: None)  # a stand-in has a tokenizer alone
         variants = [one.variant for one in served_variants]
         chosen = workload or write_workload()
         return latency.measure_latency(
@@ -162,6 +164,12 @@ def test_a_run_of_other_rounds_or_another_workload_begins_anew(measure, add_serv
     assert len(measure(whole, dying, rounds=3)[1]) == 6
     assert len(measure(whole, dying, workload=write_workload(seed=2))[1]) == 4
     assert len(measure(whole, dying)[1]) == 2
+
+
+def test_a_checkpoint_that_is_not_there_is_named_with_what_makes_it(write_workload, add_variant, tmp_path):
+    add_variant("tiny", "VLLM_MODEL=weights/tiny\n")
+    with pytest.raises(MissingCheckpointError, match=r"no checkpoint in .*tiny; "):
+        latency.measure_latency([load("tiny", tmp_path)], write_workload(), command=[])
 
 
 @pytest.mark.parametrize("rounds", [0, -1])
