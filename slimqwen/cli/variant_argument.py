@@ -1,11 +1,14 @@
-"""A variant named without its option: `slimqwen serve mine` is `slimqwen serve --variant mine`."""
+"""A variant named without its option: `slimqwen serve mine` is `slimqwen serve --variant mine`.
+
+A new one too: `slimqwen variant new mine --base tiny` is `slimqwen variant new --name mine --base tiny`.
+"""
 
 from collections.abc import Sequence
 from typing import Any
 
 
 def with_variant_option(command: Any, arguments: Sequence[str]) -> list[str]:
-    """Words of a command line, with `--variant` before the first that is no option where the verb takes a variant.
+    """Words of a command line, the first that is no option after `--variant` or `--name`, whichever the verb takes.
 
     Args:
         command: the group of all verbs, as typer builds it.
@@ -16,11 +19,12 @@ def with_variant_option(command: Any, arguments: Sequence[str]) -> list[str]:
         at += 1
     options = {name: parameter for parameter in command.params for name in parameter.opts}
     takes_words = any(parameter.param_type_name == "argument" for parameter in command.params)
-    if takes_words or "--variant" not in options or any(word.startswith("--variant") for word in words):
+    option_of_name = next((name for name in ("--variant", "--name") if name in options), None)
+    if takes_words or option_of_name is None or any(word.startswith(option_of_name) for word in words):
         return words
     while at < len(words):
         option = options.get(words[at])
         if not words[at].startswith("-"):
-            return [*words[:at], "--variant", *words[at:]]
+            return [*words[:at], option_of_name, *words[at:]]
         at += 1 if option is None or option.is_flag else 2
     return words

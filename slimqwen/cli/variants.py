@@ -52,6 +52,7 @@ def new(
     ] = None,
 ) -> None:
     """Create experiments/NAME: a baseline of a checkpoint, or a variant of another, ready for its flags or recipe."""
+    from slimqwen.evals.suites.suite import Suite
     from slimqwen.recipe import template
     from slimqwen.variant import scaffold
 
@@ -59,6 +60,9 @@ def new(
         raise typer.BadParameter(
             "give --checkpoint FOLDER for a baseline, or --base NAME for a variant of it with its --stage"
         )
+    if evaluation:
+        # A name that nothing has is found here, not at the gate.
+        Suite.load(evaluation, variants.repository_root())
     if checkpoint:
         folder = _create_baseline(name, checkpoint, hypothesis or _BASELINE, evaluation or "core")
     else:
@@ -71,10 +75,11 @@ def new(
     for file in sorted(folder.iterdir()):
         say(f"written: {relative(file)}")
     if stage:
+        file = folder / "recipe.yaml"
+        is_filled = template.UNFILLED not in file.read_text(encoding="utf-8")
+        first = "" if is_filled else f"fill in {relative(file)}, then "
         (variants.repository_root() / "corpora").mkdir(exist_ok=True)
-        say(
-            f"next: fill in {relative(folder / 'recipe.yaml')}, then `slimqwen recipe run --variant {name} --dry-run`"
-        )
+        say(f"next: {first}`slimqwen recipe run --variant {name} --dry-run`")
     elif checkpoint:
         say(
             f"next: `slimqwen serve {name}`, or `slimqwen variant new --name NAME --base {name} --stage STAGE`"
@@ -94,7 +99,9 @@ def _create_baseline(name: str, checkpoint: str, hypothesis: str, evaluation: st
     scaffold.require_new(name, root)
     source: dict[str, str] = {}
     weights = Path(checkpoint).expanduser().resolve()
-    if not weights.exists() and re.fullmatch(r"[\w.-]+/[\w.-]+(@[0-9a-f]{40})?", checkpoint):
+    # A path below a folder that is here is a misspelt folder, and no repository of the hub.
+    is_path = weights.exists() or ("@" not in checkpoint and weights.parent.is_dir())
+    if not is_path and re.fullmatch(r"[\w.-]+/[\w.-]+(@[0-9a-f]{40})?", checkpoint):
         weights, source = _download_copy(name, checkpoint)
     facts = CheckpointFacts.read(weights)
     for found, value in facts.lines():

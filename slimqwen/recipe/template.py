@@ -10,6 +10,9 @@ from slimqwen.recipe.recipe_file import RecipeError, stage_fault
 from slimqwen.recipe.registry import STAGES
 from slimqwen.variant import EMBEDDED, Variant
 
+UNFILLED = "# fill in, such as ../../corpora/NAME.jsonl"
+"""Stands in a new recipe for the path of a text, which is relative to the recipe."""
+
 _WIDTH = 120
 
 
@@ -46,7 +49,7 @@ def _render_parameters(parameters: Iterable[Parameter], indent: int, *, is_embed
             yield f"{margin}{parameter.name}:"
             yield from _render_parameters(parameter.parts, indent + 2, is_embedded=is_embedded)
         elif parameter.name in _TEXTS and not is_embedded:
-            yield f"{margin}{parameter.name}:  # fill in"
+            yield f"{margin}{parameter.name}:  {UNFILLED}"
         else:
             value = parameter.value
             shown = "" if value is None else f" {_written(value)}"

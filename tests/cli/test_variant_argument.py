@@ -1,4 +1,4 @@
-"""The name of a variant stands for its option, wherever a verb takes one variant."""
+"""The name of a variant stands for its option, wherever a verb takes one variant or makes one."""
 
 import pytest
 from typer.main import get_command
@@ -18,6 +18,8 @@ from slimqwen.cli.variant_argument import with_variant_option
         ("serve --port 80", "serve --port 80"),
         ("serve --variant mine other", "serve --variant mine other"),
         ("serve --variant=mine", "serve --variant=mine"),
+        ("variant new mine --base tiny", "variant new --name mine --base tiny"),
+        ("variant new --base tiny --name mine", "variant new --base tiny --name mine"),
         ("compare a b", "compare a b"),
         ("variant list", "variant list"),
         ("nothing mine", "nothing mine"),

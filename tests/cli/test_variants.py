@@ -9,6 +9,7 @@ from typer.testing import CliRunner
 from slimqwen import variant
 from slimqwen.cli import console, variants
 from slimqwen.cli.app import app
+from slimqwen.errors import SlimqwenError
 from slimqwen.hub import HubError
 from slimqwen.recipe.recipe_file import RecipeError
 from slimqwen.recipe.registry import STAGES
@@ -72,6 +73,33 @@ def test_a_new_variant_is_of_a_checkpoint_or_of_a_base(root: Path, given: str) -
     result = CliRunner().invoke(app, ["variant", "new", "--name", "new", *given.split()])
     assert result.exit_code == 2
     assert not (root / "experiments" / "new").exists()
+
+
+@pytest.mark.parametrize(
+    ("given", "fault"),
+    [
+        ("weights/mymodl", r"no checkpoint in .*/weights/mymodl; give the folder of a checkpoint"),
+        (
+            "weights/mymodel --evaluation other",
+            r"eval/suites/other\.yaml does not exist; choose one of: own, or",
+        ),
+    ],
+)
+def test_what_is_not_there_is_named_before_anything_is_written_or_a_hub_is_asked(
+    root: Path, given: str, fault: str
+) -> None:
+    (root / "eval" / "own" / "own").mkdir(parents=True)
+    with pytest.raises(SlimqwenError, match=fault):
+        said_by(f"variant new --name new --checkpoint {given}")
+    assert not (root / "experiments" / "new").exists()
+
+
+def test_a_text_is_to_be_filled_in_where_the_recipe_lacks_one(root: Path) -> None:
+    said_by("variant new --name base --checkpoint weights/mymodel")
+    text = said_by("variant new --name texts --base base --stage calibrate")
+    assert "next: fill in experiments/texts/recipe.yaml, then `slimqwen recipe run" in text
+    none = said_by("variant new --name none --base base --stage trim_draft_vocab")
+    assert "next: `slimqwen recipe run --variant none --dry-run`" in none
 
 
 def test_a_hub_name_is_downloaded_first_and_the_same_command_continues(
