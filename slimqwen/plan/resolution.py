@@ -19,6 +19,7 @@ from unittest.mock import patch
 from slimqwen.checkpoint.tensors import list_tensors, torch_dtype
 from slimqwen.plan.facts import Graphs, KvCache, LinearKernels
 from slimqwen.plan.meta_device import on_meta_device
+from slimqwen.serving import flags
 from slimqwen.vllm_plugin import engine_facts
 
 OVERHEAD_GIB = 1.5
@@ -30,11 +31,11 @@ _SHARED_WITH_TARGET = ("embed_tokens", "lm_head")
 def make_engine_config(argv: Sequence[str]) -> Any:
     """The engine configuration that vLLM derives from a server's flags; raises what vLLM refuses them with."""
     from vllm.engine.arg_utils import AsyncEngineArgs
-    from vllm.entrypoints.launchers import cli_args
     from vllm.platforms import current_platform
     from vllm.usage.usage_lib import UsageContext
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
+    cli_args = flags.import_cli_args()
     arguments = cli_args.make_arg_parser(FlexibleArgumentParser()).parse_args(list(argv))
     cli_args.validate_parsed_serve_args(arguments)
     config = AsyncEngineArgs.from_cli_args(arguments).create_engine_config(UsageContext.OPENAI_API_SERVER)
@@ -163,7 +164,7 @@ def lay_out_kv_cache(config: Any, parameter_bytes: int, device_bytes: int | None
     with set_current_vllm_config(config):
         specs = get_kv_cache_spec(config)
         _resolve_layout(config, specs)
-        (layout,) = kv_cache_utils.get_kv_cache_configs(config, [specs], [available])
+        layout = _lay_out_blocks(config, specs, available)
         sequences = kv_cache_utils.get_max_concurrency_for_kv_cache_config(config, layout)
         scheduler_block, hash_block = kv_cache_utils.resolve_kv_cache_block_sizes(layout, config)
         alignment = kv_cache_utils.resolve_cache_hit_alignment_tokens(
@@ -182,6 +183,20 @@ def lay_out_kv_cache(config: Any, parameter_bytes: int, device_bytes: int | None
         shortest_prompt_with_hit=shortest_with_hit,
     )
     return facts, layout
+
+
+def _lay_out_blocks(config: Any, specs: Mapping[str, Any], available_bytes: int) -> Any:
+    """The KV cache of one worker, as vLLM's engine core lays it out."""
+    try:
+        from vllm.v1.core import kv_cache_planning
+    except ImportError:  # until vLLM 0.32, which groups the layers on the way
+        from vllm.v1.core.kv_cache_utils import get_kv_cache_configs
+
+        (layout,) = get_kv_cache_configs(config, [specs], [available_bytes])
+        return layout
+    groups = kv_cache_planning.get_global_kv_cache_groups(config, [specs])
+    (layout,) = kv_cache_planning.get_kv_cache_configs(config, [specs], [available_bytes], groups)
+    return layout
 
 
 def _resolve_layout(config: Any, specs: Mapping[str, Any]) -> None:

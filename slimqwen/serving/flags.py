@@ -112,9 +112,17 @@ def options() -> Mapping[str, argparse.Action]:
     return MappingProxyType(actions)
 
 
+def import_cli_args() -> Any:
+    """The module of vLLM that makes the parser of a server's command line and checks what it parsed."""
+    try:
+        from vllm.entrypoints.common import cli_args
+    except ImportError:  # until vLLM 0.32
+        from vllm.entrypoints.launchers import cli_args
+    return cli_args
+
+
 @functools.cache
 def _parser() -> argparse.ArgumentParser:
-    from vllm.entrypoints.launchers import cli_args
     from vllm.platforms import current_platform
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
@@ -122,7 +130,7 @@ def _parser() -> argparse.ArgumentParser:
         if current_platform.is_unspecified():
             # A GPU build that sees no GPU: its config classes ask for a device, and only defaults depend on which.
             patches.enter_context(patch.object(type(current_platform), "device_type", "cpu"))
-        parser: argparse.ArgumentParser = cli_args.make_arg_parser(FlexibleArgumentParser())
+        parser: argparse.ArgumentParser = import_cli_args().make_arg_parser(FlexibleArgumentParser())
     return parser
 
 
