@@ -9,14 +9,18 @@ Each fix is a module of this package:
     WHY: str              what goes wrong without it, for the log
     install() -> bool     put it in place; False where it already is; EngineFixError where it cannot be
     is_needed() -> bool   whether this machine needs it; left out where every CPU does
+    FIXED_IN: str         first version of vLLM without the fault; left out while none is known
 
 Most put a function in the place of one of vLLM's, by `upstream.replace`.
 
 `VLLM_PLUGINS`, if set, is a list of the plugins allowed: it must name `slimqwen_engine_fixes`.
 """
 
+import functools
 import importlib
 import logging
+
+from packaging.version import Version
 
 from slimqwen import lifeline
 from slimqwen.vllm_plugin import vllm_log
@@ -48,8 +52,15 @@ FIXES = (
 """The modules of all fixes, in the order in which they are installed."""
 
 
+@functools.cache
+def _log_obsolete_fix(name: str, version: str) -> None:
+    logger.info("Engine fix %s is not needed any more: vLLM %s has not its fault", name, version)
+
+
 def register() -> None:
     """Register the draft vocabulary's model class, install every fix that this machine needs, and log which and why.
+
+    A fix whose fault this vLLM no longer has is not installed, and logged as such.
 
     An engine and its workers end with the process that started them, on every platform.
 
@@ -59,7 +70,7 @@ def register() -> None:
     Raises:
         EngineFixError: a fix is needed, but this vLLM is not the one it was written for.
     """
-    from vllm import ModelRegistry
+    from vllm import ModelRegistry, __version__
     from vllm.platforms import current_platform
 
     lifeline.end_with_parent()
@@ -72,6 +83,10 @@ def register() -> None:
     vllm_log.join()
     for name in FIXES:
         fix = importlib.import_module(f"{__name__}.{name}")
+        fixed_in = getattr(fix, "FIXED_IN", None)
+        if fixed_in is not None and Version(__version__) >= Version(fixed_in):
+            _log_obsolete_fix(name, __version__)
+            continue
         is_needed = getattr(fix, "is_needed", lambda: True)
         try:
             active = is_needed() and fix.install()

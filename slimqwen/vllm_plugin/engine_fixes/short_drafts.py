@@ -13,8 +13,8 @@ The buffer of a sequence has `width - 1 + K` columns. The next step reads `width
 `accepted - 1`: so the new tokens have to begin at column `width - 2`, however many they are. Steps in which every
 sequence has K drafts are left to vLLM.
 
-Goes away when `_spec_forward` places the new tokens by `width` and not by the number of drafts, and the native kernel
-accepts `num_accepted_tokens` up to K + 1.
+Goes away with vLLM 0.32: in 0.33 `_spec_forward` places the new tokens by `width`, and gives the native kernel only
+steps in which every sequence has K drafts.
 """
 
 import itertools
@@ -27,6 +27,7 @@ from slimqwen.vllm_plugin.engine_fixes.upstream import expect, replace
 
 _FIX = "short_drafts"
 WHY = "vLLM takes it that every sequence always has K drafts, which is not so near the end of a context"
+FIXED_IN = "0.33.0"
 
 
 def roll(row: torch.Tensor, new: torch.Tensor, accepted: int, width: int) -> torch.Tensor:

@@ -5,7 +5,7 @@ import os
 import pytest
 
 from slimqwen.vllm_plugin import engine_fixes
-from slimqwen.vllm_plugin.engine_fixes import FIXES, mtp_rotary, w4a16_linear
+from slimqwen.vllm_plugin.engine_fixes import FIXES, mtp_rotary, notify_mailbox, w4a16_linear
 from slimqwen.vllm_plugin.engine_fixes.upstream import EngineFixError, is_replaced
 from tests.vllm_plugin.engine_fixes.conftest import patched_places
 
@@ -82,6 +82,28 @@ def test_register_leaves_out_a_fix_that_the_machine_does_not_need(monkeypatch):
     engine_fixes.register()
     assert kernels == _POSSIBLE_KERNELS[PlatformEnum.CPU][:-1]
     assert not is_replaced(cpu_triton_utils, "_expand_kernel_impl")
+
+
+@pytest.mark.usefixtures("stock_vllm", "needed")
+@pytest.mark.parametrize(
+    ("version", "is_installed"), [("0.32.9+cpu", True), ("0.33.0", False), ("0.34.1+cpu", False)]
+)
+def test_a_fix_is_left_out_from_the_version_on_that_has_not_its_fault(
+    monkeypatch, caplog, version, is_installed
+):
+    from vllm.distributed.device_communicators.shm_broadcast import SpinCondition
+
+    monkeypatch.setattr("vllm.__version__", version)
+    monkeypatch.setattr(engine_fixes, "FIXES", ("notify_mailbox",))
+    caplog.set_level(logging.INFO, "slimqwen")
+    for _ in range(2):
+        engine_fixes.register()
+    assert is_replaced(SpinCondition, "record_read") == is_installed
+    assert [record.getMessage() for record in caplog.records] == [
+        f"Engine fix notify_mailbox is active: {notify_mailbox.WHY}"
+        if is_installed
+        else f"Engine fix notify_mailbox is not needed any more: vLLM {version} has not its fault"
+    ]
 
 
 @pytest.mark.usefixtures("needed")
