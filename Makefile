@@ -72,6 +72,9 @@ gate: | $(READY) ## is VARIANT as good as its baseline? fidelity, acceptance, qu
 search: | $(READY) ## find the fastest variant of BASE for a GPU within its quality budget, and prove it (BASE=tiny GPU=a10g TRIALS=n MINUTES=n)
 	@$(RUN) search --base $(or $(BASE),tiny) --gpu $(or $(GPU),a10g) $(call option,TRIALS,--trials) $(call option,MINUTES,--minutes)
 
+tune: | $(READY) ## do drafts pay here? every way to speculate for VARIANT, in turns with none (LOAD=1,4,16 MINUTES=30 APPLY=name)
+	@$(RUN) tune --variant $(VARIANT) $(call option,LOAD,--load) $(call option,MINUTES,--minutes) $(call option,APPLY,--apply)
+
 compare: | $(READY) ## print the paired tables of two variants (A=tiny B=tiny-awq)
 	@$(RUN) compare $(A) $(B)
 

@@ -3,6 +3,7 @@
 import json
 import os
 import threading
+import time
 from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -38,6 +39,8 @@ class StandIn(ThreadingHTTPServer):
 
     Attributes:
         cached_tokens: tokens of each prompt that its prefix cache holds, by its own counters; None has no such cache.
+        delay_s: time that a streamed response takes, seconds.
+        token: id of every token of a response, where a request asks for ids.
     """
 
     daemon_threads = True
@@ -48,6 +51,8 @@ class StandIn(ThreadingHTTPServer):
         self.requests: list[dict] = []
         self.cached_tokens: Callable[[dict], int] | None = None
         self.hits = 0.0
+        self.delay_s = 0.0
+        self.token = 5
         self.lock = threading.Lock()
 
     @property
@@ -101,12 +106,15 @@ class _Handler(BaseHTTPRequestHandler):
             return
         if body.get("stream"):
             self.server.count(body)
+            time.sleep(self.server.delay_s)
             chunks = [{"choices": [{"index": 0, "text": "x"}]} for _ in range(body["max_tokens"])]
             usage = {"choices": [], "usage": {"completion_tokens": body["max_tokens"]}}
             lines = [f"data: {json.dumps(chunk)}\n\n" for chunk in [*chunks, usage]]
             self._answer("".join([*lines, "data: [DONE]\n\n"]), "text/event-stream")
             return
         choice = {"index": 0, "text": "salt", "finish_reason": "stop"}
+        if body.get("return_token_ids"):
+            choice["token_ids"] = [self.server.token] * body["max_tokens"]
         if body.get("echo"):
             count = len(body["prompt"][0]) + 1
             logprobs = {

@@ -1,32 +1,20 @@
-"""`slimqwen search` and `slimqwen sweep`: many variants on this machine or on a Ray cluster."""
+"""`slimqwen search` and `slimqwen tune`: what is fastest, on a GPU within a quality budget; here, among drafts."""
 
 import math
-from enum import StrEnum
+import re
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from slimqwen import variant as variants
-from slimqwen.cli.console import (
-    EXIT_CODES,
-    Judge,
-    command,
-    console,
-    progress_bar,
-    relative,
-    say,
-    show_record,
-    table,
-)
-from slimqwen.cli.options import WorkloadName
+from slimqwen.cli.console import command, progress_bar, relative, say, show_record
+from slimqwen.cli.options import EvenIfBusy, Port, VariantOption
+from slimqwen.cli.report import update_list
 from slimqwen.progress import Progress
 
 if TYPE_CHECKING:
     from slimqwen.search.executors import Executor
-
-_LISTS = ("--variants", "--measure")
-_FAILED = 1
 
 Width = Annotated[
     int | None,
@@ -81,103 +69,73 @@ def search(
         width,
     )
     with progress_bar() as progress:
-        executor = _executor(ray, root, progress, width, warm=True)
+        executor = _executor(ray, root, progress, width)
         path = search_variants(
             subject, gpu, limits, settings, executor, extent, command=command(), progress=progress
         )
     show_record(path)
 
 
-class Measure(StrEnum):
-    """What a sweep measures."""
-
-    GATE = "gate"
-    FIDELITY = "fidelity"
-    ACCEPTANCE = "acceptance"
-    QUALITY = "quality"
-    ENGINE = "engine"
-    LATENCY = "latency"
-
-
-class ListOptions(Judge):
-    """A verb whose list options take several words: `--variants a b` is `--variants a --variants b`."""
-
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Repeat the option before every further word of its list."""
-        expanded: list[str] = []
-        option = None
-        for word in args:
-            if word.startswith("-"):
-                option = word if word in _LISTS else None
-                expanded += [] if option else [word]
-            else:
-                expanded += [option, word] if option else [word]
-        return super().parse_args(ctx, expanded)
-
-
-def sweep(
-    variant: Annotated[
-        list[str], typer.Option("--variants", metavar="NAME …", help="folders of experiments/")
-    ],
-    measure: Annotated[
-        list[Measure],
-        typer.Option("--measure", help="measurements against each variant's baseline, one or several"),
-    ],
-    ray: RayAddress = None,
-    width: Width = None,
-    workload: WorkloadName = None,
-    rounds: Annotated[
-        int | None, typer.Option(min=1, help="latency rounds, instead of the workload's")
+def tune(
+    variant: VariantOption,
+    load: Annotated[
+        str | None,
+        typer.Option(
+            metavar="N,…", help="concurrent requests (default: 1, 4 and 16, as far as they run at a time)"
+        ),
     ] = None,
-    parts: Annotated[
-        int, typer.Option(min=1, help="ranges into which the items of a suite are split, each a task")
-    ] = 1,
-    limit: Annotated[int | None, typer.Option(min=2, help="items per task of a suite")] = None,
+    minutes: Annotated[float, typer.Option(min=1, help="begin no server after so many")] = 30,
+    temperature: Annotated[
+        float | None,
+        typer.Option(
+            min=0, help="of the timed requests (default: the workload's); above 0 drafts can be drawn"
+        ),
+    ] = None,
+    apply: Annotated[
+        str | None, typer.Option(metavar="NAME", help="write the chosen settings into a new variant")
+    ] = None,
+    port: Port = None,
+    even_if_busy: EvenIfBusy = False,
 ) -> None:
-    """Measure variants against their baselines in tasks (stages, shards of items, timings), on one machine or many.
+    """Find the fastest way to speculate for a variant on this machine: MTP depths, prompt lookup, drafters, none.
 
-    A record that still holds is not measured again; the same command continues an interrupted sweep.
-
-    Exit code 0: all gates pass, 1: a gate or a variant fails, 2: inconclusive, 3: error.
+    Each is measured in turns with the undrafted server; one with wrong responses is out. The same command continues.
     """
-    from slimqwen.evals.suites.suite import AUTO
-    from slimqwen.search.measurements import Options
-    from slimqwen.search.sweep import sweep as run_sweep
+    from slimqwen.search.tune import tune_variant
+    from slimqwen.variant import scaffold
 
-    if ray is not None and width is not None:
-        raise typer.BadParameter(
-            "--width is for this machine; every node or GPU of a Ray cluster gets a task"
-        )
-    root = variants.repository_root()
-    options = Options(
-        measures=tuple(each.value for each in dict.fromkeys(measure)),
-        command=tuple(command()),
-        workload=workload or "classes",
-        rounds=rounds,
-        parts=parts,
-        limit=limit or AUTO,
-    )
+    if load is not None and not re.fullmatch(r"[1-9]\d*(,[1-9]\d*)*", load):
+        raise typer.BadParameter(f"--load {load}: give numbers such as 1,4,16")
+    if apply is not None:
+        scaffold.require_new(apply, variant.root)
     with progress_bar() as progress:
-        results = run_sweep(variant, options, _executor(ray, root, progress, width), root)
-    shown = table(("variant", "outcome", "records"), ())
-    for result in results:
-        files = ", ".join(str(relative(path)) for paths in result.records.values() for path in paths)
-        shown.add_row(result.variant, "failed" if result.failure else result.outcome or "measured", files)
-    console.print(shown)
-    for result in results:
-        if result.failure:
-            say(f"{result.variant}: {result.failure}")
-    codes = [_FAILED if each.failure else EXIT_CODES.get(each.outcome, 0) for each in results]
-    raise typer.Exit(_FAILED if _FAILED in codes else max(codes))
+        path = tune_variant(
+            variant,
+            [int(each) for each in load.split(",")] if load else None,
+            minutes=minutes,
+            command=command(),
+            temperature=temperature,
+            port=port,
+            even_if_busy=even_if_busy,
+            progress=progress,
+        )
+    record = show_record(path)
+    if apply is None:
+        return
+    if not record.lines:
+        say(f"{apply} is not written: no settings would change")
+        return
+    hypothesis = f"{variant.name} is faster with {record.chosen} and responds alike."
+    folder = scaffold.create(apply, variant.name, hypothesis, lines=record.lines, root=variant.root)
+    say(f"written: {relative(folder)}; next: `slimqwen gate --variant {apply}`")
+    update_list(variant.root)
 
 
-def _executor(
-    ray: str | None, root: Path, progress: Progress, width: int | None, *, warm: bool = False
-) -> "Executor":
+def _executor(ray: str | None, root: Path, progress: Progress, width: int | None) -> "Executor":
     from slimqwen.search.executors.local import LocalExecutor, default_width
 
     if ray is None:
-        return LocalExecutor(root, progress, warm=warm, width=width or default_width())
+        return LocalExecutor(root, progress, warm=True, width=width or default_width())
     from slimqwen.search.executors.ray import RayExecutor
 
     return RayExecutor(root, ray, progress)

@@ -36,3 +36,12 @@ def refuse_speed_only(variant: Variant, measurement: str) -> None:
             f"{setting.location}: rejection_sample_method is synthetic, which accepts drafts regardless of their "
             f"content; measure {measurement} without it"
         )
+
+
+def has_random_responses(variant: Variant) -> bool:
+    """Whether `refuse_speed_only` refuses a variant."""
+    try:
+        refuse_speed_only(variant, "responses")
+    except ServingError:
+        return True
+    return False

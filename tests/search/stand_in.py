@@ -16,7 +16,7 @@ from slimqwen.records.record import ServedProvenance
 from slimqwen.search.measurements import Measurement, Options
 
 ITEMS = 7
-OPTIONS = Options(measures=("quality",), command=("slimqwen", "sweep"), parts=3, limit=ITEMS)
+OPTIONS = Options(measures=("quality",), command=("slimqwen", "demo"), parts=3, limit=ITEMS)
 
 
 def describe_variants(names: Iterable[str], root: Path) -> None:

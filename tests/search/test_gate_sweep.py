@@ -10,7 +10,7 @@ from slimqwen.search.sweep import sweep
 from tests.evals.gate_checks import Checks
 from tests.search.in_process import InProcess
 
-OPTIONS = Options(measures=("gate",), command=("slimqwen", "sweep"), parts=2)
+OPTIONS = Options(measures=("gate",), command=("slimqwen", "demo"), parts=2)
 
 
 def test_the_gate_of_a_sweep_is_that_of_its_checks(root: Path, checks: Checks) -> None:
@@ -25,7 +25,7 @@ def test_the_gate_of_a_sweep_is_that_of_its_checks(root: Path, checks: Checks) -
     assert record.verdicts == dict.fromkeys(("fidelity", "acceptance", "quality", "engine"), "pass")
     assert len(record.records) == 6
     assert all((root / "experiments" / name).is_file() for name in record.records)
-    assert record.provenance.command == "slimqwen sweep"
+    assert record.provenance.command == "slimqwen demo"
 
 
 def test_checks_alone_leave_their_records_in_the_folder_that_is_named(root: Path, checks: Checks) -> None:
@@ -60,7 +60,7 @@ def test_one_check_decides(root: Path, checks: Checks) -> None:
 def test_nothing_follows_from_some_checks_of_a_gate(root: Path, checks: Checks) -> None:
     executor = InProcess(root)
     executor.broken = "fidelity of small"
-    options = Options(measures=("gate", "latency"), command=("slimqwen", "sweep"))
+    options = Options(measures=("gate", "latency"), command=("slimqwen", "demo"))
     (result,) = sweep(["small"], options, executor, root)
     assert result.failures.keys() == {"fidelity"}
     assert result.records.keys() == {"acceptance", "quality", "engine"}

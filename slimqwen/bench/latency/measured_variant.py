@@ -253,15 +253,20 @@ def block_tokens(served: SharedServer) -> int:
     Raises:
         BenchError: the server has no prefix cache.
     """
-    families = text_string_to_metric_families(get_response(f"{served.server.base_url}/metrics").text)
-    samples = itertools.chain.from_iterable(family.samples for family in families)
-    config = next((sample.labels for sample in samples if sample.name == "vllm:cache_config_info"), {})
+    config = read_cache_labels(served)
     block = config.get("effective_attention_block_size", "None")
     if config.get("enable_prefix_caching") != "True" or not block.isdigit():
         raise BenchError(
             f"{served.variant.name}: vLLM does no prefix caching for this model on this platform; its log says why"
         )
     return int(block)
+
+
+def read_cache_labels(served: SharedServer) -> Mapping[str, str]:
+    """The fields of a server's cache configuration as its metrics state them; empty where they do not."""
+    families = text_string_to_metric_families(get_response(f"{served.server.base_url}/metrics").text)
+    samples = itertools.chain.from_iterable(family.samples for family in families)
+    return next((sample.labels for sample in samples if sample.name == "vllm:cache_config_info"), {})
 
 
 def _row(

@@ -1,0 +1,204 @@
+"""The contest of arms: what their turns say about each, which are too slow to go on, and which one wins.
+
+An arm's turn is compared with the undrafted server's turn of the same round, which got the same requests.
+"""
+
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from slimqwen.host_load import HostLoad
+from slimqwen.records.record import Block, Count, NonNegative, Positive, Ratio
+from slimqwen.search.tune.arms import UNDRAFTED, Arm
+from slimqwen.search.tune.record import LoadFigures, TunedArm
+from slimqwen.stats import intervals
+from slimqwen.stats.verdict import Verdict
+
+FEWEST_ROUNDS = 3
+"""Rounds of a verdict: with two, Student's t interval is too wide to say anything."""
+
+
+class LoadTurn(Block):
+    """All requests of one turn at one load, in the same order for each arm."""
+
+    load: Positive
+    output_tokens: Positive
+    seconds: NonNegative
+    ttft_ms: tuple[NonNegative, ...]
+    e2el_ms: tuple[NonNegative, ...]
+    drafts: Count
+    accepted_tokens: Count
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Output tokens a second."""
+        return self.output_tokens / self.seconds
+
+
+class Turn(Block):
+    """One start of an arm's server, and its requests.
+
+    Attributes:
+        number: of the round, from 0.
+        failure: why the arm is out; empty where it is not.
+        seconds: of the whole turn.
+    """
+
+    arm: str
+    number: Count
+    seconds: NonNegative
+    failure: str = ""
+    loads: tuple[LoadTurn, ...] = ()
+    kv_tokens: Count | None = None
+    near_ties: Count = 0
+    host: HostLoad | None = None
+
+
+class Contest:
+    """The turns so far, and the arms that are still measured."""
+
+    def __init__(self, arms: Sequence[Arm], refused: Mapping[str, str]) -> None:
+        """Begin a contest.
+
+        Args:
+            arms: the undrafted one included; others may be added.
+            refused: why arms cannot be tried, by their names.
+        """
+        self.arms = list(arms)
+        self.ended = dict(refused)
+        self.turns: list[Turn] = []
+
+    @property
+    def alive(self) -> list[Arm]:
+        """Arms whose turns go on."""
+        return [arm for arm in self.arms if arm.name not in self.ended]
+
+    def add_turn(self, turn: Turn) -> None:
+        """Add a turn; one that failed ends its arm."""
+        if turn.failure:
+            self.ended[turn.arm] = turn.failure
+            # What a server that later died or was wrong did before is no figure.
+            self.turns = [each for each in self.turns if each.arm != turn.arm]
+        else:
+            self.turns.append(turn)
+
+    def end_slow_arms(self) -> None:
+        """End each arm that is surely slower than the best at every load; the fastest with drafts always stays."""
+        fastest = self.find_fastest()
+        ratios = {
+            arm.name: {
+                load: ratio for load, each in self.describe(arm).loads.items() if (ratio := each.speedup)
+            }
+            for arm in self.alive
+            if arm is not UNDRAFTED
+        }
+        loads = {load for each in ratios.values() for load in each}
+        best = {
+            load: max(1.0, *(each[load].low for each in ratios.values() if load in each)) for load in loads
+        }
+        for arm in self.alive:
+            slow = ratios.get(arm.name)
+            if slow and arm is not fastest and all(ratio.high < best[load] for load, ratio in slow.items()):
+                self.ended[arm.name] = "surely slower than the best"
+
+    def find_fastest(self) -> Arm | None:
+        """The fastest arm with drafts that is still measured; None where none has a turn."""
+        measured = [arm for arm in self.alive if arm is not UNDRAFTED and self.turns_of(arm)]
+        return max(measured, key=lambda arm: self.describe(arm).speed, default=None)
+
+    @property
+    def verdict(self) -> Verdict:
+        """Whether drafts pay: the interval of the fastest arm's speed-up over all loads beside 1."""
+        fastest = self.find_fastest()
+        if fastest is None:
+            drafted = [arm for arm in self.arms if arm is not UNDRAFTED]
+            has_waiting = any(arm.name not in self.ended for arm in drafted)
+            return Verdict.INCONCLUSIVE if has_waiting else Verdict.FAIL
+        speedup = self.describe(fastest).speedup
+        if speedup is None or len(self.turns_of(fastest)) < FEWEST_ROUNDS:
+            return Verdict.INCONCLUSIVE
+        return Verdict.PASS if speedup.low > 1 else Verdict.FAIL if speedup.high < 1 else Verdict.INCONCLUSIVE
+
+    @property
+    def is_decided(self) -> bool:
+        """Whether nothing that could be measured further would change the verdict or the winner."""
+        return self.verdict != Verdict.INCONCLUSIVE and len(self.alive) <= 2
+
+    def describe(self, arm: Arm) -> TunedArm:
+        """The figures of an arm over its rounds."""
+        turns = self.turns_of(arm)
+        loads: dict[str, LoadFigures] = {}
+        for load in dict.fromkeys(each.load for turn in turns for each in turn.loads):
+            own = self._at_load(arm, load)
+            drafts, accepted = (
+                sum(getattr(each, name) for each in own.values()) for name in ("drafts", "accepted_tokens")
+            )
+            loads[str(load)] = LoadFigures(
+                tokens_per_second=sum(each.output_tokens for each in own.values())
+                / sum(each.seconds for each in own.values()),
+                ttft_ms=statistics.median(ttft for each in own.values() for ttft in each.ttft_ms),
+                speedup=None if arm is UNDRAFTED else _compare_turns(own, self._at_load(UNDRAFTED, load)),
+                acceptance_length=1 + accepted / drafts if drafts else None,
+            )
+        return TunedArm(
+            name=arm.name,
+            speculation=None if arm.speculation is None else dict(arm.speculation),
+            ended=self.ended.get(arm.name, "" if turns else "its turn did not come"),
+            rounds=len(turns),
+            speedup=None if arm is UNDRAFTED else self._compare_loads(arm),
+            loads=loads,
+            kv_tokens=turns[0].kv_tokens if turns else None,
+            near_ties=turns[0].near_ties if turns else 0,
+        )
+
+    def describe_all(self) -> tuple[TunedArm, ...]:
+        """Every arm: those that were measured to the end first, then the fastest."""
+        figures = map(self.describe, self.arms)
+        return tuple(sorted(figures, key=lambda arm: (bool(arm.ended), -arm.speed)))
+
+    def turns_of(self, arm: Arm) -> list[Turn]:
+        """An arm's turns so far, none of one that failed."""
+        return [turn for turn in self.turns if turn.arm == arm.name]
+
+    def _at_load(self, arm: Arm, load: int) -> dict[int, LoadTurn]:
+        """What an arm did at a load, by round."""
+        return {turn.number: each for turn in self.turns_of(arm) for each in turn.loads if each.load == load}
+
+    def _compare_loads(self, arm: Arm) -> Ratio | None:
+        """Geometric mean of the speed-ups at all loads, by round; None with fewer than two rounds."""
+        means = [
+            {
+                turn.number: statistics.geometric_mean(each.tokens_per_second for each in turn.loads)
+                for turn in self.turns_of(one)
+            }
+            for one in (arm, UNDRAFTED)
+        ]
+        return _ratio_by_round(*means)
+
+
+def _compare_turns(own: Mapping[int, LoadTurn], undrafted: Mapping[int, LoadTurn]) -> Ratio | None:
+    """Tokens per second of an arm at a load over the undrafted server's; None where no round has both.
+
+    With a single round the interval is over requests, whose mean time at a constant load is inversely proportional to
+    the tokens per second. It does not show that requests overlap; no verdict rests on it.
+    """
+    ratio = _ratio_by_round(
+        *({n: turn.tokens_per_second for n, turn in side.items()} for side in (own, undrafted))
+    )
+    rounds = [number for number in own if number in undrafted]
+    if ratio is not None or not rounds:
+        return ratio
+    times = [side[rounds[0]].e2el_ms for side in (own, undrafted)]
+    weights: Any = np.ones(len(times[0]))
+    return intervals.paired_ratio(*times, weights, weights)
+
+
+def _ratio_by_round(own: Mapping[int, float], undrafted: Mapping[int, float]) -> Ratio | None:
+    rounds: Iterable[int] = [number for number in own if number in undrafted]
+    pairs = [(own[number], undrafted[number]) for number in rounds]
+    if len(pairs) < 2:
+        return None
+    first, second = zip(*pairs, strict=True)
+    return intervals.ratio_of_rounds(first, second, in_turns=True)

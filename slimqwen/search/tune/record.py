@@ -1,0 +1,147 @@
+"""The record kind tune: every way to speculate that was tried for a variant, and which one pays."""
+
+import statistics
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, ClassVar
+
+from pydantic import Field, PositiveFloat
+
+from slimqwen.records.provenance import hardware_name, source_notes
+from slimqwen.records.record import Block, Count, NonNegative, Positive, Ratio, ServedRecord, Table
+from slimqwen.stats.verdict import Verdict
+
+
+class LoadFigures(Block):
+    """Figures of an arm at one load, over all of its rounds."""
+
+    tokens_per_second: PositiveFloat = Field(description="Output tokens of all requests.")
+    ttft_ms: NonNegative = Field(description="Median time to first token.")
+    speedup: Ratio | None = Field(
+        description="Of tokens per second over the undrafted server's in the same rounds; null for that server."
+    )
+    acceptance_length: float | None = Field(ge=1, description="1 + accepted / drafts; null without drafts.")
+
+
+class TunedArm(Block):
+    """A way to speculate, and how far it got."""
+
+    name: str = Field(min_length=1)
+    speculation: dict[str, Any] | None = Field(description="vLLM's speculative config; null without drafts.")
+    ended: str = Field(description="Why it was measured no further; empty where it was to the end.")
+    rounds: Count
+    speedup: Ratio | None = Field(
+        description="Geometric mean over the loads, by round; null with fewer than two, and for the undrafted server."
+    )
+    loads: dict[str, LoadFigures] = Field(description="By the number of concurrent requests.")
+    kv_tokens: Count | None = Field(description="Tokens that its KV cache holds; null where unknown.")
+    near_ties: Count = Field(description="Greedy responses that differ where either token is correct.")
+
+    @property
+    def speed(self) -> float:
+        """Times as fast as the undrafted server, over all loads; 1 for that server, 0 where nothing was measured."""
+        ratios = [each.speedup.value if each.speedup else 1.0 for each in self.loads.values()]
+        return statistics.geometric_mean(ratios) if ratios else 0.0
+
+
+class Tune(ServedRecord):
+    """The ways to speculate of a variant on one machine, measured in turns with the undrafted server."""
+
+    kind = "tune"
+    verb = "tune"
+    units: ClassVar[Mapping[str, str]] = {"kv_tokens": "tokens"}
+
+    workload: str = Field(min_length=1)
+    temperature: NonNegative = Field(description="Of the timed requests.")
+    near_tie_nats: NonNegative | None = Field(
+        description="Log-probability gap of the plain engine up to which either token is correct; null where responses "
+        "were not compared, because the weights are random."
+    )
+    sequences: Positive | None = Field(
+        description="max_num_seqs of every arm, where the variant's own is smaller than a load."
+    )
+    arms: tuple[TunedArm, ...] = Field(min_length=1, description="The fastest first.")
+    chosen: str | None = Field(description="Arm to serve; null where the verdict is inconclusive.")
+    lines: dict[str, str] = Field(
+        description="config.env lines of the chosen arm that the variant lacks, in shell quotes; an empty one unsets."
+    )
+    verdict: Verdict = Field(
+        description="pass: drafts pay, the whole interval lies above 1; fail: they do not, it lies below 1."
+    )
+
+    @property
+    def fastest(self) -> TunedArm | None:
+        """The fastest arm with drafts; None where none was measured."""
+        return next((arm for arm in self.arms if arm.speculation and arm.loads), None)
+
+    @property
+    def advice(self) -> list[str]:
+        """Whether drafts pay, over all loads and at each, and what to write."""
+        fastest = self.fastest
+        if fastest is None:
+            return [f"Nothing that drafts could be measured, so {self.variant} is served without drafts."]
+        speed = f"{fastest.speedup:.2f}" if fastest.speedup else f"{fastest.speed:.2f}, one round"
+        found = {
+            Verdict.PASS: f"Drafts pay: {fastest.name} is {speed} times as fast as no drafts",
+            Verdict.FAIL: f"Drafts do not pay here: the fastest, {fastest.name}, is {speed} times as fast as none",
+            Verdict.INCONCLUSIVE: f"Not decided: the fastest, {fastest.name}, is {speed} times as fast as no drafts; "
+            "the same command with more --minutes decides",
+        }
+        over = f" over the loads {', '.join(fastest.loads)}" if len(fastest.loads) > 1 else ""
+        sentences = [f"{found[self.verdict]}{over}."]
+        if len(fastest.loads) > 1:
+            sentences += [self._advise_load(load) for load in fastest.loads]
+        close = [
+            arm.name
+            for arm in self.arms
+            if arm is not fastest and not arm.ended and arm.speedup and fastest.speedup
+            if arm.speedup.high >= fastest.speedup.low
+        ]
+        if close and self.verdict == Verdict.PASS:
+            sentences.append(f"Not told apart from {fastest.name}: {', '.join(close)}.")
+        if self.chosen is not None:
+            lines = " ".join(f"{key}={value}" for key, value in self.lines.items())
+            sentences.append(f"Write into config.env: {lines}" if lines else "Its config.env stays as it is.")
+        return sentences
+
+    def _advise_load(self, load: str) -> str:
+        """Which arm is the fastest at a load, and whether that is sure."""
+        measured = [(arm.loads[load].speedup, arm) for arm in self.arms if load in arm.loads]
+        ratio, arm = max(((ratio, arm) for ratio, arm in measured if ratio), key=lambda pair: pair[0].value)
+        ending = "drafts do not pay" if ratio.high < 1 else "drafts pay" if ratio.low > 1 else "not decided"
+        return f"At load {load}: {ending}, the fastest is {arm.name} with {ratio:.2f}."
+
+    def tables(self, path: Path) -> list[Table]:
+        """One row per arm and load, the fastest arm first; what ended an arm is listed below."""
+        rows = [(arm, load, figures) for arm in self.arms for load, figures in arm.loads.items()]
+        columns: dict[str, Callable[[tuple[TunedArm, str, LoadFigures]], object]] = {
+            "drafts": lambda row: row[0].name,
+            "verdict": lambda row: self._verdict_of(row[0]),
+            "load": lambda row: row[1],
+            "tokens/s": lambda row: f"{row[2].tokens_per_second:,.1f}",
+            "times as fast [95 %]": lambda row: row[2].speedup and f"{row[2].speedup:.2f}",
+            "TTFT, ms": lambda row: f"{row[2].ttft_ms:,.1f}",
+            "acceptance length": lambda row: row[2].acceptance_length and f"{row[2].acceptance_length:.2f}",
+            "KV tokens": lambda row: row[0].kv_tokens and f"{row[0].kv_tokens:,}",
+            "rounds": lambda row: row[0].rounds,
+        }
+        notes = [
+            *self.advice,
+            f"On {hardware_name(self.provenance.hardware)}, prompts of {self.workload} at temperature "
+            f"{self.temperature:g}; load: requests in flight; TTFT: median. Times as fast as no drafts: "
+            "paired by round, with a single one by request.",
+            *(f"{arm.name}: {arm.ended}." for arm in self.arms if arm.ended and not arm.loads),
+            *(
+                ["Responses were not compared: the weights are random."]
+                if self.near_tie_nats is None
+                else [
+                    f"Greedy responses as those of a plain engine, or ties within {self.near_tie_nats:.3g} nats."
+                ]
+            ),
+            *([f"Every server with VLLM_MAX_NUM_SEQS={self.sequences}."] if self.sequences else []),
+            *source_notes(self, path),
+        ]
+        return [Table.from_rows(f"Speculation of {self.variant}", rows, columns, *notes, text_columns=2)]
+
+    def _verdict_of(self, arm: TunedArm) -> str:
+        return "chosen" if arm.name == self.chosen else arm.ended or "measured"

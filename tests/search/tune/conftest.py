@@ -1,0 +1,111 @@
+"""A repository with a variant of the embedded checkpoint, prompts of its own, and servers that stand in for vLLM's."""
+
+import contextlib
+import json
+import os
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from slimqwen import variant
+from slimqwen.evals.engine_process import Response, run_reference
+from slimqwen.search.tune import tuner
+from slimqwen.search.tune.arms import KEY, UNDRAFTED, Arm
+from slimqwen.serving.shared_server import SharedServer
+from slimqwen.variant import Variant
+from tests.stand_in import MAX_MODEL_LEN, StandIn
+
+ROOT = Path(__file__).parents[3]
+PROMPTS = (
+    "the fox of the town sells salt",
+    "what sells the town",
+    "wool and iron are sold",
+    "who sells wool",
+)
+
+
+@pytest.fixture
+def subject(add_variant: Callable[..., Path], tmp_path: Path) -> Variant:
+    """The variant v, served one request at a time."""
+    lines = f"VLLM_MAX_MODEL_LEN={MAX_MODEL_LEN}\nVLLM_MAX_NUM_SEQS=1\nVLLM_CPU_KVCACHE_SPACE=1\nEVALUATION=mine\n"
+    add_variant(
+        "v", f"VLLM_MODEL=weights/v\nVLLM_HOST=127.0.0.1\nVLLM_PORT=0\n{lines}".replace("VLLM_PORT=0\n", "")
+    )
+    (tmp_path / "weights").mkdir()
+    (tmp_path / "weights" / "v").symlink_to(ROOT / "weights" / "tiny")
+    own = tmp_path / "eval" / "own" / "mine"
+    own.mkdir(parents=True)
+    own.joinpath("prompts.jsonl").write_text(
+        "".join(json.dumps({"prompt": each, "output_tokens": 4}) + "\n" for each in PROMPTS)
+    )
+    for name in ("own.yaml", "gates", "known_trouble.yaml", "workloads"):
+        (tmp_path / "eval" / name).symlink_to(ROOT / "eval" / name)
+    return variant.load("v", tmp_path)
+
+
+class Servers:
+    """Stand-ins by the name of the arm that they serve.
+
+    Attributes:
+        refused: what vLLM's configuration says about an arm, by its name.
+        starts: names of the arms in the order of their starts.
+        interrupt_at: number of the start at which the measurement is interrupted.
+    """
+
+    def __init__(self, start: Callable[..., StandIn]) -> None:
+        self._start = start
+        self.by_arm: dict[str, StandIn] = {}
+        self.refused: dict[str, str] = {}
+        self.starts: list[str] = []
+        self.interrupt_at: int | None = None
+
+    def add(self, arm: Arm, *, delay_s: float = 0.0, token: int = 5, lives_for: int | None = None) -> None:
+        """Have an arm served by a stand-in that takes so long for a response."""
+        server = self._start(lives_for)
+        server.delay_s, server.token = delay_s, token
+        self.by_arm[arm.name] = server
+
+    @contextlib.contextmanager
+    def share_server(self, one: Variant, **_: Any) -> Iterator[SharedServer]:
+        """In the place of `serving.shared_server.share_server`."""
+        setting = one.settings.get(KEY)
+        name = (Arm(json.loads(setting.value)) if setting else UNDRAFTED).name
+        if len(self.starts) == self.interrupt_at:
+            raise KeyboardInterrupt
+        self.starts.append(name)
+        url = self.by_arm[name].base_url
+        running = SimpleNamespace(
+            pid=os.getpid(), base_url=url, model="default", weights=one.weights, log=None
+        )
+        yield SharedServer(one, running, False, MAX_MODEL_LEN)  # type: ignore[arg-type]
+
+    @contextlib.contextmanager
+    def processes(self, server: Any, timeout_s: float, log: Path) -> Iterator[Any]:
+        """In the place of `EngineProcesses.started`: an engine that responds with token 5 and is sure of it."""
+
+        def run(function: Any, task: Any, *_: Any) -> Any:
+            if function is run_reference:
+                settings, _, lengths, _ = task
+                counts = [min(settings.output_tokens, server.max_model_len - length) for length in lengths]
+                return [Response((5,) * count, ({5: -0.01, 6: -5.0},) * count) for count in counts], 0.01
+            return [self._reason(argv) for argv in task]
+
+        yield SimpleNamespace(server=server, log=log, run=run)
+
+    def _reason(self, argv: Sequence[str]) -> str:
+        words = list(argv)
+        option = "--speculative-config"
+        arm = Arm(json.loads(words[words.index(option) + 1])) if option in words else UNDRAFTED
+        return self.refused.get(arm.name, "")
+
+
+@pytest.fixture
+def servers(stand_in: Callable[..., StandIn], monkeypatch: pytest.MonkeyPatch) -> Servers:
+    """Stand-ins in the place of servers and engines; its test adds one for each arm, all of which are tried."""
+    made = Servers(stand_in)
+    monkeypatch.setattr(tuner, "share_server", made.share_server)
+    monkeypatch.setattr(tuner.EngineProcesses, "started", made.processes)
+    return made

@@ -1,0 +1,240 @@
+"""A tuning over servers that stand in for vLLM: who takes turns, who is out and why, what comes of an interruption."""
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from slimqwen import host_load
+from slimqwen.bench import BenchError
+from slimqwen.host_load import HostBusyError
+from slimqwen.records import store
+from slimqwen.search import SearchError
+from slimqwen.search.tune import Tune, tune_variant, tuner
+from slimqwen.search.tune.arms import KEY, UNDRAFTED, Arm
+from slimqwen.search.tune.responses import WrongResponsesError
+from slimqwen.stats.verdict import Verdict
+from slimqwen.variant import Variant
+from tests.search.tune.conftest import PROMPTS, Servers
+from tests.search.tune.turns import K2, K4, NGRAM
+
+Run = Callable[..., tuple[Tune, Path]]
+
+
+@pytest.fixture
+def run(subject: Variant, servers: Servers, monkeypatch: pytest.MonkeyPatch) -> Run:
+    """Tune the variant over some arms; the record and its file."""
+
+    def tune(
+        *arms: Arm, loads: Sequence[int] | None = (1, 4), minutes: float = 10, **more: Any
+    ) -> tuple[Tune, Path]:
+        monkeypatch.setattr(tuner, "list_arms", lambda served: list(arms))
+        path = tune_variant(subject, loads, minutes=minutes, command=["slimqwen", "tune"], **more)
+        return store.read_record(path, Tune), path
+
+    return tune
+
+
+def test_arms_take_turns_until_the_winner_is_clear_and_slow_ones_end_early(
+    run: Run, servers: Servers
+) -> None:
+    servers.add(UNDRAFTED, delay_s=0.1)
+    servers.add(K2, delay_s=0.02)
+    servers.add(K4, delay_s=0.3)
+    record, path = run(UNDRAFTED, K2, K4)
+    assert servers.starts == ["none", "MTP K=2", "MTP K=4", *["none", "MTP K=2"] * 2]
+    assert (record.verdict, record.chosen) == (Verdict.PASS, "MTP K=2")
+    assert record.lines == {
+        KEY: '\'{"method": "mtp", "num_speculative_tokens": 2}\'',
+        "VLLM_MAX_NUM_SEQS": "4",
+    }
+    by_name = {arm.name: arm for arm in record.arms}
+    assert [arm.name for arm in record.arms] == ["MTP K=2", "none", "MTP K=4"]
+    assert (by_name["MTP K=4"].ended, by_name["MTP K=4"].rounds) == ("surely slower than the best", 1)
+    assert list(by_name["MTP K=2"].loads) == ["1", "4"]
+    assert by_name["MTP K=2"].loads["1"].ttft_ms < by_name["none"].loads["1"].ttft_ms
+    # 4 prompts of 4 tokens, at 1 and at 4 at a time.
+    assert by_name["none"].loads["4"].tokens_per_second > 2 * by_name["none"].loads["1"].tokens_per_second
+    assert (record.workload, record.temperature, record.sequences) == ("mine", 0, 4)
+    items = store.read_items(path)
+    assert len(items) == 2 * len(servers.starts)
+    assert (items[0]["arm"], items[0]["round"], items[0]["load"], items[0]["output_tokens"]) == (
+        "none",
+        0,
+        1,
+        16,
+    )
+    assert not list((path.parents[2] / ".cache" / "tune").glob("*"))
+    assert set(record.provenance.datasets) == {"eval/own.yaml", "eval/own/mine/prompts.jsonl"}
+
+
+def test_every_round_sends_the_same_requests_and_responses_are_compared_once(
+    run: Run, servers: Servers
+) -> None:
+    servers.add(UNDRAFTED, delay_s=0.1)
+    servers.add(K2, delay_s=0.02)
+    run(UNDRAFTED, K2)
+    requests = servers.by_arm["MTP K=2"].requests
+    compared = [each for each in requests if each.get("return_token_ids")]
+    assert all(each["temperature"] == 0 and each["repetition_penalty"] == 1 for each in compared)
+    lengths = [len(each["prompt"]) for each in compared]
+    assert len(lengths) == 2 * len(set(lengths)) > 100
+    timed = [tuple(each["prompt"]) for each in requests if each.get("stream")]
+    warmed_up = 3 * 2 * 2  # rounds, loads, requests
+    assert len(timed) == 3 * 2 * len(PROMPTS) + warmed_up
+    assert len(set(timed)) == len(PROMPTS) + 2
+
+
+def test_an_arm_is_out_whose_responses_differ_that_dies_or_that_vllm_refuses(
+    run: Run, servers: Servers
+) -> None:
+    servers.add(UNDRAFTED, delay_s=0.1)
+    servers.add(K2, token=6)
+    servers.add(K4, lives_for=3)
+    servers.refused[NGRAM.name] = "vLLM knows no such method"
+    record, _ = run(UNDRAFTED, K2, K4, NGRAM)
+    ended = {arm.name: arm.ended for arm in record.arms}
+    assert ended["MTP K=2"].startswith("8")
+    assert (
+        "greedy responses, 1 at a time, differ from the undrafted engine's beyond near ties"
+        in ended["MTP K=2"]
+    )
+    assert "comparing its responses" in ended["MTP K=4"]
+    assert ended["ngram K=4"] == "vLLM knows no such method"
+    assert servers.starts == ["none", "MTP K=2", "MTP K=4"]
+    assert (record.verdict, record.chosen, record.fastest) == (Verdict.FAIL, "none", None)
+    assert all(not arm.loads for arm in record.arms if arm.speculation)
+
+
+def test_an_arm_with_failed_requests_is_out(run: Run, servers: Servers) -> None:
+    servers.add(UNDRAFTED)
+    servers.add(K2, lives_for=180)  # after the comparison and some timed requests
+    record, _ = run(UNDRAFTED, K2)
+    (arm,) = (arm for arm in record.arms if arm.speculation)
+    assert arm.ended
+    assert not arm.loads
+
+
+def test_an_undrafted_server_with_other_responses_than_the_plain_engine_ends_it(
+    run: Run, servers: Servers
+) -> None:
+    servers.add(UNDRAFTED, token=6)
+    with pytest.raises(WrongResponsesError, match="greedy responses"):
+        run(UNDRAFTED, K2)
+
+
+def test_a_variant_that_vllm_refuses_without_drafts_is_an_error(run: Run, servers: Servers) -> None:
+    servers.refused["none"] = "no such flag"
+    with pytest.raises(SearchError, match="v cannot be served without drafts: no such flag"):
+        run(UNDRAFTED, K2)
+
+
+def test_the_same_command_continues_and_measures_nothing_twice(run: Run, servers: Servers) -> None:
+    for arm, delay_s in ((UNDRAFTED, 0.1), (K2, 0.02), (K4, 0.3)):
+        servers.add(arm, delay_s=delay_s)
+    servers.interrupt_at = 4
+    with pytest.raises(KeyboardInterrupt):
+        run(UNDRAFTED, K2, K4)
+    servers.interrupt_at = None
+    record, path = run(UNDRAFTED, K2, K4)
+    assert servers.starts == ["none", "MTP K=2", "MTP K=4", "none", "MTP K=2", "none", "MTP K=2"]
+    assert record.chosen == "MTP K=2"
+    assert [item["round"] for item in store.read_items(path)] == [0, 0, 0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2]
+
+
+def test_no_turn_begins_when_the_minutes_are_used_up(run: Run, servers: Servers) -> None:
+    servers.add(UNDRAFTED, delay_s=0.05)
+    servers.add(K2, delay_s=0.05)
+    record, _ = run(UNDRAFTED, K2, K4, minutes=0.0001)
+    assert servers.starts == ["none"]
+    assert (record.verdict, record.chosen, record.lines) == (Verdict.INCONCLUSIVE, None, {})
+    assert {arm.ended for arm in record.arms} == {"", "its turn did not come"}
+
+
+def test_where_requests_sample_the_fastest_is_tried_with_other_draws_and_verification(
+    run: Run, servers: Servers
+) -> None:
+    varied = Arm({**(K2.speculation or {}), "draft_sample_method": "probabilistic"})
+    servers.add(UNDRAFTED, delay_s=0.1)
+    servers.add(K2, delay_s=0.05)
+    servers.add(K4, delay_s=0.3)
+    servers.add(varied, delay_s=0.01)
+    blocks = ("MTP K=2, block verification", "MTP K=2, probabilistic, block verification")
+    servers.refused |= dict.fromkeys(blocks, "ignored here")
+    record, _ = run(UNDRAFTED, K2, K4, temperature=0.7)
+    assert servers.starts[:3] == ["none", "MTP K=2", "MTP K=4"]
+    assert set(servers.starts[3:]) >= {"none", "MTP K=2", "MTP K=2, probabilistic"}
+    assert (record.chosen, record.temperature) == ("MTP K=2, probabilistic", 0.7)
+    assert {arm.name for arm in record.arms if arm.ended == "ignored here"} == set(blocks)
+    assert all(each["temperature"] == 0.7 for each in servers.by_arm["none"].requests if each.get("stream"))
+
+
+@pytest.mark.parametrize(
+    ("lines", "loads"),
+    [({"VLLM_MAX_NUM_SEQS": "2"}, ["1", "2"]), ({"VLLM_MAX_NUM_SEQS": "8"}, ["1", "4"])],
+    ids=["as many as it runs", "as many as there are prompts"],
+)
+def test_loads_are_those_that_the_variant_and_its_prompts_allow(
+    subject: Variant,
+    servers: Servers,
+    monkeypatch: pytest.MonkeyPatch,
+    lines: dict[str, str],
+    loads: list[str],
+) -> None:
+    servers.add(UNDRAFTED)
+    monkeypatch.setattr(tuner, "list_arms", lambda served: [UNDRAFTED])
+    path = tune_variant(subject.with_lines(lines), None, minutes=1, command=["slimqwen"])
+    record = store.read_record(path, Tune)
+    assert list(record.arms[0].loads) == loads
+    assert record.sequences is None
+
+
+def test_a_load_needs_as_many_prompts(run: Run, servers: Servers) -> None:
+    with pytest.raises(BenchError, match=r"prompts.jsonl: 4 prompts make no load of 5; .* lower --load"):
+        run(UNDRAFTED, loads=(1, 5))
+
+
+def test_classes_of_a_workload_are_sent_at_every_load(
+    subject: Variant, servers: Servers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    servers.add(UNDRAFTED)
+    monkeypatch.setattr(tuner, "list_arms", lambda served: [UNDRAFTED])
+    classes = subject.with_lines({"EVALUATION": "tinyworld"})
+    record = store.read_record(tune_variant(classes, (1, 4), minutes=1, command=["slimqwen"]), Tune)
+    assert (record.workload, list(record.arms[0].loads)) == ("classes", ["1", "4"])
+    timed = [each for each in servers.by_arm["none"].requests if each.get("stream")]
+    requests = 16 + 6 + 3 + 16 + 8 + 8
+    assert len(timed) == requests + 2 * 3 * 2
+
+
+def test_responses_of_random_weights_are_not_compared(
+    subject: Variant, servers: Servers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    servers.add(UNDRAFTED, token=6)
+    monkeypatch.setattr(tuner, "list_arms", lambda served: [UNDRAFTED])
+    random = subject.with_lines({"VLLM_LOAD_FORMAT": "dummy"})
+    record = store.read_record(tune_variant(random, (1,), minutes=1, command=["slimqwen"]), Tune)
+    assert record.near_tie_nats is None
+
+
+def test_on_a_busy_host_nothing_is_recorded_and_finished_turns_are_kept(
+    run: Run, servers: Servers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    servers.add(UNDRAFTED, delay_s=0.1)
+    servers.add(K2, delay_s=0.02)
+    stock = host_load.retry_until_idle
+
+    def busy(measure: Any, name: str, **options: Any) -> Any:
+        if name == "MTP K=2, round 1" and not options["even_if_busy"]:
+            raise HostBusyError("host too busy")
+        return stock(measure, name, **options)
+
+    monkeypatch.setattr(tuner.host_load, "retry_until_idle", busy)
+    with pytest.raises(HostBusyError):
+        run(UNDRAFTED, K2)
+    monkeypatch.setattr(tuner.host_load, "retry_until_idle", stock)
+    record, _ = run(UNDRAFTED, K2)
+    assert servers.starts[:2] == ["none", "MTP K=2"]
+    assert json.loads(json.dumps(record.as_json()))["verdict"] == "pass"
