@@ -3,7 +3,6 @@
 import json
 import os
 import threading
-import time
 from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -39,7 +38,6 @@ class StandIn(ThreadingHTTPServer):
 
     Attributes:
         cached_tokens: tokens of each prompt that its prefix cache holds, by its own counters; None has no such cache.
-        delay_s: time that a streamed response takes, seconds.
         token: id of every token of a response, where a request asks for ids.
     """
 
@@ -51,7 +49,6 @@ class StandIn(ThreadingHTTPServer):
         self.requests: list[dict] = []
         self.cached_tokens: Callable[[dict], int] | None = None
         self.hits = 0.0
-        self.delay_s = 0.0
         self.token = 5
         self.lock = threading.Lock()
 
@@ -106,7 +103,6 @@ class _Handler(BaseHTTPRequestHandler):
             return
         if body.get("stream"):
             self.server.count(body)
-            time.sleep(self.server.delay_s)
             chunks = [{"choices": [{"index": 0, "text": "x"}]} for _ in range(body["max_tokens"])]
             usage = {"choices": [], "usage": {"completion_tokens": body["max_tokens"]}}
             lines = [f"data: {json.dumps(chunk)}\n\n" for chunk in [*chunks, usage]]

@@ -11,9 +11,11 @@ from typing import Any
 import pytest
 
 from slimqwen import variant
+from slimqwen.bench.latency.measured_variant import MeasuredVariant
 from slimqwen.evals.engine_process import Response, run_reference
 from slimqwen.search.tune import tuner
 from slimqwen.search.tune.arms import KEY, UNDRAFTED, Arm
+from slimqwen.search.tune.contest import LoadTurn
 from slimqwen.serving.shared_server import SharedServer
 from slimqwen.variant import Variant
 from tests.stand_in import MAX_MODEL_LEN, StandIn
@@ -31,9 +33,7 @@ PROMPTS = (
 def subject(add_variant: Callable[..., Path], tmp_path: Path) -> Variant:
     """The variant v, served one request at a time."""
     lines = f"VLLM_MAX_MODEL_LEN={MAX_MODEL_LEN}\nVLLM_MAX_NUM_SEQS=1\nVLLM_CPU_KVCACHE_SPACE=1\nEVALUATION=mine\n"
-    add_variant(
-        "v", f"VLLM_MODEL=weights/v\nVLLM_HOST=127.0.0.1\nVLLM_PORT=0\n{lines}".replace("VLLM_PORT=0\n", "")
-    )
+    add_variant("v", f"VLLM_MODEL=weights/v\nVLLM_HOST=127.0.0.1\n{lines}")
     (tmp_path / "weights").mkdir()
     (tmp_path / "weights" / "v").symlink_to(ROOT / "weights" / "tiny")
     own = tmp_path / "eval" / "own" / "mine"
@@ -46,33 +46,49 @@ def subject(add_variant: Callable[..., Path], tmp_path: Path) -> Variant:
     return variant.load("v", tmp_path)
 
 
+def name_arm(one: Variant) -> str:
+    """The arm whose lines a variant has."""
+    setting = one.settings.get(KEY)
+    return (Arm(json.loads(setting.value)) if setting else UNDRAFTED).name
+
+
 class Servers:
-    """Stand-ins by the name of the arm that they serve.
+    """Stand-ins by the name of the arm that they serve, and how fast they seem: a busy host decides nothing.
 
     Attributes:
+        speeds: times as fast as a stand-in of speed 1, by the name of the arm.
         refused: what vLLM's configuration says about an arm, by its name.
         starts: names of the arms in the order of their starts.
         interrupt_at: number of the start at which the measurement is interrupted.
     """
 
     def __init__(self, start: Callable[..., StandIn]) -> None:
-        self._start = start
+        self._start, self._read_load = start, tuner._read_load
         self.by_arm: dict[str, StandIn] = {}
+        self.speeds: dict[str, float] = {}
         self.refused: dict[str, str] = {}
         self.starts: list[str] = []
         self.interrupt_at: int | None = None
 
-    def add(self, arm: Arm, *, delay_s: float = 0.0, token: int = 5, lives_for: int | None = None) -> None:
-        """Have an arm served by a stand-in that takes so long for a response."""
-        server = self._start(lives_for)
-        server.delay_s, server.token = delay_s, token
-        self.by_arm[arm.name] = server
+    def add(self, arm: Arm, speed: float = 1.0, *, token: int = 5, lives_for: int | None = None) -> None:
+        """Have an arm served by a stand-in."""
+        self.by_arm[arm.name] = self._start(lives_for)
+        self.by_arm[arm.name].token = token
+        self.speeds[arm.name] = speed
+
+    def read_load(self, side: MeasuredVariant, load: int) -> LoadTurn:
+        """In the place of the tuner's: what the requests took at the speed of their arm."""
+        made, speed = self._read_load(side, load), self.speeds[name_arm(side.variant)]
+        times = {
+            "ttft_ms": tuple(10 / speed for _ in made.ttft_ms),
+            "e2el_ms": tuple(50 / speed for _ in made.ttft_ms),
+        }
+        return made.model_copy(update={"seconds": 1 / (speed * load), **times})
 
     @contextlib.contextmanager
     def share_server(self, one: Variant, **_: Any) -> Iterator[SharedServer]:
         """In the place of `serving.shared_server.share_server`."""
-        setting = one.settings.get(KEY)
-        name = (Arm(json.loads(setting.value)) if setting else UNDRAFTED).name
+        name = name_arm(one)
         if len(self.starts) == self.interrupt_at:
             raise KeyboardInterrupt
         self.starts.append(name)
@@ -107,5 +123,6 @@ def servers(stand_in: Callable[..., StandIn], monkeypatch: pytest.MonkeyPatch) -
     """Stand-ins in the place of servers and engines; its test adds one for each arm, all of which are tried."""
     made = Servers(stand_in)
     monkeypatch.setattr(tuner, "share_server", made.share_server)
+    monkeypatch.setattr(tuner, "_read_load", made.read_load)
     monkeypatch.setattr(tuner.EngineProcesses, "started", made.processes)
     return made

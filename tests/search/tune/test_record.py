@@ -78,7 +78,7 @@ def test_the_table_has_a_row_for_each_arm_and_load(tmp_path: Path) -> None:
         ("ngram K=4", "surely slower than the best", "1"), ("ngram K=4", "surely slower than the best", "4"),
         ("MTP K=4", "surely slower than the best", "1"), ("MTP K=4", "surely slower than the best", "4"),
     ]  # fmt: skip
-    assert shown.rows[0][3:5] == ("151.0", "1.51 [1.48, 1.54]")
+    assert shown.rows[0][3:5] == ("151.0", "1.51 [1.49, 1.54]")
     assert shown.rows[0][6:] == ("4.00", "512", "3")
     assert shown.rows[2][4] == "-"
     figures = kept.figures()
