@@ -80,15 +80,16 @@ class Tune(ServedRecord):
         fastest = self.fastest
         if fastest is None:
             return [f"Nothing that drafts could be measured, so {self.variant} is served without drafts."]
-        speed = f"{fastest.speedup:.2f}" if fastest.speedup else f"{fastest.speed:.2f}, one round"
+        speed = f"{fastest.speedup:.2f}" if fastest.speedup else f"{fastest.speed:.2f} (a single round)"
         found = {
             Verdict.PASS: f"Drafts pay: {fastest.name} is {speed} times as fast as no drafts",
             Verdict.FAIL: f"Drafts do not pay here: the fastest, {fastest.name}, is {speed} times as fast as none",
-            Verdict.INCONCLUSIVE: f"Not decided: the fastest, {fastest.name}, is {speed} times as fast as no drafts; "
-            "the same command with more --minutes decides",
+            Verdict.INCONCLUSIVE: f"Not decided: the fastest, {fastest.name}, is {speed} times as fast as none",
         }
         over = f" over the loads {', '.join(fastest.loads)}" if len(fastest.loads) > 1 else ""
         sentences = [f"{found[self.verdict]}{over}."]
+        if self.verdict == Verdict.INCONCLUSIVE:
+            sentences.append("The same command with more --minutes continues.")
         if len(fastest.loads) > 1:
             sentences += [self._advise_load(load) for load in fastest.loads]
         close = [
@@ -130,7 +131,7 @@ class Tune(ServedRecord):
             f"On {hardware_name(self.provenance.hardware)}, prompts of {self.workload} at temperature "
             f"{self.temperature:g}; load: requests in flight; TTFT: median. Times as fast as no drafts: "
             "paired by round, with a single one by request.",
-            *(f"{arm.name}: {arm.ended}." for arm in self.arms if arm.ended and not arm.loads),
+            *(f"{arm.name}: {arm.ended.rstrip('.')}." for arm in self.arms if arm.ended and not arm.loads),
             *(
                 ["Responses were not compared: the weights are random."]
                 if self.near_tie_nats is None

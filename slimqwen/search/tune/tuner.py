@@ -85,8 +85,10 @@ def tune_variant(
     with locked(journal_file("tune", undrafted, *inputs)) as journal:
         tuner = _Tuner(subject, journal, even_if_busy, progress)
         tuner.take_turns(60 * minutes)
-        path = store.write_record(variant.folder, tuner.make_record(started, command), tuner.list_items())
-        journal.discard()
+        record = tuner.make_record(started, command)
+        path = store.write_record(variant.folder, record, tuner.list_items())
+        if record.verdict != Verdict.INCONCLUSIVE:  # else more minutes continue
+            journal.discard()
     return path
 
 

@@ -52,8 +52,8 @@ def test_an_open_verdict_asks_for_more_minutes() -> None:
         made.add_turn(turn(arm, 0, {1: speed}))
     advice = record_of(made, None, {}).advice
     assert advice == [
-        "Not decided: the fastest, MTP K=2, is 1.30, one round times as fast as no drafts; the same command with more "
-        "--minutes decides."
+        "Not decided: the fastest, MTP K=2, is 1.30 (a single round) times as fast as none.",
+        "The same command with more --minutes continues.",
     ]
 
 

@@ -148,11 +148,15 @@ def test_the_same_command_continues_and_measures_nothing_twice(run: Run, servers
 
 def test_no_turn_begins_when_the_minutes_are_used_up(run: Run, servers: Servers) -> None:
     servers.add(UNDRAFTED, speed=2)
-    servers.add(K2, speed=2)
+    servers.add(K2, speed=8)
     record, _ = run(UNDRAFTED, K2, K4, minutes=0.0001)
     assert servers.starts == ["none"]
     assert (record.verdict, record.chosen, record.lines) == (Verdict.INCONCLUSIVE, None, {})
     assert {arm.ended for arm in record.arms} == {"", "its turn did not come"}
+    servers.add(K4, speed=0.1)
+    record, _ = run(UNDRAFTED, K2, K4)
+    assert servers.starts[:3] == ["none", "MTP K=2", "MTP K=4"]
+    assert [arm.name for arm in record.arms if arm.rounds] != ["none"]
 
 
 def test_where_requests_sample_the_fastest_is_tried_with_other_draws_and_verification(
