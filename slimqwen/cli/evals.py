@@ -112,26 +112,24 @@ def acceptance(
     variant: VariantOption,
     settings: GateSettingsName = None,
     depth: Annotated[
-        list[int] | None, typer.Option(help="num_speculative_tokens K; repeat it (default: 0 to 7)")
+        list[int] | None, typer.Option(help="num_speculative_tokens K; repeat it (default: 1 to 7)")
     ] = None,
     greedy: Annotated[
         bool, typer.Option("--greedy", help="leave out the settings' temperatures above 0")
     ] = False,
     records_dir: RecordsFolder = None,
 ) -> None:
-    """Measure the acceptance length of drafts for each K by class and temperature; choose K."""
+    """Measure the acceptance length of drafts for each K by class and temperature."""
     from slimqwen.evals import acceptance
-    from slimqwen.roofline.bounds import bound_rate_by_depth
 
     log = variant.root / "logs" / f"acceptance-{variant.name}.log"
     with measuring(log) as progress:
         path = acceptance.measure_acceptance(
             variant,
             settings or variant.evaluation,
-            sorted(set(depth or range(8))),
+            sorted(set(depth or range(1, 8))),
             command=command(),
             greedy_only=greedy,
-            speed_bound=bound_rate_by_depth,
             records_folder=records_dir and records_dir / variant.name,
             progress=progress,
         )

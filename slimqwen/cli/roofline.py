@@ -61,6 +61,6 @@ def _newest_acceptance_length(variant: Variant) -> tuple[float | None, str]:
         if record.split or record.provenance.checkpoint_digest != digest:
             continue
         for row in record.depths:
-            if row.depth == depth and row.length is not None:
+            if row.depth == depth:
                 return row.length.value, f"{row.length.value:.3f} at K = {depth}, {variant.name}/{path.name}"
     return None, f"no acceptance record of {variant.name} has this checkpoint and K = {depth}"

@@ -1,4 +1,4 @@
-"""Acceptance: how many drafted tokens the model accepts, by draft depth, prompt class and temperature; the best depth.
+"""Acceptance: how many drafted tokens the model accepts, by draft depth, prompt class and temperature.
 
 Each depth has an engine of its own. The prompts of a class are divided into groups, and groups are the units of every
 interval, because the tokens of one continuation are not independent.
@@ -29,10 +29,6 @@ from slimqwen.text import prompts
 from slimqwen.text.corpus import resolve_text
 from slimqwen.variant import Variant
 
-SpeedBound = Callable[[Variant, str, Mapping[int, float], int], Mapping[int, float]]
-"""The cost model of a GPU: (variant, name of the GPU, acceptance length by depth, cached tokens) -> most tokens per
-second of one sequence by depth."""
-
 
 class ClassAcceptance(Block):
     """Acceptance at one depth for one prompt class and temperature; estimates are over groups of prompts."""
@@ -47,31 +43,16 @@ class ClassAcceptance(Block):
 class Depth(Block):
     """Acceptance at one draft depth."""
 
-    depth: Count = Field(description="Tokens drafted at a time (K).")
-    tokens_per_second: NonNegative = Field(
-        description="Of all greedy continuations together, in this process."
-    )
-    length: Estimate | None = Field(
-        description="Acceptance length of all greedy continuations, tokens; null at depth 0."
-    )
+    depth: Positive = Field(description="Tokens drafted at a time (K).")
+    length: Estimate = Field(description="Acceptance length of all greedy continuations, tokens.")
     settings: tuple[ClassAcceptance, ...]
-
-
-class DepthChoice(Block):
-    """The depth that is fastest for one sequence."""
-
-    depth: Count
-    method: str = Field(
-        description='"measured", or "roofline of <gpu>".', validation_alias="by", serialization_alias="by"
-    )
-    tokens_per_second: dict[str, NonNegative] = Field(description="By depth.")
 
 
 class Acceptance(SplitRecord):
     """How long a variant's drafts are accepted, by depth, prompt class and temperature."""
 
     kind = "acceptance"
-    version = 3
+    version = 4
     verb = "eval acceptance"
     leaderboard_columns: ClassVar[Mapping[str, str]] = {"acceptance_length": "acceptance length, tokens"}
 
@@ -81,19 +62,16 @@ class Acceptance(SplitRecord):
     classes: dict[str, Positive] = Field(min_length=1, description="Longest prompt of each class, tokens.")
     prompts: Sha256 = Field(description="Digest of the prompts' token ids.")
     depths: tuple[Depth, ...] = Field(min_length=1)
-    choice: DepthChoice | None = Field(description="null with a single depth.")
 
     def figures(self) -> Mapping[str, Figure]:
         """All numbers, and the acceptance length at the gate's depth (else the deepest) as `acceptance_length`."""
-        lengths = {row.depth: row.length for row in self.depths if row.length}
-        if not lengths:
-            return super().figures()
+        lengths = {row.depth: row.length for row in self.depths}
         length = lengths[self.gate_depth if self.gate_depth in lengths else max(lengths)]
         figure = Figure(length.value, "tokens", length.standard_error, count=length.count)
         return {**super().figures(), "acceptance_length": figure}
 
     def tables(self, path: Path) -> list[Table]:
-        """One row per depth, class and temperature; then the speed of each depth, where there is a choice."""
+        """One row per depth, class and temperature."""
         source = provenance.source_note(self, path)
         rows = [(row.depth, setting) for row in self.depths for setting in row.settings]
         columns: dict[str, Callable[[tuple[int, ClassAcceptance]], object]] = {
@@ -106,18 +84,7 @@ class Acceptance(SplitRecord):
             "drafts": lambda row: row[1].drafts,
         }
         title = f"Acceptance of {self.variant}'s drafts"
-        tables = [Table.from_rows(title, rows, columns, source, text_columns=2)]
-        if self.choice:
-            speeds = self.choice.tokens_per_second
-            by_depth: dict[str, Callable[[Depth], object]] = {
-                "K": lambda row: row.depth,
-                "acceptance length ± SE": lambda row: f"{row.length:.3f}" if row.length else "1",
-                "tokens/s": lambda row: f"{speeds[str(row.depth)]:,.0f}",
-                "share of the best": lambda row: f"{speeds[str(row.depth)] / max(speeds.values()):.1%}",
-            }
-            title = f"Best depth for one sequence: K = {self.choice.depth}, {self.choice.method}"
-            tables.append(Table.from_rows(title, self.depths, by_depth, source))
-        return tables
+        return [Table.from_rows(title, rows, columns, source, text_columns=2)]
 
 
 def measure_acceptance(
@@ -129,7 +96,6 @@ def measure_acceptance(
     gate_depth: int | None = None,
     greedy_only: bool = False,
     split: Split | None = None,
-    speed_bound: SpeedBound | None = None,
     records_folder: Path | None = None,
     progress: Progress = silent,
 ) -> Path:
@@ -138,10 +104,9 @@ def measure_acceptance(
     Depths that an interrupted run has measured are not measured again.
 
     Args:
-        depths: tokens drafted at a time (K); 0 measures the speed without drafts.
+        depths: tokens drafted at a time (K).
         gate_depth: K at which the record is compared with another; None for that of the settings.
         greedy_only: whether to leave out temperatures above 0.
-        speed_bound: cost model that chooses the depth where no GPU is measured; None for no choice there.
 
     Raises:
         ServingError: the variant is measured for speed and memory only.
@@ -165,9 +130,6 @@ def measure_acceptance(
             for depth in depths
             for item in journal.answer(depth, partial(measure, depth, temperatures, flags, progress))
         ]
-        rows = summarise_items(items)
-        context = next(iter(longest.values()))
-        choice = _choose_depth(variant, settings.gpu, rows, context, speed_bound)
         documents = resolve_text(settings.documents, variant.root)
         record = Acceptance(
             variant=variant.name,
@@ -177,8 +139,7 @@ def measure_acceptance(
             least_share=settings.least_share,
             classes=longest,
             prompts=digest,
-            depths=rows,
-            choice=choice,
+            depths=summarise_items(items),
             provenance=provenance.describe(
                 dataclasses.replace(
                     server, flags={**flags, "enforce-eager": platforms.detect() == "cpu"}, environment={}
@@ -212,20 +173,17 @@ def cut_class_prompts(
 
 
 def summarise_items(items: Sequence[Item]) -> tuple[Depth, ...]:
-    """The figures of each depth, estimated over groups; depth 0 has speed alone."""
+    """The figures of each depth, estimated over groups."""
     rows = []
     for depth in dict.fromkeys(item["depth"] for item in items):
-        depth_items = [item for item in items if item["depth"] == depth and (item["drafts"] or not depth)]
-        greedy = [item for item in depth_items if item["temperature"] == 0] or depth_items
+        depth_items = [item for item in items if item["depth"] == depth and item["drafts"]]
         by_setting: dict[tuple[str, float], list[Item]] = {}
-        for item in depth_items if depth else []:
+        for item in depth_items:
             by_setting.setdefault((item["class"], item["temperature"]), []).append(item)
         rows.append(
             Depth(
                 depth=depth,
-                tokens_per_second=sum(item["output_tokens"] for item in greedy)
-                / sum(item["seconds"] for item in greedy),
-                length=_length(greedy) if depth else None,
+                length=_length([item for item in depth_items if item["temperature"] == 0] or depth_items),
                 settings=tuple(
                     ClassAcceptance(
                         class_=name,
@@ -239,31 +197,6 @@ def summarise_items(items: Sequence[Item]) -> tuple[Depth, ...]:
             )
         )
     return tuple(rows)
-
-
-def _choose_depth(
-    variant: Variant, gpu: str, rows: Sequence[Depth], context_len: int, speed_bound: SpeedBound | None
-) -> DepthChoice | None:
-    """The depth with most greedy tokens per second for one sequence.
-
-    On a GPU the measured speed decides. A CPU's speed says nothing about a GPU; there the bound of the given GPU
-    decides, with the measured acceptance lengths. The bound counts bytes and FLOPs but no kernel launches, so it
-    favours deep drafts.
-    """
-    if len(rows) < 2:
-        return None
-    if platforms.detect() == "cuda":
-        method, speeds = "measured", {row.depth: row.tokens_per_second for row in rows}
-    elif speed_bound:
-        lengths = {row.depth: row.length.value if row.length else 1.0 for row in rows}
-        method, speeds = f"roofline of {gpu}", dict(speed_bound(variant, gpu, lengths, context_len))
-    else:
-        return None
-    return DepthChoice(
-        depth=max(speeds, key=lambda depth: speeds[depth]),
-        method=method,
-        tokens_per_second={str(depth): speed for depth, speed in speeds.items()},
-    )
 
 
 def _length(items: Sequence[Item]) -> Estimate:

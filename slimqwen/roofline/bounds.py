@@ -158,25 +158,6 @@ def compute_roofline(
     )
 
 
-def bound_rate_by_depth(
-    variant: Variant, gpu_name: str, acceptance_lengths: Mapping[int, float], context_len: int
-) -> dict[int, float]:
-    """The highest output rate of one sequence at several draft depths, tokens per second.
-
-    Args:
-        acceptance_lengths: acceptance length by draft depth K, 1.0 at K = 0.
-
-    Raises:
-        RooflineError, ShapeError: as `compute_roofline`.
-    """
-    gpu = data_sheets.read_gpu(gpu_name, variant.root)
-    model = ServedModel.load(variant).model
-    return {
-        depth: cost.bound_decode_step(model, gpu, 1, context_len, depth, length).tokens_per_second
-        for depth, length in acceptance_lengths.items()
-    }
-
-
 def _list_stages(variant: Variant) -> tuple[list[CheckpointStage], str]:
     """The stages of a `ServedModel`, the last as it is on this machine, and the source of its dimensions."""
     is_here = (variant.weights / "config.json").is_file()

@@ -47,6 +47,9 @@ KINDS: Mapping[str, tuple[type[Record], type[Settings]]] = {
 }
 """Record kind and settings of each measurement; the checks that take longest come first."""
 
+WORKLOAD = "classes"
+"""Workload of latency."""
+
 UnwrittenRecord = Mapping[str, Any]
 """A record that is not written yet: {"variant": name, "record": its fields, "items": its items}."""
 
@@ -59,7 +62,7 @@ class Options:
 
     Attributes:
         measures: gate, which is all of its checks and a verdict; checks alone; latency.
-        rounds: rounds of latency, instead of the workload's.
+        rounds: rounds of latency, instead of those of `WORKLOAD`.
         parts: number of ranges into which the items of a suite are split.
         limit: items of each task.
         split: side of the split of items that gates are measured on; None for both.
@@ -68,7 +71,6 @@ class Options:
 
     measures: tuple[Measure, ...]
     command: tuple[str, ...]
-    workload: str = "classes"
     rounds: int | None = None
     parts: int = 1
     limit: Limit = AUTO

@@ -23,7 +23,7 @@ from slimqwen.records import provenance, registry, store
 from slimqwen.records.journal import locked
 from slimqwen.search import SearchError
 from slimqwen.search.executors import Executor, Failure, Result, Task, content_key
-from slimqwen.search.measurements import KINDS, Measurement, Options, measurement_task, next_stage
+from slimqwen.search.measurements import KINDS, WORKLOAD, Measurement, Options, measurement_task, next_stage
 from slimqwen.search.scheduler import Scheduler
 from slimqwen.variant import Variant
 
@@ -45,14 +45,12 @@ class SweepResult:
         records: records that it rests on by measurement, the baseline's first; the gate's last.
         reused: those of them that were there before.
         failures: failed measurements by name; `SETUP` where there was nothing to measure.
-        outcome: verdict of its gate; empty without one.
     """
 
     variant: str
     records: Mapping[str, Sequence[Path]]
     reused: Sequence[Path]
     failures: Mapping[str, Failure]
-    outcome: str = ""
 
     @property
     def failure(self) -> str | None:
@@ -228,7 +226,7 @@ class _Driver:
         options, evaluation = self.options, pair[1].evaluation
         # A check without a gate takes the settings of the variant's EVALUATION, and all items.
         settings = GateSettings.load(evaluation, self.root) if "gate" in options.measures else None
-        settings_name = options.workload if name == "latency" else evaluation
+        settings_name = WORKLOAD if name == "latency" else evaluation
         if settings and name == "quality":
             settings_name = settings.quality
         # The tokens of the engine and the times are no samples: they have no sides.
@@ -240,8 +238,8 @@ class _Driver:
         elif name == "acceptance":
             fields["gate_depth"] = self._depth(name, pair[1])
         elif name == "latency":
-            rounds = options.rounds or Workload.load(options.workload, self.root).rounds
-            fields = {"workload": options.workload, "rounds": rounds}
+            rounds = options.rounds or Workload.load(WORKLOAD, self.root).rounds
+            fields = {"workload": WORKLOAD, "rounds": rounds}
         paths = [
             path
             for side in sides
@@ -299,12 +297,10 @@ class _Driver:
         for (name, _), one in ended.items():
             if name not in failures:
                 records.setdefault(name, []).extend(one.paths)
-        outcome = ""
         if "gate" in self.options.measures and not failures:
-            path = self._find_gate(variant, records) or self._write_gate(variant, records)
-            records["gate"], outcome = [path], store.read_record(path, Gate).outcome
+            records["gate"] = [self._find_gate(variant, records) or self._write_gate(variant, records)]
         reused = [path for one in ended.values() if one.reused for path in one.paths]
-        return SweepResult(variant.name, records, reused, failures, outcome)
+        return SweepResult(variant.name, records, reused, failures)
 
     def _find_gate(self, variant: Variant, records: Mapping[str, Sequence[Path]]) -> Path | None:
         """The gate record of a variant that rests on the same records."""

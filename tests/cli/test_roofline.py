@@ -30,7 +30,7 @@ def test_only_a_record_of_this_checkpoint_depth_and_all_prompts_is_used(
     (tmp_path / "weights" / "tiny").symlink_to(ROOT / "weights" / "tiny")
     example = record_files.example("acceptance") | {"variant": "drafting", "split": changes.get("split")}
     estimate = {"value": 4.5, "standard_error": 0.1, "count": 2}
-    row = {"depth": changes.get("depth", 4), "tokens_per_second": 1.0, "length": estimate, "settings": []}
+    row = {"depth": changes.get("depth", 4), "length": estimate, "settings": []}
     example["depths"] = [row]
     digest = checkpoint.digest(tmp_path / "weights" / "tiny")
     example["provenance"]["checkpoint"]["digest"] = changes.get("digest", digest)

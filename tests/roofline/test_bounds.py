@@ -12,7 +12,7 @@ from slimqwen.records import store
 from slimqwen.roofline import bounds, cost
 from slimqwen.roofline import gpu as gpus
 from slimqwen.roofline.architecture import read_model
-from slimqwen.roofline.bounds import ServedModel, bound_rate_by_depth, compute_roofline
+from slimqwen.roofline.bounds import ServedModel, compute_roofline
 from slimqwen.roofline.gpu import RooflineError
 from slimqwen.roofline.record import Roofline
 
@@ -159,15 +159,6 @@ def test_a_batch_is_as_large_as_flags_and_memory_allow(repository: Path, add_var
     assert served("unsaid", repository).largest_batch(A10G, 128) == A10G.default_max_num_seqs
     with pytest.raises(RooflineError, match=r"may use 50% of a10g's .*; use a larger GPU"):
         wide.largest_batch(A10G.model_copy(update={"memory_gib": 0.005}), 128)
-
-
-def test_the_rate_of_a_depth_is_that_of_a_decoding_step(repository: Path):
-    drafting = variant.load("drafting", repository)
-    model = ServedModel.load(drafting).model
-    assert bound_rate_by_depth(drafting, "a10g", {0: 1.0, 4: 3.0}, 128) == {
-        depth: cost.bound_decode_step(model, A10G, 1, 128, depth, length).tokens_per_second
-        for depth, length in ((0, 1.0), (4, 3.0))
-    }
 
 
 def test_drafts_that_are_looked_up_in_the_prompt_are_left_out(repository: Path, add_variant):
