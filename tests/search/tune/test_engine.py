@@ -13,6 +13,7 @@ from slimqwen import variant
 from slimqwen.records import store
 from slimqwen.search.tune import Tune, tune_variant, tuner
 from slimqwen.search.tune.arms import UNDRAFTED, Arm
+from slimqwen.search.tune.contest import Contest
 from slimqwen.serving.server import free_port
 from slimqwen.stats.verdict import Verdict
 from slimqwen.variant import Variant
@@ -50,7 +51,8 @@ def test_an_arm_that_corrupts_responses_and_one_that_dies_are_out_with_their_rea
 ) -> None:
     arms = [UNDRAFTED, K2, at_depth(planted.CORRUPT), at_depth(planted.DYING)]
     monkeypatch.setattr(tuner, "list_arms", lambda served: arms)
-    record = store.read_record(tune_variant(faulty, (1, 2), minutes=0.1, **OPTIONS), Tune)
+    monkeypatch.setattr(Contest, "is_decided", True)  # after a round
+    record = store.read_record(tune_variant(faulty, (1, 2), minutes=10, **OPTIONS), Tune)
     ended = {arm.name: arm.ended for arm in record.arms}
     assert ended["none"] == ended["MTP K=2"] == ""
     assert "greedy responses, 1 at a time, differ from the undrafted engine's" in ended["MTP K=3"]
@@ -93,9 +95,11 @@ import sys
 from slimqwen import variant
 from slimqwen.search.tune import tune_variant, tuner
 from slimqwen.search.tune.arms import UNDRAFTED, Arm
+from slimqwen.search.tune.contest import Contest
+Contest.is_decided = True  # after a round
 tuner.list_arms = lambda served: [UNDRAFTED, Arm({{"method": "mtp", "num_speculative_tokens": 2}})]
 one = variant.load("v", __import__("pathlib").Path(sys.argv[1])).with_lines({{"VLLM_PORT": "{port}"}})
-print(tune_variant(one, (1,), minutes=0.1, command=["slimqwen"], even_if_busy=True,
+print(tune_variant(one, (1,), minutes=10, command=["slimqwen"], even_if_busy=True,
                    progress=lambda *step: print(*step, flush=True)))
 """
     command = [sys.executable, "-c", code, str(tmp_path)]
