@@ -1,7 +1,5 @@
 """A tuning of the embedded model over real servers: planted faults are out, useless drafts do not pay."""
 
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -85,34 +83,3 @@ def test_where_drafts_are_useless_it_says_that_they_do_not_pay(
     record = store.read_record(tune_variant(useless, (1,), minutes=10, **OPTIONS), Tune)
     assert (record.verdict, record.chosen, record.lines) == (Verdict.FAIL, "none", {})
     assert record.advice[0].startswith("Drafts do not pay here: the fastest, MTP K=")
-
-
-def test_a_killed_tuning_continues(subject: Variant, tmp_path: Path) -> None:
-    """The process is killed in its second turn; the same command takes the first from its journal."""
-    port = free_port()
-    code = f"""
-import sys
-from slimqwen import variant
-from slimqwen.search.tune import tune_variant, tuner
-from slimqwen.search.tune.arms import UNDRAFTED, Arm
-from slimqwen.search.tune.contest import Contest
-Contest.is_decided = True  # after a round
-tuner.list_arms = lambda served: [UNDRAFTED, Arm({{"method": "mtp", "num_speculative_tokens": 2}})]
-one = variant.load("v", __import__("pathlib").Path(sys.argv[1])).with_lines({{"VLLM_PORT": "{port}"}})
-print(tune_variant(one, (1,), minutes=10, command=["slimqwen"], even_if_busy=True,
-                   progress=lambda *step: print(*step, flush=True)))
-"""
-    command = [sys.executable, "-c", code, str(tmp_path)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as first:
-        assert first.stdout is not None
-        for line in first.stdout:
-            if line.startswith("MTP K=2: own"):
-                first.kill()
-                break
-    (journal,) = (tmp_path / ".cache" / "tune").glob("*.jsonl")
-    assert len(journal.read_text().splitlines()) == 2  # what was prepared, and the undrafted turn
-    second = subprocess.run(command, capture_output=True, text=True, check=True)
-    assert "none: own" not in second.stdout.partition("MTP K=2")[0]
-    assert "plain engine" not in second.stdout
-    record = store.read_record(Path(second.stdout.splitlines()[-1]), Tune)
-    assert {arm.name: arm.rounds for arm in record.arms} == {"none": 1, "MTP K=2": 1}
