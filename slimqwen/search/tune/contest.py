@@ -5,7 +5,6 @@ An arm's turn is compared with the undrafted server's turn of the same round, wh
 
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
 
 import numpy as np
 
@@ -190,9 +189,9 @@ def _compare_turns(own: Mapping[int, LoadTurn], undrafted: Mapping[int, LoadTurn
     rounds = [number for number in own if number in undrafted]
     if ratio is not None or not rounds:
         return ratio
-    times = [side[rounds[0]].e2el_ms for side in (own, undrafted)]
-    weights: Any = np.ones(len(times[0]))
-    return intervals.paired_ratio(*times, weights, weights)
+    own_times, undrafted_times = (side[rounds[0]].e2el_ms for side in (own, undrafted))
+    weights = np.ones(len(own_times))
+    return intervals.paired_ratio(own_times, undrafted_times, weights, weights)
 
 
 def _ratio_by_round(own: Mapping[int, float], undrafted: Mapping[int, float]) -> Ratio | None:
