@@ -123,7 +123,8 @@ def tune(
     if apply is None:
         return
     if not record.lines:
-        say(f"{apply} is not written: no settings would change")
+        why = "nothing is decided yet" if record.chosen is None else "no settings would change"
+        say(f"{apply} is not written: {why}")
         return
     hypothesis = f"{variant.name} is faster with {record.chosen} and responds alike."
     folder = scaffold.create(apply, variant.name, hypothesis, lines=record.lines, root=variant.root)

@@ -28,11 +28,11 @@ LINES = {
 def asked(
     add_variant: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> dict[str, Any]:
-    """What a tuning of the variant v was asked for; `lines` are the lines that it ends with."""
+    """What a tuning of the variant v was asked for; it ends with the arm `chosen` and its `lines`."""
     add_variant("v", "VLLM_MODEL=weights/v\n")
     monkeypatch.setattr(variant, "repository_root", lambda: tmp_path)
     monkeypatch.setattr(variant.variant, "repository_root", lambda: tmp_path)
-    seen: dict[str, Any] = {"lines": LINES}
+    seen: dict[str, Any] = {"chosen": "MTP K=2", "lines": LINES}
 
     def measure(one: variant.Variant, loads: Any, **options: Any) -> Path:
         seen.update(options, loads=loads)
@@ -40,7 +40,9 @@ def asked(
         for number in range(3):
             made.add_turn(turn(UNDRAFTED, number, {1: 100}))
             made.add_turn(turn(K2, number, {1: 150}))
-        return store.write_record(one.folder, record_of(made, "MTP K=2", seen["lines"]), [{"arm": "none"}])
+        return store.write_record(
+            one.folder, record_of(made, seen["chosen"], seen["lines"]), [{"arm": "none"}]
+        )
 
     monkeypatch.setattr(tune, "tune_variant", measure)
     return seen
@@ -65,9 +67,14 @@ def test_the_chosen_settings_become_a_variant(asked: dict[str, Any], tmp_path: P
     assert made.settings["VLLM_MAX_NUM_SEQS"].value == "4"
 
 
-def test_without_lines_nothing_is_written(asked: dict[str, Any], tmp_path: Path) -> None:
-    asked["lines"] = {}
-    assert "fast is not written: no settings would change" in said_by("tune --variant v --apply fast")
+@pytest.mark.parametrize(
+    ("chosen", "why"), [("MTP K=2", "no settings would change"), (None, "nothing is decided yet")]
+)
+def test_without_lines_nothing_is_written(
+    asked: dict[str, Any], tmp_path: Path, chosen: str | None, why: str
+) -> None:
+    asked.update(chosen=chosen, lines={})
+    assert f"fast is not written: {why}" in said_by("tune --variant v --apply fast")
     assert asked["loads"] is None
     assert not (tmp_path / "experiments" / "fast").exists()
 
