@@ -11,8 +11,10 @@ _ERROR = re.compile(
 )
 """The last line of a traceback, a refusal of this package, a killed worker."""
 
-_CONSEQUENCE = re.compile(r"Engine(?:Dead|Died)Error|CancelledError|Worker failed with error|root cause")
-"""An error that another one caused: each process of vLLM logs that the one below it failed."""
+_CONSEQUENCE = re.compile(
+    r"Engine(?:Dead|Died)Error|CancelledError|Worker failed with error|root cause|the engine died"
+)
+"""An error that another one caused: each process of vLLM logs that the one below it failed, and so does the warm-up."""
 
 
 def find_last_cause(log: Path) -> str | None:

@@ -26,6 +26,9 @@ INFO:     127.0.0.1:1 - "GET /health HTTP/1.1" 503 Service Unavailable
 {SERVER}asyncio.exceptions.CancelledError
 {SERVER}EngineDiedError: the engine died; the server ends with exit code 1
 """  # noqa: E501
+DEAD_IN_WARM_UP = f"""{DEAD_ENGINE}
+(APIServer pid=1) ERROR 11-25 17:35:35 [readiness.py:147] WarmUpError: the warm-up failed: 503: {{"message":"the engine died"}}
+"""  # noqa: E501
 FAILED_START = f"""
 {ENGINE}ValueError: No available memory for the cache blocks.
 (APIServer pid=1) Traceback (most recent call last):
@@ -41,6 +44,7 @@ KILLED_WORKER = f"""
     ("text", "cause"),
     [
         (DEAD_ENGINE, "RuntimeError: num_accepted_tokens must be in [1, seqlen], got 5"),
+        (DEAD_IN_WARM_UP, "RuntimeError: num_accepted_tokens must be in [1, seqlen], got 5"),
         (FAILED_START, "ValueError: No available memory for the cache blocks."),
         (KILLED_WORKER, "Worker proc VllmWorker-0 died unexpectedly, shutting down executor."),
         ("error: vLLM refuses its configuration: no handler", "vLLM refuses its configuration: no handler"),
