@@ -195,6 +195,25 @@ def test_chats_need_a_template(tmp_path: Path) -> None:
     assert "t.jsonl has chats" in fault
 
 
+@pytest.mark.parametrize(
+    "tooled",
+    [
+        {"tools": [{"type": "function", "function": {"name": "f"}}]},
+        {"messages": [*CHAT["messages"], {"role": "tool", "content": "1"}]},
+        {"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f"}}]}]},
+    ],
+)
+def test_chats_with_tools_need_a_template_that_renders_them(tmp_path: Path, tooled: dict[str, Any]) -> None:
+    write_lines(tmp_path / "t.jsonl", CHAT, {**CHAT, **tooled}, {**CHAT, **tooled})
+    stages = "  - prune_vocab: {size: 64, corpus: {path: t.jsonl}}\n"
+    [fault] = faults_of(tmp_path, stages)
+    assert "t.jsonl, line 2: a chat with tools (2 such chats), which" in fault
+    assert "weights/tiny/chat_template.jinja does not render" in fault
+    (tmp_path / "tokenizer_config.json").write_text("{}")
+    (tmp_path / "chat_template.jinja").write_text("{{ tools }}{{ messages }}")
+    assert faults_of(tmp_path, stages, outline_of_tiny(folder=tmp_path)) == []
+
+
 def test_a_model_of_ones_own_is_not_calibrated_on_the_embedded_models_text(tmp_path: Path) -> None:
     assert faults_of(tmp_path, "  - calibrate\n") == []
     [fault] = faults_of(tmp_path, "  - calibrate\n", outline_of_tiny(is_embedded=False))
