@@ -5,9 +5,10 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from slimqwen.cli.console import errors, say
+from slimqwen.cli.console import errors, relative, say
 from slimqwen.cli.options import PlatformName, VariantOption
 from slimqwen.cli.plan import find_recorded_plan
+from slimqwen.variant import making_command
 
 if TYPE_CHECKING:
     from slimqwen.serving.command import CompileCache
@@ -62,8 +63,14 @@ def serve(
     if command.cache is not None and command.cache.baked is not None:
         errors.print(f"Baked compile cache: {_fitness(command.cache)}.", markup=False)
     if dry_run:
-        if command.variant.weights.is_dir():  # the command can be shown without a checkpoint
+        weights = command.variant.weights
+        if weights.is_dir():
             checks.check_weights(command)
+        else:  # the command can be shown without it
+            errors.print(
+                f"{relative(weights)} is missing: {making_command(weights, command.variant.root)}",
+                markup=False,
+            )
         say(command.as_shell())
         return
     plan, trouble = find_recorded_plan(command)

@@ -95,6 +95,13 @@ def test_the_script_that_serves_is_the_verb(run_here):
     assert "vllm" in script.stdout
 
 
+def test_the_command_of_a_missing_checkpoint_is_shown_with_what_makes_it(run_here):
+    code, said, warned = run_here("serve", "--variant", "qwen3.5-4b-best", "--dry-run")
+    assert (code, "vllm" in said) == (0, True)
+    missing = "weights/qwen3.5-4b-best is missing: `make recipe VARIANT=qwen3.5-4b-best` makes it"
+    assert missing in " ".join(warned.split())
+
+
 HEAVY = ("torch", "vllm", "transformers", "matplotlib", "pandas", "scipy", "numpy", "mlflow")
 
 
