@@ -24,9 +24,6 @@ test: install ## every test that takes minutes at most (KINDS=1: those inside vL
 test-image: install ## build a CPU image, look into it, start it, break it (root; 40 minutes, 25 GB)
 	@.venv/bin/python -m pytest -m image
 
-test-soak: install ## the tests that take a quarter of an hour or more
-	@.venv/bin/python -m pytest -m soak
-
 lint: | $(READY) ## ruff (lint and format), mypy, import-linter
 	@.venv/bin/ruff check && .venv/bin/ruff format --check && .venv/bin/mypy && .venv/bin/lint-imports
 

@@ -102,6 +102,13 @@ def servers_are_forks() -> Iterator[None]:
         yield
 
 
+@pytest.fixture
+def servers_are_no_forks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Servers are no forks of the process of the session: they find modules that it lacks, and show their command."""
+    for name in ("_block", "_requests"):
+        monkeypatch.setattr(spawner, name, None)
+
+
 @pytest.fixture(scope="session")
 def freeze_modules() -> Iterator[Callable[[], None]]:
     """Freezes what is there where many modules are new, and nothing thaws it.

@@ -1,6 +1,6 @@
 """A recipe of all real stages, shortened, killed at 20 random instants, four in each stage: about a quarter of an hour.
 
-Outside the default run: `make test-soak`. `test_runner.py` has the same with stages that only count.
+Outside the default run: `pytest -m soak`. `test_runner.py` has the same with stages that only count.
 """
 
 import os

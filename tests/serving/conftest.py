@@ -5,18 +5,11 @@ import shutil
 import pytest
 
 from slimqwen import variant
-from slimqwen.serving import baked_cache, spawner
+from slimqwen.serving import baked_cache
 from slimqwen.serving.command import ServerCommand
 from slimqwen.serving.server import free_port
 
 SERVABLE = "VLLM_MODEL=weights/v\nVLLM_HOST=127.0.0.1\nVLLM_PORT=8080\nVLLM_CPU_KVCACHE_SPACE=1\n"
-
-
-@pytest.fixture
-def servers_are_no_forks(monkeypatch):
-    """Servers are processes of their own, with command and environment where `find_running` reads them."""
-    for name in ("_block", "_requests"):
-        monkeypatch.setattr(spawner, name, None)
 
 
 @pytest.fixture

@@ -31,7 +31,9 @@ def at_depth(depth: int) -> Arm:
 
 
 @pytest.fixture
-def faulty(subject: Variant, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Variant:
+def faulty(
+    subject: Variant, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, servers_are_no_forks: None
+) -> Variant:
     """The variant, served by engines with planted faults."""
     planted.install(tmp_path / "plugins")
     monkeypatch.syspath_prepend(str(tmp_path / "plugins"))
