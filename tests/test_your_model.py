@@ -44,7 +44,14 @@ def clone(tmp_path: Path) -> Path:
             file.write(json.dumps({"messages": messages}, ensure_ascii=False) + "\r\n")
     own, tasks = tmp_path / "eval" / "own" / "mymodel", ROOT / "eval" / "tasks" / "tinyworld"
     own.mkdir(parents=True)
-    shutil.copy(tasks / "prose.jsonl", own / "texts.jsonl")
+    passages = (
+        (ROOT / "eval" / "texts" / "tinyworld_passages.jsonl")
+        .read_text(encoding="utf-8")
+        .splitlines(keepends=True)
+    )
+    (own / "texts.jsonl").write_text(
+        "".join(passages[: len(passages) // 5]), encoding="utf-8"
+    )  # 56,000 tokens
     asked = [
         json.loads(line) for line in (tasks / "twohop.jsonl").read_text(encoding="utf-8").splitlines()[:50]
     ]
