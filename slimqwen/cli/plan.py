@@ -48,8 +48,10 @@ def plan(
     from slimqwen.records import provenance
     from slimqwen.serving import platform as machine
 
-    for_gpus = variant.platform == "cuda" or machine.is_gpu_build()
-    gpus = tuple(gpu or (plans.DEFAULT_GPUS if for_gpus else (plans.CPU,)))
+    if gpu:
+        gpus = tuple(gpu)
+    else:
+        gpus = plans.DEFAULT_GPUS if variant.platform == "cuda" or machine.is_gpu_build() else (plans.CPU,)
     if compile_:
         if len(gpus) != 1 or gpus == (plans.CPU,):
             raise typer.BadParameter("--compile takes one GPU: name it with --gpu")

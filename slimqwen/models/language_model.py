@@ -118,7 +118,7 @@ def read_text_config(folder: Path) -> Any:
     """
     try:
         config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True).get_text_config()
-        assert MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+        MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     except (KeyError, ValueError, OSError) as error:
         raise CorruptCheckpointError(
             f"{folder / 'config.json'}: transformers has no language model for it ({_one_line(error)}); choose another "

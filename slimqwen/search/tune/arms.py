@@ -32,7 +32,7 @@ _LOOKUPS: Mapping[str, Mapping[str, Any]] = {
 _PROBABILISTIC = {"draft_sample_method": "probabilistic"}
 _BLOCK = {"rejection_sample_method": "block"}
 _SAMPLING: tuple[Mapping[str, str], ...] = (_PROBABILISTIC, _BLOCK, {**_PROBABILISTIC, **_BLOCK})
-"""How drafts are drawn and verified where requests sample, besides vLLM's defaults."""
+"""Other settings than vLLM's defaults for sampled requests: how draft tokens are drawn, and how they are verified."""
 
 _OF_AN_ARM = (_DEPTH, f"{_DEPTH}_per_batch_size", *_PROBABILISTIC, *_BLOCK, "enable_adaptive_verification")
 _UNNAMED = ("method", "model", _DEPTH, "prompt_lookup_max", "prompt_lookup_min")
@@ -146,10 +146,10 @@ def probe_configurations(
 
 
 def _find_ignored_method(config: Any) -> str:
-    """Why a method to verify drafts has no effect; empty where it has one.
+    """Why a rejection_sample_method has no effect; empty where it has one.
 
-    vLLM's configuration takes any, and its model runner V1 verifies token by token all the same where its sampler never
-    reads the name.
+    vLLM's configuration takes every method. Its model runner V1 ignores those whose names its sampler does not read,
+    and verifies token by token.
     """
     from vllm.v1.sample import rejection_sampler
 

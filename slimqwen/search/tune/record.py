@@ -99,7 +99,7 @@ class Tune(ServedRecord):
             if arm.speedup.high >= fastest.speedup.low
         ]
         if close and self.verdict == Verdict.PASS:
-            sentences.append(f"Not told apart from {fastest.name}: {', '.join(close)}.")
+            sentences.append(f"Perhaps as fast as {fastest.name}: {', '.join(close)}.")
         if self.chosen is not None:
             lines = " ".join(f"{key}={value}" for key, value in self.lines.items())
             sentences.append(f"Write into config.env: {lines}" if lines else "Its config.env stays as it is.")

@@ -168,7 +168,7 @@ class _Tuner:
         self._subject, self._journal = subject, journal
         self._even_if_busy, self._progress = even_if_busy, progress
         self._log = subject.variant.root / "logs" / f"tune-{subject.variant.name}.log"
-        # Where requests are greedy, drafts are verified alike however they are drawn.
+        # How draft tokens are drawn makes no difference to greedy requests: arms vary it above temperature 0 alone.
         self._temperature = subject.workload.sampling.get("temperature", 0.0)
         arms = list_arms(subject.served)
         sampled = [one for arm in arms if arm.is_sampled and self._temperature for one in vary_sampling(arm)]
@@ -202,7 +202,7 @@ class _Tuner:
             if reason := refused.get(UNDRAFTED.name):
                 raise SearchError(f"{subject.variant.name} cannot be served without drafts: {reason}")
             plain = None
-            if not speed_only.has_random_responses(undrafted.variant):
+            if not speed_only.is_speed_only(undrafted.variant):
                 plain = PlainResponses.generate(processes, settings, self._progress).model_dump(mode="json")
         return {"refused": refused, "plain": plain}
 

@@ -43,7 +43,7 @@ def test_it_names_those_that_cannot_be_told_from_the_fastest() -> None:
     fastest = made.find_fastest()
     assert fastest is not None
     (close,) = {K2.name, K4.name} - {fastest.name}
-    assert f"Not told apart from {fastest.name}: {close}." in record_of(made, fastest.name, {}).advice
+    assert f"Perhaps as fast as {fastest.name}: {close}." in record_of(made, fastest.name, {}).advice
 
 
 def test_an_open_verdict_asks_for_more_minutes() -> None:
