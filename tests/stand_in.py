@@ -39,6 +39,7 @@ class StandIn(ThreadingHTTPServer):
     Attributes:
         cached_tokens: tokens of each prompt that its prefix cache holds, by its own counters; None has no such cache.
         token: id of every token of a response, where a request asks for ids.
+        plant: fields of the choice that responds to a request, instead of the usual ones.
     """
 
     daemon_threads = True
@@ -50,6 +51,7 @@ class StandIn(ThreadingHTTPServer):
         self.cached_tokens: Callable[[dict], int] | None = None
         self.hits = 0.0
         self.token = 5
+        self.plant: Callable[[dict], dict] | None = None
         self.lock = threading.Lock()
 
     @property
@@ -118,6 +120,8 @@ class _Handler(BaseHTTPRequestHandler):
                 "top_logprobs": [{"a": -1.0}] * (count + 1),
             }
             choice["logprobs"] = logprobs
+        if self.server.plant:
+            choice |= self.server.plant(body)
         self._answer(json.dumps({"choices": [choice]}), "application/json")
 
     def log_message(self, *_):

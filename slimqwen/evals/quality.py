@@ -11,7 +11,7 @@ from pydantic import Field, TypeAdapter, model_validator
 from slimqwen.evals import EvalError
 from slimqwen.evals.suites import datasets, lm_eval_run
 from slimqwen.evals.suites.lm_eval_run import WHOLE, Part, TaskRun
-from slimqwen.evals.suites.suite import ANSWER_MARGIN, BITS_PER_BYTE, Limit, Suite
+from slimqwen.evals.suites.suite import ANSWER_MARGIN, BITS_PER_BYTE, ENDED, Limit, Suite
 from slimqwen.progress import Progress, silent
 from slimqwen.records import provenance, store
 from slimqwen.records.journal import Journal, journal_file, locked
@@ -29,12 +29,14 @@ from slimqwen.serving import speed_only
 from slimqwen.serving.server import free_port
 from slimqwen.serving.shared_server import ServerLostError, SharedServer, share_server
 from slimqwen.stats import intervals, non_inferiority
+from slimqwen.text.chats import read_chat_templates
 from slimqwen.variant import Variant
 
 MEASURE_NAMES = {
     "exact_match": "exact match",
     ANSWER_MARGIN: "answer log-probability gap, nats",
     BITS_PER_BYTE: "bits per byte",
+    ENDED: "ends, without a loop",
 }
 """Table headings of measures; any other is called by its lm-eval name."""
 
@@ -56,7 +58,8 @@ class TaskScore(Block):
     """Score of one task."""
 
     measure: str = Field(
-        min_length=1, description="answer_margin_nats, bits_per_byte, or the name of an lm-eval metric."
+        min_length=1,
+        description="answer_margin_nats, bits_per_byte, ended, or the name of an lm-eval metric.",
     )
     value: float
     standard_error: NonNegative
@@ -210,6 +213,7 @@ def measure_quality(
     if isinstance(limit, int) and limit < 2:
         raise EvalError(f"a limit of {limit} gives no standard error; take 2 items or more")
     require_measurable(variant, suite)
+    variant = with_tool_parser(variant, suite)
     log = variant.root / "logs" / f"serve-{variant.name}.log"
     key_parts = suite.model_dump(mode="json"), limit, str(split)
     with (
@@ -245,6 +249,7 @@ def score_part(
         ServerLostError, ServingError, EvalError, PromptTooLongError: as for `measure_quality`.
     """
     require_measurable(variant, suite)
+    variant = with_tool_parser(variant, suite)
     log = variant.root / "logs" / f"serve-{variant.name}-{part}.log"
     with share_server(variant, port=free_port(), log=log, progress=progress) as server:
         return _score(server, suite, part, command, limit=limit, split=split, progress=progress)
@@ -261,6 +266,24 @@ def require_measurable(variant: Variant, suite: Suite) -> None:
     speed_only.refuse_speed_only(variant, "quality")
     datasets.require_datasets(suite.datasets, suite.nltk, variant.root)
     suite.require_questions(variant.root)
+
+
+def with_tool_parser(variant: Variant, suite: Suite) -> Variant:
+    """The variant as it is served for a suite: with its tool parser switched on where questions offer tools.
+
+    A variant that names no parser has the one of its checkpoint's chat template: from Qwen3.5 on calls are XML, before
+    JSON.
+
+    Raises:
+        CorpusError: as `Suite.require_questions`, or a template cannot be read.
+    """
+    if not suite.offers_tools(variant.root):
+        return variant
+    key = "VLLM_TOOL_CALL_PARSER"
+    templates = read_chat_templates(variant.weights).values()
+    parser = "qwen3_coder" if any("<function=" in template.text for template in templates) else "hermes"
+    named = variant.settings[key].value if key in variant.settings else parser
+    return variant.with_lines({"VLLM_ENABLE_AUTO_TOOL_CHOICE": "1", key: named})
 
 
 def _score(

@@ -199,8 +199,9 @@ def still_holds(block: Provenance, command: ServerCommand) -> bool:
 
 
 def deciding(flags: Mapping[str, Any]) -> dict[str, Any]:
-    """The flags that can decide a figure or an answer: all but the server's address."""
-    return {name: value for name, value in flags.items() if name not in ("host", "port")}
+    """The flags that can decide a figure: not the server's address, nor the tool parser that quality switches on."""
+    others = ("host", "port", "enable-auto-tool-choice", "tool-call-parser")
+    return {name: value for name, value in flags.items() if name not in others}
 
 
 def same_inputs(block: Provenance, weights: Path, root: Path) -> bool:

@@ -53,6 +53,8 @@ FLAGS_WITHOUT_EFFECT = frozenset(
         "chat-template",
         "default-chat-template-kwargs",
         "reasoning-parser",
+        "enable-auto-tool-choice",
+        "tool-call-parser",
         "max-num-queued-reqs",
         "max-num-queued-tokens",
         "shutdown-timeout",

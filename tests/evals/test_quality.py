@@ -3,6 +3,7 @@ import dataclasses
 import hashlib
 import json
 import math
+import shutil
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -442,8 +443,8 @@ def test_data_that_were_not_fetched_are_named_before_a_server_starts(add_served,
 )
 def test_the_response_is_what_follows_the_thoughts(content, thinking, text):
     client = SimpleNamespace(thinking=thinking)
-    outputs, choice = {"usage": {"completion_tokens": 7}}, {"finish_reason": "length"}
-    response = ServedCompletions._generation(client, outputs, content, choice)
+    outputs, choice = {"usage": {"completion_tokens": 7}}, {"text": content, "finish_reason": "length"}
+    response = ServedCompletions._generation(client, outputs, choice)
     assert (response, response.finish_reason, response.tokens) == (text, "length", 7)
 
 
@@ -531,6 +532,8 @@ def write_core_data(root):
         {"Record ID": f"rec{n}", "Question": f"What metal has town {n}?", "Correct Answer": "iron", **wrong}
         for n in range(3)
     ]
+    for folder in ("tasks", "texts"):
+        shutil.copytree(repository_root() / "eval" / folder, root / "eval" / folder)
     core = Suite.load("core", repository_root())
     files = [root / dataset.folder / dataset.files[0] for dataset in core.datasets]
     for file in files:
@@ -580,33 +583,53 @@ def test_core_is_scored_by_lm_evals_own_rules(add_served, stand_in, tmp_path, te
     assert (gpqa.item_count, gpqa.cluster_count, gpqa.output_count) == (3, 3, 9)
     assert gpqa.value in ((0, 1 / 3, 2 / 3, 1) if "(" in text else (0,))
     assert {item.index for item in scores.items if item.task == "mmlu_pro"} == set(range(14))
+    assert scores.tasks["loops"].value == 1
+    assert (scores.tasks["tool_calls"].item_count, scores.tasks["tool_calls"].value) == (200, 0)
+    assert (scores.tasks["needle"].item_count, scores.tasks["needle"].value) == (126, 0)
     assert {path.name for path in scores.datasets} == {
         "test-00000-of-00001.parquet", "ifeval_input_data.jsonl", "gpqa_diamond.csv", "punkt_tab.zip",
+        "items.py", "needle.yaml", "tool_calls.yaml", "technical.jsonl",
     }  # fmt: skip
 
 
 @pytest.mark.engine
 def test_core_goes_the_whole_way_over_a_real_server(served_tiny, tmp_path):
-    """Three items a task, which the tiny model knows nothing of; a rule of IFEval it may keep by chance."""
+    """Three items a task, which the tiny model knows nothing of; a rule of IFEval it may keep by chance.
+
+    It was not taught to call tools: test_felt.py plants the calls.
+    """
     core = write_core_data(tmp_path)
     (tmp_path / "weights").symlink_to(repository_root() / "weights")  # the template is the checkpoint's
+    short = {"characters": [2000], "depths": [0.5], "count": 3, "seed": 1}
+    needle = {
+        "dataset_kwargs": {"data_files": "eval/texts/technical.jsonl", **short},
+        "generation_kwargs": {"until": [], "do_sample": False, "temperature": 0.0},
+    }
     tasks = []
     for task in core.tasks:
-        generation = task.overrides["generation_kwargs"] | {"max_gen_toks": 24}
-        overrides = task.overrides | {"generation_kwargs": generation}
+        if task.name == "tool_calls":
+            continue
+        overrides = task.overrides or needle
+        generation = overrides["generation_kwargs"] | {"max_gen_toks": 24}
+        overrides = overrides | {"generation_kwargs": generation}
         tasks.append(task.model_copy(update={"repeats": min(task.repeats, 2), "overrides": overrides}))
     core = core.model_copy(update={"tasks": tuple(tasks)})
     elsewhere = dataclasses.replace(served_tiny, variant=dataclasses.replace(load("tiny"), root=tmp_path))
     scores = score(core, elsewhere, limit=3)
     assert {name: row.item_count for name, row in scores.tasks.items()} == dict.fromkeys(scores.tasks, 3)
     available = {name: row.available_count for name, row in scores.tasks.items()}
-    assert available == {"mmlu_pro": 14, "ifeval": 3, "gpqa_diamond": 3}
+    assert available == {"mmlu_pro": 14, "ifeval": 3, "gpqa_diamond": 3, "loops": 14, "needle": 3}
     assert scores.tasks["gpqa_diamond"].output_count == 6
     assert scores.tasks["gpqa_diamond"].cluster_count == 3
+    ends = {name: [item for item in scores.items if item.task == name] for name in ("mmlu_pro", "loops")}
+    for item, end in zip(*ends.values(), strict=True):
+        assert end.value <= (not item.truncated)
     for item in scores.items:
+        if item.task == "loops":
+            continue
         assert 0 < item.output_tokens <= 24
         assert not item.truncated or item.output_tokens == 24
         assert "</think>" not in item.output
-    for row in scores.tasks.values():
-        assert row.floor_verdict in ("fail", "inconclusive")
+    for name in ("mmlu_pro", "ifeval", "gpqa_diamond"):
+        assert scores.tasks[name].floor_verdict in ("fail", "inconclusive")
     assert scores.tasks["ifeval"].value >= 1 / 3

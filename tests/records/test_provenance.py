@@ -284,6 +284,8 @@ def test_a_record_holds_until_something_that_decides_its_figures_changes():
 
     assert still_holds(command)
     assert still_holds(ServerCommand.resolve(tiny, port=2))
+    with_parser = {"VLLM_ENABLE_AUTO_TOOL_CHOICE": "1", "VLLM_TOOL_CALL_PARSER": "hermes"}
+    assert still_holds(ServerCommand.resolve(tiny.with_lines(with_parser), port=1))
     assert not still_holds(ServerCommand.resolve(variant.load("tiny-mtp4"), port=1))
     for changed in (
         {"checkpoint": block["checkpoint"] | {"digest": "0" * 64}},

@@ -151,7 +151,13 @@ def test_a_start_that_saved_no_graph_is_not_packed(root, tmp_path):
 
 def test_the_same_machine_and_flags_differ_in_nothing(packed):
     _, baked = packed
-    moved = FLAGS | {"model": "/elsewhere", "port": 9, "host": "::", "served-model-name": ["x"]}
+    moved = FLAGS | {
+        "model": "/elsewhere",
+        "port": 9,
+        "host": "::",
+        "served-model-name": ["x"],
+        "tool-call-parser": "hermes",
+    }
     assert baked_cache.list_differences(baked, MACHINE, moved, {"VLLM_CPU_KVCACHE_SPACE": "1"}) == []
 
 

@@ -4,6 +4,7 @@ Importing lm-eval takes tens of seconds, so this module is imported inside funct
 """
 
 import copy
+import json
 import math
 import sys
 from collections.abc import Callable
@@ -13,7 +14,7 @@ import aiohttp
 from lm_eval.models.openai_completions import LocalCompletionsAPI
 
 from slimqwen.errors import SlimqwenError
-from slimqwen.evals.suites.questions import chat_of
+from slimqwen.evals.suites.questions import chat_of, chat_text, response_text
 from slimqwen.progress import Progress
 from slimqwen.records.journal import Journal
 
@@ -59,25 +60,49 @@ class ServedCompletions(LocalCompletionsAPI):  # type: ignore[misc]  # lm_eval i
     """
 
     def __init__(
-        self, *, progress: Progress, answers: Journal | None, max_model_len: int, **arguments: Any
+        self,
+        *,
+        server_url: str,
+        progress: Progress,
+        answers: Journal | None,
+        max_model_len: int,
+        **arguments: Any,
     ) -> None:
-        super().__init__(max_length=max_model_len, timeout=_TIMEOUT_S, **arguments)
+        base_url = f"{server_url}/v1/completions"
+        super().__init__(base_url=base_url, max_length=max_model_len, timeout=_TIMEOUT_S, **arguments)
+        self._server_url = server_url
         self.thinking: bool | None = None
         self.task = ""
+        self._by_chat, self._too_long_is_wrong = False, False
         self._progress, self._answers, self._max_model_len = progress, answers, max_model_len
         self._failure: Exception | None = None
         self.activity, self._done, self._total = "starting", 0, 0
 
+    def begin_task(self, name: str, thinking: bool | None, *, by_chat: bool, too_long_is_wrong: bool) -> None:
+        """Turn to the requests of a task.
+
+        Args:
+            thinking: see the attribute.
+            by_chat: whether the server renders the prompts itself and reads tool calls in the responses.
+            too_long_is_wrong: whether a prompt that the served context cannot hold has an empty response.
+        """
+        self.task, self.thinking = name, thinking
+        self._by_chat, self._too_long_is_wrong = by_chat, too_long_is_wrong
+        self.tokenized_requests = not by_chat
+        self.base_url = f"{self._server_url}/v1/{'chat/' if by_chat else ''}completions"
+
     def apply_chat_template(
         self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True
     ) -> Any:
-        """Prompt rendered by the checkpoint's chat template."""
+        """Prompt rendered by the checkpoint's chat template; the chat itself where the server renders it."""
         messages, tools = chat_of(chat_history)
+        if self._by_chat:
+            return chat_text(messages, tools)
         return render(self.tokenizer, messages, self.thinking, add_generation_prompt, tools)
 
     def parse_generations(self, outputs: Any, **_: Any) -> list[str]:
         """Texts of one response, with finish reason and length."""
-        return [self._generation(outputs, choice["text"], choice) for choice in outputs["choices"]]
+        return [self._generation(outputs, choice) for choice in outputs["choices"]]
 
     async def amodel_call(self, **request: Any) -> Any:
         """One request; a failure is raised at the end of the batch, because lm-eval does not await it earlier."""
@@ -93,8 +118,10 @@ class ServedCompletions(LocalCompletionsAPI):  # type: ignore[misc]  # lm_eval i
                 if self._answers is not None:
                     self._answers.add(key, [_as_json(each) for each in answer])
         except (aiohttp.ClientError, OSError, PromptTooLongError) as error:  # a TimeoutError is an OSError
-            self._failure = error
-            return [(0.0, False)]
+            if not (self._too_long_is_wrong and isinstance(error, PromptTooLongError)):
+                self._failure = error
+                return [(0.0, False)]
+            answer = [Generation("")]
         self._done += 1
         self._progress(self.activity, min(self._done, self._total), self._total)
         return answer
@@ -120,14 +147,22 @@ class ServedCompletions(LocalCompletionsAPI):  # type: ignore[misc]  # lm_eval i
 
     def _create_payload(self, messages: Any, *, generate: bool = False, **keywords: Any) -> dict[str, Any]:
         payload: dict[str, Any] = super()._create_payload(messages, generate=generate, **keywords)
-        if generate:
-            prompt = len(messages[0])
-            if prompt >= self._max_model_len:
-                raise PromptTooLongError(
-                    f"a prompt has {prompt} tokens and the server takes {self._max_model_len}, output included; "
-                    "raise VLLM_MAX_MODEL_LEN in the variant's config.env"
-                )
-            payload["max_tokens"] = min(payload["max_tokens"], self._max_model_len - prompt)
+        if not generate:
+            return payload
+        if not self._by_chat:
+            (prompt,) = messages
+        else:
+            chat, tools = chat_of([{"role": "user", "content": payload.pop("prompt")}])
+            messages = [_as_request(message) for message in chat]
+            payload |= {"messages": messages, "chat_template_kwargs": {"enable_thinking": self.thinking}}
+            payload |= {"tools": tools} if tools else {}
+            prompt = self.tok_encode(render(self.tokenizer, chat, self.thinking, tools=tools))
+        if len(prompt) >= self._max_model_len:
+            raise PromptTooLongError(
+                f"a prompt has {len(prompt)} tokens and the server takes {self._max_model_len}, output included; "
+                "raise VLLM_MAX_MODEL_LEN in the variant's config.env"
+            )
+        payload["max_tokens"] = min(payload["max_tokens"], self._max_model_len - len(prompt))
         return payload
 
     def _journal_key(
@@ -142,11 +177,15 @@ class ServedCompletions(LocalCompletionsAPI):  # type: ignore[misc]  # lm_eval i
         )
         return {"payload": payload, "context_tokens": ctxlens, "thinking": self.thinking}
 
-    def _generation(self, outputs: Any, text: str, choice: Any) -> Generation:
-        if self.thinking is not None:
+    def _generation(self, outputs: Any, choice: Any) -> Generation:
+        message = choice.get("message") or {"content": choice.get("text")}
+        text = message["content"] or ""
+        # A server with a reasoning parser has parted the thoughts from the content already.
+        if self.thinking is not None and not message.get("reasoning"):
             is_thinking = self.thinking or text.lstrip().startswith(THOUGHTS_START)
             _, end, response = text.rpartition(THOUGHTS_END)
             text = response if end or not is_thinking else ""
+        text = response_text(text, [call["function"] for call in message.get("tool_calls") or ()])
         return Generation(text, choice["finish_reason"], outputs.get("usage", {}).get("completion_tokens"))
 
     def _all_or_nothing(
@@ -179,6 +218,17 @@ def render(
             **switch,
         )
     )
+
+
+def _as_request(message: dict[str, Any]) -> dict[str, Any]:
+    """A message whose tool calls are in the form of requests, arguments as text, not that of chat templates."""
+    if not message.get("tool_calls"):
+        return message
+    calls = []
+    for call in message["tool_calls"]:
+        function = {**call["function"], "arguments": json.dumps(call["function"]["arguments"])}
+        calls.append({"id": "call", "type": "function", **call, "function": function})
+    return {**message, "tool_calls": calls}
 
 
 def _as_json(answer: Any) -> list[Any]:

@@ -8,14 +8,15 @@ import math
 import os
 import random
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from slimqwen.captured_log import capture_output
 from slimqwen.evals import EvalError
 from slimqwen.evals.suites import datasets
-from slimqwen.evals.suites.suite import ANSWER_MARGIN, AUTO, BITS_PER_BYTE, Limit, Suite, SuiteTask
+from slimqwen.evals.suites.loops import is_looping
+from slimqwen.evals.suites.suite import ANSWER_MARGIN, AUTO, BITS_PER_BYTE, ENDED, Limit, Suite, SuiteTask
 from slimqwen.progress import Progress, silent
 from slimqwen.records.journal import Journal
 from slimqwen.records.split import Split
@@ -147,13 +148,17 @@ def run_suite(
             _require_chat_template(suite, client.tokenizer, server.server.weights)
         runs: list[TaskRun] = []
         for task in suite.tasks:
+            if task.measure == ENDED:
+                runs.append(score_endings(task, next(r for r in runs if r.task.name == task.responses_of)))
+                continue
             thinking = task.thinking if rendered else None
             if rendered and thinking is None:
                 thinking = thinks_by_default(client.tokenizer)
             lm_eval_tasks = _load_tasks(manager, suite, task)
             count = task.items_to_decide if limit == AUTO else limit
             item_numbers = _select_items(lm_eval_tasks, suite, count, part, split)
-            client.task, client.thinking = task.name, thinking
+            by_chat = suite.offers_tools(root) if suite.questions else task.tools
+            client.begin_task(task.name, thinking, by_chat=by_chat, too_long_is_wrong=task.too_long_is_wrong)
             repeats = range(task.repeats if item_numbers else 0)
             results = [
                 _evaluate(
@@ -195,6 +200,22 @@ def parse_samples(
     return items
 
 
+def score_endings(task: SuiteTask, run: TaskRun) -> TaskRun:
+    """Score by ENDED the responses of another task, whose items keep them."""
+    items = [
+        replace(
+            item,
+            task=task.name,
+            value=float(not item.truncated and not is_looping(item.output or "")),
+            output=None,
+            truncated=None,
+            output_tokens=None,
+        )
+        for item in run.items
+    ]
+    return TaskRun(task, items, run.available_count, run.rendered)
+
+
 def _evaluate(
     client: "ServedCompletions",
     server: RunningServer,
@@ -233,7 +254,8 @@ def _task_manager(suite: Suite, root: Path) -> Any:
     folders = [Path(lm_eval.__file__).parent / "tasks" / folder for folder in suite.lm_eval_folders]
     folders += [root / suite.tasks_folder] if suite.tasks_folder else []
     manager = TaskManager(include_path=[str(folder) for folder in folders], include_defaults=False)
-    missing = [task.name for task in suite.tasks if task.lm_eval_name not in manager.all_tasks]
+    asked = [task for task in suite.tasks if task.measure != ENDED]
+    missing = [task.name for task in asked if task.lm_eval_name not in manager.all_tasks]
     if missing:
         searched = ", ".join(folder.name for folder in folders)
         raise EvalError(f"suite {suite.name}: no task {', '.join(missing)} in {searched}/; correct the suite")
@@ -246,11 +268,11 @@ def _make_client(
     from slimqwen.evals.suites.lm_eval_client import ServedCompletions
 
     client = ServedCompletions(
+        server_url=server.server.base_url,
         progress=progress,
         answers=answers,
         max_model_len=server.max_model_len,
         model=server.server.model,
-        base_url=f"{server.server.base_url}/v1/completions",
         tokenizer=str(server.server.weights),
         tokenizer_backend="huggingface",
         tokenized_requests=True,

@@ -1,13 +1,14 @@
-"""Questions of one's own: eval/own/NAME/questions.jsonl as a task of lm-eval, and the scoring of their responses.
+"""Questions as tasks of lm-eval: those of an own evaluation, eval/own/NAME/questions.jsonl, and their scoring.
 
 A line holds `prompt` (the user's message) or `messages` (a chat, with `tools`), `answer`, and optionally `choices`.
 The metric of suite.yaml decides what is right; without one each question is scored by its form: by choice where it has
-choices, as a tool call where its answer is an object, else exactly.
+choices, as a tool call where its answer is an object, else exactly. A chat with tools goes to the server's
+/v1/chat/completions, so that the tool parser which clients rely on reads the calls.
 """
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
@@ -25,9 +26,8 @@ SCORE = "exact_match"
 _CHAT = "slimqwen-chat:"
 """Begins the text of a question that is a whole chat: lm-eval passes texts alone, and the client renders this one."""
 
-_JSON_CALL = re.compile(r"<tool_call>\s*(\{.*?\})\s*</tool_call>", re.DOTALL)
-_XML_CALL = re.compile(r"<function=([^>]+)>(.*?)</function>", re.DOTALL)
-_XML_PARAMETER = re.compile(r"<parameter=([^>]+)>\n?(.*?)\n?</parameter>", re.DOTALL)
+_CALLS = "slimqwen-calls:"
+"""Stands between the text of a response and the tool calls that the server found in it, as JSON."""
 
 
 class Question(BaseModel):
@@ -66,6 +66,10 @@ class Question(BaseModel):
             raise ValueError("the answer is none of the choices; write the choice itself, not its letter")
         if isinstance(self.answer, dict) and not isinstance(self.answer.get("name"), str):
             raise ValueError('an answer that is a tool call is {"name": …, "arguments": {…}}')
+        if isinstance(self.answer, dict) and not self.tools:
+            raise ValueError(
+                "an answer that is a tool call takes tools; the server reads no call without them"
+            )
         return self
 
     @property
@@ -131,8 +135,7 @@ def write_task(name: str, file: Path, metric: Metric | None, max_gen_toks: int, 
     questions = read_questions(file, metric)
     folder.mkdir(parents=True, exist_ok=True)
     items = folder / "items.jsonl"
-    # One string an item: columns of a data set have one type, and answers and tools have several.
-    rows = [json.dumps({"question": each.model_dump_json(exclude_none=True)}) for each in questions]
+    rows = [json.dumps(row) for row in item_rows(questions)]
     scoring = (
         f"from slimqwen.evals.suites import questions\n\ntext = questions.question_text\n\n\n"
         f"def score(item, responses):\n    return questions.score_response(item, responses, {metric!r})\n"
@@ -150,6 +153,11 @@ def write_task(name: str, file: Path, metric: Metric | None, max_gen_toks: int, 
         store.publish(folder / file_name, content.encode(), replace=True)
 
 
+def item_rows(questions: Iterable[Question]) -> list[dict[str, str]]:
+    """The items of a task; one string each, for a data set's columns have one type, answers and tools several."""
+    return [{"question": question.model_dump_json(exclude_none=True)} for question in questions]
+
+
 def question_text(item: Mapping[str, str]) -> str:
     """The user's message of an item, or a whole chat in the form that `chat_of` reads.
 
@@ -164,7 +172,12 @@ def question_text(item: Mapping[str, str]) -> str:
         *map(check_message, question.messages),
         *({"role": "user", "content": each} for each in choices),
     ]
-    return _CHAT + json.dumps({"messages": messages, "tools": question.tools})
+    return chat_text(messages, question.tools)
+
+
+def chat_text(messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None) -> str:
+    """A chat as the text that `chat_of` reads."""
+    return _CHAT + json.dumps({"messages": messages, "tools": tools})
 
 
 def chat_of(messages: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], list[dict[str, Any]] | None]:
@@ -199,31 +212,32 @@ def score_response(
     return {SCORE: float(right)}
 
 
-def tool_calls(response: str) -> list[tuple[str, dict[str, Any]]]:
-    """Name and arguments of each tool call, in the forms of Qwen's templates: JSON, or XML with a parameter a tag."""
-    calls: list[tuple[str, dict[str, Any]]] = []
-    for match in _JSON_CALL.finditer(response):
-        try:
-            calls.append(_call(json.loads(match[1])))
-        except (ValueError, AttributeError):
-            calls.append(("", {}))  # a call that does not parse is a wrong call
-    for name, body in _XML_CALL.findall(response):
-        calls.append(
-            (name.strip(), {key.strip(): _value(text) for key, text in _XML_PARAMETER.findall(body)})
-        )
-    return calls
+def response_text(text: str, calls: Sequence[Mapping[str, Any]]) -> str:
+    """A response as one text: what it says, and the tool calls that the server found in it."""
+    return text + _CALLS + json.dumps(calls) if calls else text
 
 
-def _call(call: Any) -> tuple[str, dict[str, Any]]:
+def tool_calls(response: str) -> list[tuple[str, str]]:
+    """Name, and arguments as `_call` writes them, of each tool call of a `response_text`."""
+    _, _, calls = response.partition(_CALLS)
+    return [_call(call) for call in json.loads(calls or "[]")]
+
+
+def _call(call: Mapping[str, Any]) -> tuple[str, str]:
+    """Name and arguments of a call; equal arguments are equal texts, those that are no JSON equal no others."""
     arguments = call.get("arguments") or {}
-    return str(call.get("name", "")), json.loads(arguments) if isinstance(arguments, str) else arguments
-
-
-def _value(text: str) -> Any:
+    text = arguments if isinstance(arguments, str) else json.dumps(arguments)
     try:
-        return json.loads(text)
+        arguments = json.loads(text, parse_float=_number)
     except ValueError:
-        return text
+        return str(call["name"]), text
+    return str(call["name"]), json.dumps(arguments, sort_keys=True)
+
+
+def _number(digits: str) -> float:
+    """The number that some digits of JSON write, where 2.0 is 2."""
+    number = float(digits)
+    return int(number) if number.is_integer() else number
 
 
 def _normalised(text: str) -> str:

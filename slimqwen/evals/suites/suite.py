@@ -2,7 +2,7 @@
 
 import contextlib
 from pathlib import Path
-from typing import Any, ClassVar, Final, Literal
+from typing import Any, ClassVar, Final, Literal, Self
 
 from pydantic import (
     BaseModel,
@@ -11,10 +11,12 @@ from pydantic import (
     NonNegativeFloat,
     PositiveFloat,
     PositiveInt,
+    model_validator,
 )
 
 from slimqwen.evals.suites import questions
 from slimqwen.evals.suites.datasets import HubDataset
+from slimqwen.evals.suites.questions import Question
 from slimqwen.records.settings import OWN, Settings
 from slimqwen.records.split import Side, Split
 from slimqwen.stats import non_inferiority
@@ -24,6 +26,9 @@ ANSWER_MARGIN: Final = "answer_margin_nats"
 
 BITS_PER_BYTE: Final = "bits_per_byte"
 """Negative log2-likelihood of a text per UTF-8 byte; comparable across vocabularies."""
+
+ENDED: Final = "ended"
+"""1 for a response that ends: it neither loops nor runs to its token limit (`loops.is_looping`)."""
 
 AUTO: Final = "auto"
 """Limit of a sample size by power analysis: as many items as decide at a task's margin by the suite's assumptions."""
@@ -37,7 +42,7 @@ class SuiteTask(BaseModel):
 
     Attributes:
         name: name in records; `task` in the file.
-        measure: ANSWER_MARGIN, BITS_PER_BYTE, or the lm-eval metric of each item.
+        measure: ANSWER_MARGIN, BITS_PER_BYTE, ENDED, or the lm-eval metric of each item.
         non_inferiority_margin: largest loss that counts as equal, in the unit of the measure.
         floor: lowest acceptable score, in the unit of the measure.
         assumed_discordance: for right-or-wrong answers, the share of items that two equally good variants answer
@@ -47,6 +52,9 @@ class SuiteTask(BaseModel):
         overrides: fields of that definition to replace.
         thinking: enable_thinking of the chat template; None leaves the default. Thoughts are not scored.
         repeats: generations of each item, each with its own seed.
+        responses_of: earlier task whose responses are scored by ENDED; nothing is generated for this one.
+        tools: whether items offer tools, so that the server's chat endpoint and its tool parser respond.
+        too_long_is_wrong: whether a prompt beyond the served context has an empty response; else it is an error.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -61,6 +69,9 @@ class SuiteTask(BaseModel):
     overrides: dict[str, Any] = {}
     thinking: bool | None = None
     repeats: PositiveInt = 1
+    responses_of: str | None = None
+    tools: bool = False
+    too_long_is_wrong: bool = False
 
     @property
     def lm_eval_name(self) -> str:
@@ -82,7 +93,7 @@ class SuiteTask(BaseModel):
         Args:
             rendered: whether prompts go through a chat template.
         """
-        names = {"definition", "overrides", "repeats", *(["thinking"] if rendered else [])}
+        names = {"definition", "overrides", "repeats", "responses_of", *(["thinking"] if rendered else [])}
         return self.model_dump(include=names, exclude_defaults=True)
 
 
@@ -129,6 +140,17 @@ class Suite(Settings):
     proof_share: float = Field(default=0.5, gt=0, lt=1)
     questions: OwnQuestions | None = None
 
+    @model_validator(mode="after")
+    def _check_scored_again(self) -> Self:
+        earlier: set[str] = set()
+        for task in self.tasks:
+            if (task.measure == ENDED) != (task.responses_of in earlier):
+                raise ValueError(
+                    f"{task.name}: measure {ENDED} goes with responses_of, which names an earlier task"
+                )
+            earlier.add(task.name)
+        return self
+
     @classmethod
     def _from_content(cls, content: Any, name: str) -> "Suite":
         if "metric" not in content:
@@ -153,8 +175,21 @@ class Suite(Settings):
             CorpusError: as `questions.read_questions`.
         """
         if self.questions is not None:
-            with contextlib.chdir(root):  # paths stand in messages
-                questions.read_questions(OWN / self.name / "questions.jsonl", self.questions.metric)
+            self._read_questions(root, self.questions)
+
+    def offers_tools(self, root: Path) -> bool:
+        """Whether a question offers tools.
+
+        Raises:
+            CorpusError: as `require_questions`.
+        """
+        if self.questions is None:
+            return any(task.tools for task in self.tasks)
+        return any(question.tools for question in self._read_questions(root, self.questions))
+
+    def _read_questions(self, root: Path, own: OwnQuestions) -> list[Question]:
+        with contextlib.chdir(root):  # paths stand in messages
+            return questions.read_questions(OWN / self.name / "questions.jsonl", own.metric)
 
     def write_own_task(self, root: Path) -> None:
         """Write the questions of an own evaluation as a task into `tasks_folder`; nothing for other suites.

@@ -7,6 +7,8 @@ from slimqwen.evals.suites import questions
 from slimqwen.text.files import CorpusError
 
 CALL = {"name": "get_weather", "arguments": {"city": "Köln", "days": 2}}
+CHAT = [{"role": "user", "content": "Weather?"}]
+TOOLS = [{"type": "function", "function": {"name": "get_weather"}}]
 
 
 def write_questions(folder: Path, *rows: object) -> Path:
@@ -20,7 +22,8 @@ def item(**fields: object) -> dict[str, str]:
 
 
 def right(response: str, metric: questions.Metric | None = None, **fields: object) -> bool:
-    score = questions.score_response(item(prompt="?", **fields), [response], metric)[questions.SCORE]
+    fields = fields if "messages" in fields else {"prompt": "?", **fields}
+    score = questions.score_response(item(**fields), [response], metric)[questions.SCORE]
     assert score in (0.0, 1.0)
     return score == 1.0
 
@@ -56,43 +59,51 @@ def test_a_choice_is_named_by_its_text_or_its_letter(response, chosen):
     )
 
 
+def called(*calls, text=""):
+    """A response with tool calls: names, and arguments as the server states them, which is as text."""
+    found = [{"name": name, "arguments": arguments} for name, arguments in calls]
+    return right(questions.response_text(text, found), messages=CHAT, tools=TOOLS, answer=CALL)
+
+
 @pytest.mark.parametrize(
-    ("response", "is_right"),
+    ("name", "arguments", "is_right"),
     [
-        (
-            '<tool_call>\n{"name": "get_weather", "arguments": {"days": 2, "city": "Köln"}}\n</tool_call>',
-            True,
-        ),
-        (
-            "<tool_call>\n<function=get_weather>\n<parameter=city>\nKöln\n</parameter>\n"
-            "<parameter=days>\n2\n</parameter>\n</function>\n</tool_call>",
-            True,
-        ),
-        ('<tool_call>{"name": "get_weather", "arguments": {"days": 3, "city": "Köln"}}</tool_call>', False),
-        ('<tool_call>{"name": "get_weather", "arguments": {"city": "Köln"}}</tool_call>', False),
-        ('<tool_call>{"name": "weather", "arguments": {"days": 2, "city": "Köln"}}</tool_call>', False),
-        ('<tool_call>{"name": "get_weather", "arguments": {"days": 2,}}</tool_call>', False),
-        ("It will rain.", False),
+        ("get_weather", '{"days": 2, "city": "Köln"}', True),
+        ("get_weather", '{"city": "K\\u00f6ln", "days": 2.0}', True),
+        ("get_weather", '{"days": 2.5, "city": "Köln"}', False),
+        ("get_weather", '{"days": "2", "city": "Köln"}', False),
+        ("get_weather", '{"city": "Köln"}', False),
+        ("get_weather", '{"days": 2, "city": "Köln", "unit": null}', False),
+        ("get_weather", '{"days": 2, "city": "Köln"', False),
+        ("get_weather", "", False),
+        ("weather", '{"days": 2, "city": "Köln"}', False),
     ],
 )
-def test_a_tool_call_is_right_by_name_and_arguments(response, is_right):
-    assert right(response, answer=CALL) == is_right
+def test_a_tool_call_is_right_by_name_and_arguments(name, arguments, is_right):
+    assert called((name, arguments)) == is_right
+    assert called((name, arguments), text="I look it up.") == is_right
 
 
-def test_a_second_tool_call_is_one_too_many():
-    call = f"<tool_call>{json.dumps(CALL)}</tool_call>"
-    assert right(call, answer=CALL)
-    assert not right(call + call, answer=CALL)
+def test_one_call_that_the_server_found_is_right_and_no_other_number():
+    call = ("get_weather", json.dumps(CALL["arguments"]))
+    assert called(call)
+    assert not called(call, call)
+    assert not called(text=f"<tool_call>{json.dumps(CALL)}</tool_call>")
+
+
+def test_true_is_not_one():
+    fields = {"messages": CHAT, "tools": TOOLS, "answer": {"name": "switch", "arguments": {"on": True}}}
+    for arguments, is_right in (('{"on": true}', True), ('{"on": 1}', False)):
+        response = questions.response_text("", [{"name": "switch", "arguments": arguments}])
+        assert right(response, **fields) == is_right
 
 
 def test_a_chat_passes_through_the_text_that_lm_eval_carries():
-    messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Weather?"}]
-    tools = [{"type": "function", "function": {"name": "get_weather"}}]
-    text = questions.question_text(item(messages=messages, tools=tools, answer=CALL))
-    assert questions.chat_of([{"role": "user", "content": text}]) == (messages, tools)
-    plain = [{"role": "user", "content": "Weather?"}]
-    assert questions.chat_of(plain) == (plain, None)
-    assert questions.chat_of(plain + plain) == (plain + plain, None)
+    messages = [{"role": "system", "content": "Be brief."}, *CHAT]
+    text = questions.question_text(item(messages=messages, tools=TOOLS, answer=CALL))
+    assert questions.chat_of([{"role": "user", "content": text}]) == (messages, TOOLS)
+    assert questions.chat_of(CHAT) == (CHAT, None)
+    assert questions.chat_of(CHAT + CHAT) == (CHAT + CHAT, None)
 
 
 def test_choices_follow_the_prompt_under_letters():
@@ -115,6 +126,7 @@ def test_every_unusable_line_is_named_at_once(tmp_path):
         {"prompt": "1 + 1?"},
         {"prompt": "Sky?", "choices": ["red", "blue"], "answer": "green"},
         {"prompt": "?", "answer": {"arguments": {}}},
+        {"prompt": "?", "answer": CALL},
         {"prompt": "1 + 2?", "answer": 3},
         *[{"question": "1 + 1?", "answer": "2"}] * 5,
     )
@@ -123,11 +135,12 @@ def test_every_unusable_line_is_named_at_once(tmp_path):
     message = str(raised.value)
     assert "line 1:" not in message
     for fault in (
-        "lines 2, 7, 8 and 3 more: give one of prompt and messages",
+        "lines 2, 8, 9 and 3 more: give one of prompt and messages",
         "line 3: answer: Field required",
         "line 4: the answer is none of the choices; write the choice itself, not its letter",
         "line 5: an answer that is a tool call",
-        'line 6: answer: write it as text, such as "3", or as {"name": …',
+        "line 6: an answer that is a tool call takes tools",
+        'line 7: answer: write it as text, such as "3", or as {"name": …',
     ):
         assert fault in message
 
@@ -137,7 +150,7 @@ def test_every_unusable_line_is_named_at_once(tmp_path):
     [
         ("choice", {"prompt": "?", "answer": "a"}, "metric choice, and no choices"),
         ("tool_call", {"prompt": "?", "answer": "a"}, "metric tool_call does not fit"),
-        ("contains", {"prompt": "?", "answer": CALL}, "metric contains does not fit"),
+        ("contains", {"messages": CHAT, "tools": TOOLS, "answer": CALL}, "metric contains does not fit"),
     ],
 )
 def test_a_metric_that_does_not_fit_an_answer_is_refused(tmp_path, metric, row, fault):

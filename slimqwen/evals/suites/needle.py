@@ -1,0 +1,44 @@
+"""A needle in a haystack: a fact at some depth of a long text, asked for at its end."""
+
+import itertools
+import random
+from collections.abc import Sequence
+
+from slimqwen.evals.suites.questions import Question
+
+_PLACES = ("harbour", "library", "observatory", "workshop", "greenhouse", "archive", "mill", "station")
+_COLOURS = ("amber", "blue", "crimson", "green", "ivory", "silver", "violet", "white")
+
+
+def make_needle_questions(
+    texts: Sequence[str], characters: Sequence[int], depths: Sequence[float], count: int, seed: int
+) -> list[Question]:
+    """Questions for a code of seven digits, the same for the same arguments.
+
+    Args:
+        texts: what the needles are hidden in, in another order for each question, again from the first where they end.
+        characters: lengths of the haystacks; tokens would differ between the tokenizers of two variants.
+        depths: places of the needle as shares of the haystack, moved to the start of a line.
+        count: questions of each length and depth.
+    """
+    rng = random.Random(seed)
+    return [
+        _make_question(texts, length, depth, rng)
+        for length, depth, _ in itertools.product(characters, depths, range(count))
+    ]
+
+
+def _make_question(texts: Sequence[str], length: int, depth: float, rng: random.Random) -> Question:
+    door = f"{rng.choice(_COLOURS)} door of the {rng.choice(_PLACES)}"
+    code = str(rng.randrange(1_000_000, 10_000_000))
+    order = itertools.cycle(rng.sample(texts, len(texts)))
+    hay = ""
+    while len(hay) < length:
+        hay += next(order) + "\n\n"
+    position = hay.rfind("\n", 0, round(depth * length)) + 1
+    needle = f"The code of the {door} is {code}.\n"
+    return Question(
+        prompt=f"Read this text.\n\n{hay[:position]}{needle}{hay[position:length]}\n\n"
+        f"What is the code of the {door}, by that text? Answer with the code alone.",
+        answer=code,
+    )
