@@ -208,6 +208,7 @@ def score_response(
         case "choice":
             right = _chosen(response, question.choices or []) == question.answer
         case "tool_call":
+            assert isinstance(question.answer, dict)  # `read_questions` checks it
             right = tool_calls(response) == [_call(question.answer)]
     return {SCORE: float(right)}
 
