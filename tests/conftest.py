@@ -76,6 +76,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def no_host_is_too_busy() -> Iterator[None]:
     """Limits that nothing else on the machine reaches: no test but those of `host_load` depends on them."""
     with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(host_load, "_LOOK_S", 0.0)
         patched.setattr(host_load, "LIMITS", host_load.LoadLimits(math.inf, math.inf, math.inf))
         yield
 

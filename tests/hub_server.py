@@ -82,6 +82,9 @@ def _start(hub: Hub) -> ThreadingHTTPServer:
 
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
+        wbufsize = (
+            -1
+        )  # head and body in one packet: the second of two waits 40 ms for the first to be acknowledged
 
         def log_message(self, *_: object) -> None:
             pass

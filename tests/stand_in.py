@@ -85,6 +85,9 @@ class StandIn(ThreadingHTTPServer):
 
 class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
+    wbufsize = (
+        -1
+    )  # head and body in one packet: the second of two waits 40 ms for the first to be acknowledged
 
     def do_GET(self):
         if self.server.dead:

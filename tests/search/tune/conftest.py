@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import yaml
 
 from slimqwen import variant
 from slimqwen.bench.latency.measured_variant import MeasuredVariant
@@ -41,8 +42,12 @@ def subject(add_variant: Callable[..., Path], tmp_path: Path) -> Variant:
     own.joinpath("prompts.jsonl").write_text(
         "".join(json.dumps({"prompt": each, "output_tokens": 4}) + "\n" for each in PROMPTS)
     )
-    for name in ("own.yaml", "gates", "known_trouble.yaml", "workloads"):
+    for name in ("own.yaml", "known_trouble.yaml", "workloads"):
         (tmp_path / "eval" / name).symlink_to(ROOT / "eval" / name)
+    gate = yaml.safe_load((ROOT / "eval" / "gates" / "tinyworld.yaml").read_text())
+    gate["engine"] |= {"lengths": 4, "output_tokens": 6}  # fewer responses to compare
+    (tmp_path / "eval" / "gates").mkdir()
+    (tmp_path / "eval" / "gates" / "tinyworld.yaml").write_text(yaml.safe_dump(gate))
     return variant.load("v", tmp_path)
 
 

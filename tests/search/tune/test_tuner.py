@@ -82,7 +82,7 @@ def test_every_round_sends_the_same_requests_and_responses_are_compared_once(
     compared = [each for each in requests if each.get("return_token_ids")]
     assert all(each["temperature"] == 0 and each["repetition_penalty"] == 1 for each in compared)
     lengths = [len(each["prompt"]) for each in compared]
-    assert len(lengths) == 2 * len(set(lengths)) > 100
+    assert len(lengths) == 2 * len(set(lengths)) > 40
     timed = [tuple(each["prompt"]) for each in requests if each.get("stream")]
     warmed_up = 3 * 2 * 2  # rounds, loads, requests
     assert len(timed) == 3 * 2 * len(PROMPTS) + warmed_up
@@ -98,10 +98,8 @@ def test_an_arm_is_out_whose_responses_differ_that_dies_or_that_vllm_refuses(
     servers.refused[NGRAM.name] = "vLLM knows no such method"
     record, _ = run(UNDRAFTED, K2, K4, NGRAM)
     ended = {arm.name: arm.ended for arm in record.arms}
-    assert ended["MTP K=2"].startswith("8")
-    assert (
-        "greedy responses, 1 at a time, differ from the undrafted engine's beyond near ties"
-        in ended["MTP K=2"]
+    assert ended["MTP K=2"].startswith(
+        "22 of 22 greedy responses, 1 at a time, differ from the undrafted engine's beyond near ties"
     )
     assert "comparing its responses" in ended["MTP K=4"]
     assert ended["ngram K=4"] == "vLLM knows no such method"
@@ -112,10 +110,11 @@ def test_an_arm_is_out_whose_responses_differ_that_dies_or_that_vllm_refuses(
 
 def test_an_arm_with_failed_requests_is_out(run: Run, servers: Servers) -> None:
     servers.add(UNDRAFTED)
-    servers.add(K2, lives_for=180)  # after the comparison and some timed requests
+    servers.add(K2, lives_for=50)  # after the comparison and some timed requests
     record, _ = run(UNDRAFTED, K2)
     (arm,) = (arm for arm in record.arms if arm.speculation)
     assert arm.ended
+    assert "comparing" not in arm.ended
     assert not arm.loads
 
 
