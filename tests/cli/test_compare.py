@@ -1,25 +1,19 @@
 """`slimqwen compare` without two names: the baseline is known, or the question is what to serve here."""
 
 import re
-import sys
 
 import pytest
 
-from slimqwen.cli import app, console
 from slimqwen.records import provenance
 from slimqwen.report import choice
 from slimqwen.report.choice import Choice
 
 
 @pytest.fixture
-def compare(monkeypatch, capfd):
+def compare(run_here):
     def run(*names):
-        monkeypatch.setattr(console.console, "file", sys.stdout)
-        monkeypatch.setattr(sys, "argv", ["slimqwen", "compare", *names])
-        with pytest.raises(SystemExit) as ended:
-            app.main()
-        out, err = capfd.readouterr()
-        assert ended.value.code == 0, err
+        code, out, err = run_here("compare", *names)
+        assert code == 0, err
         return re.sub(r"\s+", " ", out + err)
 
     return run

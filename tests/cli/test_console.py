@@ -8,46 +8,47 @@ from types import SimpleNamespace
 import pytest
 from rich.console import Console
 
-from slimqwen.cli import app, console, gate
+from slimqwen.cli import app, console, gate, unexpected
 from slimqwen.evals import gate as evaluation
 from slimqwen.serving.errors import ServingError
 
-VERBS = {
-    "gate": (evaluation, "measure_gate", gate),
-}
 
-
-def ended(monkeypatch, verb):
-    monkeypatch.setattr("sys.argv", ["slimqwen", *verb.split(), "--variant", "tiny-awq"])
+def ended(monkeypatch, *words):
+    monkeypatch.setattr("sys.argv", ["slimqwen", *words])
     with pytest.raises(SystemExit) as caught:
         app.main()
     return caught.value.code
 
 
-@pytest.mark.parametrize("verb", VERBS)
+GATE = ("gate", "--variant", "tiny-awq")
+
+
 @pytest.mark.parametrize(("outcome", "code"), [("pass", 0), ("fail", 1), ("inconclusive", 2)])
-def test_a_verdict_is_the_exit_code(monkeypatch, verb, outcome, code):
-    room, measurement, shown_by = VERBS[verb]
-    monkeypatch.setattr(room, measurement, lambda *_, **__: Path("record.json"))
-    monkeypatch.setattr(shown_by, "show_record", lambda *_: SimpleNamespace(outcome=outcome))
-    assert ended(monkeypatch, verb) == code
+def test_a_verdict_is_the_exit_code(monkeypatch, outcome, code):
+    monkeypatch.setattr(evaluation, "measure_gate", lambda *_, **__: Path("record.json"))
+    monkeypatch.setattr(gate, "show_record", lambda *_: SimpleNamespace(outcome=outcome))
+    assert ended(monkeypatch, *GATE) == code
 
 
 @pytest.mark.parametrize(
-    ("error", "verb", "code", "message"),
+    ("error", "code", "message"),
     [
-        (ServingError("no server; start one"), "gate", 3, "error: no server; start one"),
-        (KeyboardInterrupt(), "gate", 130, "interrupted"),
+        (ServingError("no server; start one"), 3, "error: no server; start one"),
+        (
+            ZeroDivisionError("division by zero"),
+            3,
+            "error: unexpected ZeroDivisionError: division by zero; the",
+        ),
+        (KeyboardInterrupt(), 130, "interrupted"),
     ],
 )
-def test_an_error_is_no_verdict(monkeypatch, capsys, error, verb, code, message):
-    room, measurement, _ = VERBS[verb]
-
+def test_an_error_is_no_verdict(monkeypatch, capsys, tmp_path, error, code, message):
     def fail(*_, **__):
         raise error
 
-    monkeypatch.setattr(room, measurement, fail)
-    assert ended(monkeypatch, verb) == code
+    monkeypatch.setattr(unexpected, "_ROOT", tmp_path)
+    monkeypatch.setattr(evaluation, "measure_gate", fail)
+    assert ended(monkeypatch, *GATE) == code
     assert message in capsys.readouterr().err
 
 
@@ -61,7 +62,7 @@ def test_sigterm_ends_a_command_as_ctrl_c_does(monkeypatch, capsys):
             removed.append("what it had made")
 
     monkeypatch.setattr(evaluation, "measure_gate", measure)
-    assert ended(monkeypatch, "gate") == 143
+    assert ended(monkeypatch, *GATE) == 143
     assert "terminated" in capsys.readouterr().err
     assert removed
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
@@ -79,11 +80,9 @@ def test_sigterm_ends_a_command_as_ctrl_c_does(monkeypatch, capsys):
     ],
 )
 def test_a_usage_error_is_no_verdict(monkeypatch, capsys, words, code, message):
-    monkeypatch.setattr("sys.argv", ["slimqwen", *words])
-    with pytest.raises(SystemExit) as caught:
-        app.main()
+    found = ended(monkeypatch, *words)
     (line,) = capsys.readouterr().err.splitlines()
-    assert (caught.value.code, message in line) == (code, True), line
+    assert (found, message in line) == (code, True), line
 
 
 def test_a_terminal_shows_one_bar_for_each_subject(monkeypatch):

@@ -1,13 +1,11 @@
-"""`slimqwen fit`: what it prints, its exit code, and what it does not import."""
+"""`slimqwen fit`: what it prints and its exit code."""
 
-import subprocess
-import sys
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
 
 from slimqwen import variant
-from slimqwen.cli import app, console
 from slimqwen.cli import fit as verb
 from slimqwen.plan import trouble
 
@@ -15,18 +13,10 @@ ROOT = variant.repository_root()
 
 
 @pytest.fixture
-def fit(monkeypatch, capfd):
+def fit(monkeypatch, run_here):
     """fit(word, …): the verb on a machine without a GPU; returns exit code, stdout and stderr."""
-
-    def run(*words: str) -> tuple[int, str, str]:
-        monkeypatch.setattr(console.console, "file", sys.stdout)
-        monkeypatch.setattr(sys, "argv", ["slimqwen", "fit", *words])
-        with pytest.raises(SystemExit) as ended:
-            app.main()
-        return ended.value.code, *capfd.readouterr()
-
     monkeypatch.setattr(verb, "_find_gpu_here", lambda root: None)
-    return run
+    return partial(run_here, "fit")
 
 
 def test_a_model_that_does_not_fit_ends_with_one_and_the_first_recipe_that_makes_it_fit(fit):
@@ -119,12 +109,3 @@ def test_the_gpu_of_this_machine_is_the_first_that_the_driver_shows(
     assert verb._find_gpu_here(ROOT) == name
     monkeypatch.setattr("shutil.which", lambda command: None)
     assert verb._find_gpu_here(ROOT) is None
-
-
-def test_neither_torch_nor_vllm_is_imported():
-    script = (
-        "import sys\nfrom slimqwen.cli.app import app\nsys.argv[1:] = ['fit', 'qwen3.5-4b-best', '--gpu', 'a10g']\n"
-        "try:\n    app()\nexcept SystemExit:\n    print(sorted({'torch', 'vllm', 'transformers'} & set(sys.modules)))"
-    )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
-    assert done.stdout.splitlines()[-1] == "[]"

@@ -1,12 +1,10 @@
 """Looking changes nothing: a verb that answers a question writes no tracked file and no record, unless asked to."""
 
 import subprocess
-import sys
 
 import pytest
 
 from slimqwen import variant
-from slimqwen.cli import app, console
 
 ROOT = variant.repository_root()
 QUESTIONS = [
@@ -37,12 +35,9 @@ def state():
 
 
 @pytest.mark.parametrize("question", QUESTIONS)
-def test_a_question_writes_nothing_that_git_sees_and_no_record(question, monkeypatch, capfd, tmp_path):
+def test_a_question_writes_nothing_that_git_sees_and_no_record(question, run_here, tmp_path):
     before = state()
-    monkeypatch.setattr(console.console, "file", sys.stdout)
-    monkeypatch.setattr(sys, "argv", ["slimqwen", *question.format(folder=tmp_path).split()])
-    with pytest.raises(SystemExit) as ended:
-        app.main()
-    assert ended.value.code == 0, capfd.readouterr().err
-    assert capfd.readouterr().out
+    code, said, error = run_here(*question.format(folder=tmp_path).split())
+    assert code == 0, error
+    assert said
     assert state() == before

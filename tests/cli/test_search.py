@@ -1,21 +1,18 @@
 """`slimqwen tune --apply`: the chosen settings become a variant, whose name is looked at before anything is timed."""
 
-import shlex
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
 
 from slimqwen import variant
-from slimqwen.cli import console
-from slimqwen.cli.app import app
 from slimqwen.records import store
 from slimqwen.search import tune
 from slimqwen.search.tune.arms import UNDRAFTED
 from slimqwen.search.tune.contest import Contest
 from slimqwen.variant.scaffold import ScaffoldError
+from tests.cli.conftest import said_by
 from tests.search.tune.turns import K2, record_of, turn
 
 LINES = {
@@ -46,13 +43,6 @@ def asked(
 
     monkeypatch.setattr(tune, "tune_variant", measure)
     return seen
-
-
-def said_by(command: str) -> str:
-    with console.console.capture() as shown:
-        result = CliRunner().invoke(app, shlex.split(command), catch_exceptions=False)
-    assert result.exit_code == 0, result.output
-    return str(shown.get())
 
 
 def test_the_chosen_settings_become_a_variant(asked: dict[str, Any], tmp_path: Path) -> None:

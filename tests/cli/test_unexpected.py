@@ -10,7 +10,6 @@ import pytest
 
 from slimqwen import variant
 from slimqwen.cli import app, console, unexpected
-from slimqwen.evals import gate as evaluation
 from slimqwen.report import tables
 
 ROOT = variant.repository_root()
@@ -70,14 +69,6 @@ def test_any_exception_is_one_line_with_its_cause_and_a_log(monkeypatch, capsys,
     assert line["log"] == str(log)
     assert "Traceback" in log.read_text()
     assert f"raise error\n{type(error).__name__}" in log.read_text()
-
-
-def test_an_exception_is_no_verdict(monkeypatch, capsys):
-    monkeypatch.setattr(evaluation, "measure_gate", fail_with(ZeroDivisionError("division by zero")))
-    assert end_of(monkeypatch, "gate", "--variant", "tiny-awq") == 3
-    assert (
-        LINE.fullmatch(capsys.readouterr().err)["cause"] == "unexpected ZeroDivisionError: division by zero"
-    )
 
 
 def test_where_no_log_can_be_written_the_cause_is_still_said(monkeypatch, capsys, tmp_path):

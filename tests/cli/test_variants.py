@@ -1,18 +1,18 @@
 """`variant new`: a baseline of a checkpoint, and a variant of it whose recipe asks for its texts."""
 
-import shlex
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
 from slimqwen import variant
-from slimqwen.cli import console, variants
+from slimqwen.cli import variants
 from slimqwen.cli.app import app
 from slimqwen.errors import SlimqwenError
 from slimqwen.hub import HubError
 from slimqwen.recipe.recipe_file import RecipeError
 from slimqwen.recipe.registry import STAGES
+from tests.cli.conftest import said_by
 from tests.zoo.animals import ANIMALS
 
 
@@ -26,13 +26,6 @@ def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(variant.variant, "repository_root", lambda: tmp_path)
     monkeypatch.chdir(tmp_path)
     return tmp_path
-
-
-def said_by(command: str) -> str:
-    with console.console.capture() as shown:
-        result = CliRunner().invoke(app, shlex.split(command), catch_exceptions=False)
-    assert result.exit_code == 0, result.output
-    return str(shown.get())
 
 
 def test_a_folder_becomes_a_baseline_and_its_variant_asks_for_the_text(
