@@ -117,16 +117,6 @@ def test_the_files_of_a_checkpoint_are_downloaded_with_progress_in_bytes(
     assert len(steps) > BIG / CHUNK
 
 
-def test_the_smallest_published_model_is_downloaded_by_its_variant(
-    served: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(hub_server, "REPOSITORY", "Qwen/Qwen3.5-0.8B")
-    for name in ("qwen3.5-0.8b", "qwen3.5-0.8b-best"):
-        shutil.copytree(ROOT / "experiments" / name, tmp_path / "experiments" / name)
-    hub.download_checkpoint(variant.load("qwen3.5-0.8b-best", tmp_path))
-    assert left_in(tmp_path / "weights/qwen3.5-0.8b") == sorted([*KEPT, "manifest.json"])
-
-
 def test_a_second_run_asks_nobody(served: Hub, copy: variant.Variant) -> None:
     first = hub.download_checkpoint(copy)
     served.requests.clear()

@@ -95,14 +95,18 @@ def test_a_missing_or_empty_folder_names_the_command_that_fills_it(tmp_path: Pat
 
 
 @pytest.mark.parametrize(
-    "name",
-    ["config.json", "tokenizer.json", "tokenizer_config.json", "model-00002.safetensors"],
+    ("name", "said"),
+    [
+        ("config.json", ""),
+        ("tokenizer.json", ""),
+        ("tokenizer_config.json", ""),
+        ("model-00002.safetensors", "index.json lists "),
+    ],
 )
-def test_a_missing_file_is_named_with_the_cure(folder: Path, name: str) -> None:
+def test_a_missing_file_is_named_with_the_cure(folder: Path, name: str, said: str) -> None:
     (folder / name).unlink()
-    with pytest.raises(CorruptCheckpointError, match=CURE) as caught:
+    with pytest.raises(CorruptCheckpointError, match=f"{said}{name}.*missing.*{CURE}"):
         checkpoint.check_folder(folder, CURE)
-    assert name in str(caught.value) or "b is in" in str(caught.value)
 
 
 @same_folder
@@ -160,12 +164,6 @@ def test_an_index_that_leaves_out_a_tensor_is_noticed(folder: Path) -> None:
         checkpoint.check_folder(folder, CURE)
 
 
-def test_several_shards_need_an_index(folder: Path) -> None:
-    (folder / "model.safetensors.index.json").unlink()
-    with pytest.raises(CorruptCheckpointError, match="2 shards"):
-        checkpoint.check_folder(folder, CURE)
-
-
 @pytest.mark.parametrize(
     "content",
     [{"base_model.lora_A.weight": ("BF16", (1, 1), b"xx")}, {"a": ("BF16", (2, 3), b"a" * 12)}],
@@ -184,18 +182,10 @@ def test_a_file_that_the_index_does_not_name_is_not_read_and_not_passed_on(
     assert not (copy / "other.safetensors").exists()
 
 
-def test_a_file_that_the_index_names_is_missed_by_its_name(folder: Path) -> None:
-    (folder / "model-00002.safetensors").unlink()
-    with pytest.raises(
-        CorruptCheckpointError, match=r"index\.json lists model-00002\.safetensors, which is missing"
-    ):
-        checkpoint.check_folder(folder, CURE)
-
-
 def test_without_an_index_the_files_are_named_and_what_to_do_with_the_others(folder: Path) -> None:
     (folder / "model.safetensors.index.json").unlink()
     with pytest.raises(
-        CorruptCheckpointError, match=r"model-00001\.safetensors, .*move files of no weights away"
+        CorruptCheckpointError, match=r"2 shards \(model-00001\.safetensors, .*move files of no weights away"
     ):
         checkpoint.check_folder(folder, CURE)
 
@@ -262,9 +252,12 @@ def test_written_tensors_read_back_here_and_by_the_format_s_own_reader(
             assert tuple(reader.get_tensor(name).shape) == shape
 
 
-def test_rewriting_without_a_change_keeps_every_tensor_and_the_index(folder: Path, tmp_path: Path) -> None:
-    copy = tmp_path / "copy"
-    copy.mkdir()
+def test_rewriting_keeps_every_tensor_and_the_index_or_drops_and_replaces_some(
+    folder: Path, tmp_path: Path
+) -> None:
+    copy, changed = tmp_path / "copy", tmp_path / "changed"
+    for made in (copy, changed):
+        made.mkdir()
     rewrite(folder, copy, lambda name, info: None)
     before, after = list_tensors(folder), list_tensors(copy)
     assert {name: b"".join(info.chunks()) for name, info in before.items()} == {
@@ -273,14 +266,9 @@ def test_rewriting_without_a_change_keeps_every_tensor_and_the_index(folder: Pat
     assert json.loads((copy / "model.safetensors.index.json").read_text()) == json.loads(
         (folder / "model.safetensors.index.json").read_text()
     )
-
-
-def test_rewriting_drops_and_replaces_tensors(folder: Path, tmp_path: Path) -> None:
-    copy = tmp_path / "copy"
-    copy.mkdir()
     changes = {"a": {}, "b": {"b.packed": tensor("U8", (2,), b"xy"), "b.scale": tensor("BF16", (1,), b"zz")}}
-    rewrite(folder, copy, lambda name, info: changes.get(name))
-    assert sorted(list_tensors(copy)) == ["b.packed", "b.scale", "c"]
+    rewrite(folder, changed, lambda name, info: changes.get(name))
+    assert sorted(list_tensors(changed)) == ["b.packed", "b.scale", "c"]
 
 
 def test_rewriting_holds_no_more_than_a_few_chunks(tmp_path: Path) -> None:
@@ -359,16 +347,10 @@ def test_a_byte_changed_after_the_manifest_changes_the_digest(folder: Path, name
     assert checkpoint.digest(folder) != before
 
 
-def test_files_of_tools_do_not_enter_the_digest(folder: Path) -> None:
+def test_files_of_tools_and_a_compile_cache_do_not_enter_the_digest(folder: Path) -> None:
     before = checkpoint.digest(folder)
     (folder / ".cache").mkdir()
-    (folder / ".cache" / "download.json").write_text("time stamps")
-    assert checkpoint.digest(folder) == before
-
-
-def test_a_compile_cache_does_not_enter_the_digest(folder: Path) -> None:
-    before = checkpoint.digest(folder)
-    for name in COMPILE_CACHE:
+    for name in (".cache/download.json", *COMPILE_CACHE):
         (folder / name).write_text("of this baking")
     assert checkpoint.digest(folder) == before
     with_manifest(folder)

@@ -135,23 +135,6 @@ def test_both_examples_serve_the_image_that_is_built_on_its_port_and_as_its_user
     assert [one["targetPort"] for one in kind("Service")["spec"]["ports"]] == [named["name"]]
 
 
-def test_a_gpu_is_asked_for_and_shared_memory_is_there():
-    assert CONTAINER["resources"]["limits"]["nvidia.com/gpu"] == 1
-    (device,) = SERVICE["deploy"]["resources"]["reservations"]["devices"]
-    assert (device["driver"], device["count"], device["capabilities"]) == ("nvidia", 1, ["gpu"])
-    (volume,) = POD["spec"]["volumes"]
-    assert volume["emptyDir"]["medium"] == "Memory"
-    assert CONTAINER["volumeMounts"] == [{"name": volume["name"], "mountPath": "/dev/shm"}]
-
-
-def test_every_selector_finds_the_pods(example):
-    labels = POD["metadata"]["labels"]
-    assert labels["app.kubernetes.io/instance"] == example.name
-    assert kind("Deployment")["spec"]["selector"]["matchLabels"] == labels
-    assert kind("Service")["spec"]["selector"] == labels
-    assert kind("PodDisruptionBudget")["spec"]["selector"]["matchLabels"] == labels
-
-
 def test_the_key_comes_from_outside_and_no_server_starts_without_it():
     (variable,) = CONTAINER["env"]
     reference = variable["valueFrom"]["secretKeyRef"]
@@ -173,14 +156,3 @@ def test_every_config_of_the_guide_is_one_that_vllm_takes(snippet, tmp_path):
     result = flags.resolve(variant.load("mine", tmp_path))
     said = {line.partition("=")[0] for line in snippet.splitlines()} - {"BASE"}
     assert said <= {flag.setting.key for flag in result.flags.values()} | result.environment.keys()
-
-
-def test_the_guide_has_a_config_for_each_way_to_more_gpus():
-    said = "".join(SNIPPETS)
-    for key in (
-        "DATA_PARALLEL_SIZE",
-        "TENSOR_PARALLEL_SIZE",
-        "DATA_PARALLEL_BACKEND=ray",
-        "EXECUTOR_BACKEND=ray",
-    ):
-        assert f"_{key}" in said

@@ -1,8 +1,5 @@
-import json
-
 import pytest
 import torch
-from safetensors.torch import save_file
 from tinyworld.model import TinyShape, build, save_drafting_model
 from transformers import Qwen3_5TextConfig
 
@@ -19,7 +16,7 @@ from slimqwen.models.mtp_head import (
     served_steps,
     summarise_acceptance,
 )
-from tests.checkpoints import TINY, edited_tensors, stored
+from tests.checkpoints import TINY, edited_tensors
 from tests.zoo.animals import ANIMALS
 
 HEAD_NAMES = {
@@ -60,12 +57,6 @@ def saved(small, tmp_path):
     return tmp_path
 
 
-def test_the_committed_checkpoint_holds_every_head_tensor_in_bfloat16():
-    found = {name: tensor for name, tensor in stored(TINY).items() if name.startswith("mtp.")}
-    assert {name.removeprefix("mtp.") for name in found} == HEAD_NAMES
-    assert all(tensor.dtype == torch.bfloat16 for tensor in found.values())
-
-
 def test_the_head_has_the_4b_shape_when_the_config_says_so():
     config = Qwen3_5TextConfig(
         hidden_size=2560,
@@ -100,15 +91,6 @@ def test_saving_and_loading_gives_the_same_bfloat16_weights(saved, small):
     ):
         assert name == other
         assert torch.equal(before.to(torch.bfloat16).float(), after)
-
-
-def test_a_saved_config_is_what_vllm_reads(saved):
-    config = json.loads((saved / "config.json").read_text())
-    assert config["architectures"] == ["Qwen3_5ForCausalLM"]
-    assert config["mtp_num_hidden_layers"] == 1
-    assert config["mtp_use_dedicated_embeddings"] is False
-    assert config["tie_word_embeddings"] is True
-    assert not {"mrope_section", "mrope_interleaved"} & set(config["rope_parameters"])
 
 
 def refuse(folder, message):
@@ -249,20 +231,6 @@ def test_the_head_of_a_multimodal_checkpoint_drafts_as_that_of_its_text_only_for
             hidden = model.hidden_states(tokens)
             drafts.append(DraftUnroller(model, hidden).step(tokens))
     assert torch.equal(*drafts)
-
-
-def test_an_index_with_several_files_is_read_whole(saved):
-    tensors = stored(saved)
-    head = {name: tensor for name, tensor in tensors.items() if name.startswith("mtp.")}
-    rest = {name: tensor for name, tensor in tensors.items() if name not in head}
-    (saved / "model.safetensors").unlink()
-    save_file(rest, saved / "model-1.safetensors", metadata={"format": "pt"})
-    save_file(head, saved / "model-2.safetensors", metadata={"format": "pt"})
-    files = dict.fromkeys(rest, "model-1.safetensors") | dict.fromkeys(head, "model-2.safetensors")
-    index = {"metadata": {}, "weight_map": files}
-    (saved / "model.safetensors.index.json").write_text(json.dumps(index))
-    loaded = load_drafting_model(saved)
-    assert torch.equal(loaded.head.fc.weight, head["mtp.fc.weight"].float())
 
 
 def test_the_interval_of_a_gain_is_that_of_paired_texts() -> None:

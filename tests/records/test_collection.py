@@ -69,11 +69,6 @@ def test_all_records_are_found_newest_first_by_variant_and_kind(repository):
     )
 
 
-def test_a_repository_without_any_records_is_no_error(tmp_path):
-    assert collection.collect(tmp_path).records == ()
-    assert collection.collect(tmp_path).problems == ()
-
-
 def changed(change):
     def damage(path):
         path.write_text(json.dumps(change(json.loads(path.read_text()))))

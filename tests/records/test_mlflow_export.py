@@ -160,10 +160,3 @@ def test_without_mlflow_the_command_that_installs_it_is_named(repository, monkey
     with pytest.raises(MlflowExportError, match="make install"):
         mlflow_export.export_records(repository, database(repository))
     assert not (repository / "mlruns").exists()
-
-
-def test_an_empty_repository_sends_nothing(tmp_path, empty_store):
-    exported = mlflow_export.export_records(
-        tmp_path, f"sqlite:///{shutil.copy(empty_store, tmp_path / 'x.db')}"
-    )
-    assert (exported.added, exported.known, exported.problems) == ((), 0, ())

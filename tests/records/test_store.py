@@ -177,14 +177,6 @@ def test_a_result_made_again_is_another_file_and_the_latest(tmp_path, result):
         store.latest_result(root, StartUp, "tin")
 
 
-def test_two_results_of_one_second_do_not_replace_each_other(tmp_path, result):
-    before = store.write_record(tmp_path, result()).read_bytes()
-    with pytest.raises(store.RecordError, match="never overwritten"):
-        store.write_record(tmp_path, result())
-    [file] = tmp_path.iterdir()
-    assert file.read_bytes() == before
-
-
 def test_a_record_of_another_kind_is_refused(tmp_path, result):
     path = store.write_record(tmp_path, result())
     with pytest.raises(store.RecordError, match="start_up/2 is not a record of kind quality"):

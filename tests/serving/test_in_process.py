@@ -49,11 +49,6 @@ def test_an_engine_has_a_server_s_flags_and_on_a_cpu_the_size_of_its_cache(
 
 
 @pytest.mark.engine
-def test_a_whole_checkpoint_answers() -> None:
-    try_out(TINY)
-
-
-@pytest.mark.engine
 def test_of_a_multimodal_checkpoint_the_language_model_is_loaded_alone(tmp_path: Path) -> None:
     """It has no preprocessor files, without which vLLM does not load a vision tower."""
     try_out(ANIMALS["multimodal-bare"].build(tmp_path / "animal"))

@@ -20,26 +20,6 @@ def test_a_variants_policy_reaches_the_server_and_nothing_said_is_the_default(se
     assert policy.variant_policy(variant.load("tiny")) == policy.Policy()
 
 
-@pytest.mark.parametrize(
-    "line",
-    ["MAX_BODY_BYTES=0", "MAX_BODY_BYTES=1MB", "THINKING_TOKEN_BUDGET=-1", "THINKING_TOKEN_BUDGET=2.5"],
-)
-def test_what_is_no_number_is_refused_with_its_line(servable, line):
-    with pytest.raises(variant.ConfigError, match=rf"config\.env:5: {line}: write a whole number"):
-        servable(line)
-
-
-def test_a_warm_up_is_required_by_a_1_only(servable):
-    with pytest.raises(variant.ConfigError, match="REQUIRE_WARMUP=yes: write REQUIRE_WARMUP=1"):
-        servable("REQUIRE_WARMUP=yes")
-
-
-def test_a_thinking_budget_needs_to_be_told_what_thinking_looks_like(servable):
-    command = servable("THINKING_TOKEN_BUDGET=8")
-    with pytest.raises(ServingError, match=r"config\.env:5: .*VLLM_REASONING_PARSER=qwen3"):
-        checks.check_command(command)
-
-
 def test_a_thinking_budget_with_a_parser_is_taken(servable):
     checks.check_command(servable("THINKING_TOKEN_BUDGET=8", "VLLM_REASONING_PARSER=qwen3"))
 
@@ -64,9 +44,7 @@ def test_a_plugin_that_is_not_installed_is_refused(servable, monkeypatch):
         checks.check_command(servable())
 
 
-def test_a_key_in_a_config_is_refused_and_every_variant_is_behind_the_gate(servable):
-    with pytest.raises(variant.ConfigError, match="VLLM_API_KEY is a secret"):
-        servable("VLLM_API_KEY=sesame")
+def test_every_variant_is_behind_the_gate():
     for name in variant.names():
         argv = ServerCommand.resolve(variant.load(name), platform="cpu").argv
         assert argv[-2:] == ("--middleware", "slimqwen.vllm_plugin.readiness.Readiness")

@@ -6,7 +6,7 @@ from slimqwen import variant
 from slimqwen.errors import SlimqwenError
 from slimqwen.variant import ConfigError
 
-MUTATIONS = 20_000
+MUTATIONS = 4_000
 
 
 def test_a_variant_inherits_and_a_later_key_overrides(add_variant, tmp_path):
@@ -85,7 +85,12 @@ def test_a_circle_of_bases_is_an_error_that_shows_the_circle(add_variant, tmp_pa
         (b"VLLM_DTYPE=a\0b\n", r"config.env:2: 'VLLM_DTYPE' has a line break or another control character"),
         (b"BASE='one\ntwo'\n", r"config.env:2: 'BASE' has a line break"),
         (b"PLATFORM=tpu\n", r"config.env:2: PLATFORM=tpu: write PLATFORM=cuda"),
+        (b"ALLOW_UNSAFE=yes\n", r"config.env:2: ALLOW_UNSAFE=yes: write ALLOW_UNSAFE=1"),
+        (b"REQUIRE_WARMUP=yes\n", r"config.env:2: REQUIRE_WARMUP=yes: write REQUIRE_WARMUP=1"),
         (b"MAX_BODY_BYTES=0\n", r"config.env:2: MAX_BODY_BYTES=0: write a whole number of at least 1"),
+        (b"MAX_BODY_BYTES=1MB\n", r"config.env:2: MAX_BODY_BYTES=1MB: write a whole number"),
+        (b"THINKING_TOKEN_BUDGET=-1\n", r"config.env:2: THINKING_TOKEN_BUDGET=-1: write a whole number"),
+        (b"THINKING_TOKEN_BUDGET=2.5\n", r"config.env:2: THINKING_TOKEN_BUDGET=2.5: write a whole number"),
         (b"SOURCE=owner/name\nREVISION=main\n", r"config.env:3: REVISION=main: not a commit; write its 40"),
         (
             f"REVISION={'0' * 40}\n".encode(),
