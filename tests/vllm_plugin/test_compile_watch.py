@@ -102,12 +102,6 @@ def test_without_the_variable_nothing_is_changed(monkeypatch):
     assert decorators.monitor_torch_compile is before
 
 
-def test_vllm_finds_the_plugin():
-    from vllm.plugins import DEFAULT_PLUGINS_GROUP, load_plugins_by_group
-
-    assert load_plugins_by_group(DEFAULT_PLUGINS_GROUP)["slimqwen_compile_watch"] is compile_watch.register
-
-
 @pytest.fixture
 def flashinfer(monkeypatch, tmp_path):
     """FlashInfer's module of paths, which a CPU environment has not."""

@@ -8,7 +8,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-import transformers
 from compressed_tensors.compressors import unpack_from_int32
 from safetensors.torch import save_file
 
@@ -177,16 +176,6 @@ def test_the_runner_makes_it_verifies_it_and_repeats_it_to_the_byte(source: Path
         assert outcome.bytes_after <= estimate.disk_bytes
         digests.add(checkpoint.digest(tmp_path / name / "v"))
     assert len(digests) == 1
-
-
-def test_transformers_reads_the_checkpoint_as_before(source: Path) -> None:
-    tokens = torch.tensor([[10, 20, 30, 40]])
-    scores = []
-    for folder in (source, trimmed(source)):
-        model = transformers.Qwen3_5ForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-        with torch.no_grad():
-            scores.append(model(tokens).logits)
-    assert torch.equal(*scores)
 
 
 def _without_outputs(folder: Path) -> None:

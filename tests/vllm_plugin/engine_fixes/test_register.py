@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from slimqwen.vllm_plugin import engine_fixes
+from slimqwen.vllm_plugin import compile_watch, engine_fixes
 from slimqwen.vllm_plugin.engine_fixes import FIXES, mtp_rotary, notify_mailbox, w4a16_linear
 from slimqwen.vllm_plugin.engine_fixes.upstream import EngineFixError, is_replaced
 from tests.vllm_plugin.engine_fixes.conftest import patched_places
@@ -116,7 +116,9 @@ def test_a_module_that_vllm_has_moved_is_told_as_such(monkeypatch):
         engine_fixes.register()
 
 
-def test_vllm_finds_the_plugin():
+def test_vllm_finds_the_plugins():
     from vllm.plugins import DEFAULT_PLUGINS_GROUP, load_plugins_by_group
 
-    assert load_plugins_by_group(DEFAULT_PLUGINS_GROUP)["slimqwen_engine_fixes"] is engine_fixes.register
+    found = load_plugins_by_group(DEFAULT_PLUGINS_GROUP)
+    assert found["slimqwen_engine_fixes"] is engine_fixes.register
+    assert found["slimqwen_compile_watch"] is compile_watch.register
