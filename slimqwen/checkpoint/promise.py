@@ -53,10 +53,12 @@ def check_form(folder: Path) -> None:
         module = name.removesuffix(".weight")
         is_linear = name.endswith(".weight") and _LINEAR.search(module)
         if is_linear and (packing.group_of(module, form) is not None) != weight.is_quantised:
-            found, promised = ("quantised", "left") if weight.is_quantised else ("in 16 bits", "quantised")
+            stored, promised = (
+                ("quantised", "in 16 bits") if weight.is_quantised else ("in 16 bits", "quantised")
+            )
             raise UnsupportedFormatError(
-                f"{folder} has {module} {found}, and targets and ignore of its quantization_config want it {promised}; "
-                "take another checkpoint"
+                f"{folder}: {module} is stored {stored}, and by the quantization_config of its config.json (targets, "
+                f"ignore) it is {promised}; take another checkpoint"
             )
 
 

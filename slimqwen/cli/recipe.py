@@ -153,7 +153,7 @@ def _show_dry_run(variant: Variant) -> None:
     """Show what each stage would take, and whether a run would reuse its output, and why."""
     from slimqwen.models.outline import Outline
     from slimqwen.plan import shapes
-    from slimqwen.recipe import variant_recipe
+    from slimqwen.recipe import inspection, variant_recipe
     from slimqwen.recipe.recipe_file import RecipeError
 
     base = variant_recipe.base_outline(variant)
@@ -179,7 +179,8 @@ def _show_dry_run(variant: Variant) -> None:
         for change in forecast.changes if forecast else ():
             rows.add_row(*[""] * 6, f"{change.ingredient}: {_short(change.before)} -> {_short(change.after)}")
     console.print(rows)
-    say("Upper bounds of memory and disk. Times by arithmetic are right within a factor of about three.")
+    say("Upper bounds of memory and disk; times by arithmetic are right within a factor of about three.")
+    say(f"Times are for {inspection.describe_processor()}.")
     if faults:
         raise RecipeError.of_faults(faults)
     for line in variant_recipe.lacking_space(costs, variant.root / "weights" / "store"):

@@ -45,7 +45,7 @@ def promote_variant(variant: Variant) -> Promotion:
     """
     if variant.baseline is None:
         raise EvalError(
-            f"{variant.name} is a baseline; only a variant that was compared with one is promoted"
+            f"{variant.name} is a baseline and cannot be promoted; name a variant that was compared with it"
         )
     variant.require_weights()
     claims = store.read_measurements(variant.folder)

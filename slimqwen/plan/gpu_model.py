@@ -18,7 +18,7 @@ class GpuModelError(SlimqwenError):
 
 
 class GpuModel(BaseModel):
-    """A GPU model, as a driver describes it."""
+    """A GPU model as its driver reports it; its bandwidth and FLOP/s are those of `roofline.gpu`."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 

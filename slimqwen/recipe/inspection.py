@@ -102,11 +102,20 @@ def _seconds(stage: str, needs: Needs, manifests: Iterable[Manifest]) -> tuple[f
             ratio = needs.operations / operations
             if 1 / _COMPARABLE < ratio < _COMPARABLE:
                 return manifest.wall_seconds * ratio, True
-    # Asking torch would take seconds.
-    has_gpu = Path("/proc/driver/nvidia/version").exists()
-    rate = _OPERATIONS_PER_GPU if has_gpu else _OPERATIONS_PER_CORE * machine.physical_cores()
+    rate = (
+        _OPERATIONS_PER_GPU
+        if machine.has_nvidia_driver()
+        else _OPERATIONS_PER_CORE * machine.physical_cores()
+    )
     written = needs.disk_bytes / _WRITTEN_BYTES_PER_SECOND
     return needs.fixed_seconds + written + needs.operations / rate, False
+
+
+def describe_processor() -> str:
+    """What the times by arithmetic are for: this machine's GPU, or its cores."""
+    if machine.has_nvidia_driver():
+        return "this machine's GPU"
+    return f"this machine's {machine.physical_cores()} cores; a GPU would take far less"
 
 
 def _manifest_files(store: Path) -> list[Path]:

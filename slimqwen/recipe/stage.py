@@ -108,6 +108,7 @@ class Stage:
 
     Attributes:
         name: key under `stages:` in a recipe.yaml.
+        parameters: model of what stands under that key.
         run: (source, destination, parameters, progress) -> facts. Reads the checkpoint source and writes a complete
             checkpoint into the empty folder destination; the same inputs give the same bytes. Its prints go to the
             stage's log.
@@ -122,6 +123,7 @@ class Stage:
         data: parameters -> digest of every outside input by name.
         code: modules whose source decides the result, besides the module that defines `run`.
         packages: distributions whose versions decide the result.
+        environment: variables of the process that it runs in.
         last: whether no stage may follow, because a change of the checkpoint would invalidate the result.
         summarise: facts -> what the stage decided, one sentence; None where it decides nothing.
     """

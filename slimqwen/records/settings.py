@@ -73,7 +73,7 @@ class Settings(BaseModel):
 
     @classmethod
     def _load_own(cls, name: str, root: Path) -> Self:
-        """The settings of an own evaluation: fields of its file, and for the others those of eval/own.yaml."""
+        """The settings of eval/own/<name>/: the fields that its own file sets, all others from eval/own.yaml."""
         file, own = root / f"{OWN}.yaml", root / OWN / name / f"{cls.own_file}.yaml"
         missing = f"is missing; `git checkout {OWN}.yaml` restores it"
 

@@ -327,7 +327,7 @@ def publish(path: Path, content: bytes, *, replace: bool = False) -> None:
             _rename_to_new(Path(temporary), path)
     except FileExistsError:
         raise RecordExistsError(
-            f"{short_path(path)} exists and records are never overwritten; run again"
+            f"{short_path(path)} exists and records are never overwritten; run again for one of a later time"
         ) from None
     finally:
         with contextlib.suppress(FileNotFoundError):

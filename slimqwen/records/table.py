@@ -61,7 +61,7 @@ class Table:
         return table
 
     def as_markdown(self) -> str:
-        """The table for a Markdown file."""
+        """The table as Markdown: its title in bold, the rows, the notes."""
         rules = ("---:" if number >= self.text_columns else "---" for number in range(len(self.columns)))
         lines = [
             f"**{self.title}**",

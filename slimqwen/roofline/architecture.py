@@ -87,7 +87,7 @@ class Model:
         return self.body.bytes + self.head.bytes + embedding + (drafter if num_speculative_tokens else 0)
 
     def cached_layers(self, num_speculative_tokens: int) -> int:
-        """Number of layers with a KV cache; the MTP head has one only if it drafts."""
+        """Number of layers that have a KV cache; those of the MTP head count only if it drafts."""
         return self.attention_layers + (self.drafter_layers if num_speculative_tokens else 0)
 
     def fitting_batch(

@@ -274,7 +274,7 @@ class Study:
         return f"acceptance length is at most {ratio.high:.3f} of the base's" if ratio.high < least else ""
 
     def _finish_trial(self, running: _Running, rung: Rung, reason: str) -> None:
-        """Keep a trial, and give its scores, or how far it is from being a finalist, to the sampler."""
+        """Record a trial; the sampler learns how far it lies beyond its limits, and its scores if it passed all."""
         from optuna.trial import TrialState
 
         if running in self._running:

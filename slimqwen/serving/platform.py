@@ -42,6 +42,11 @@ def detect() -> Platform:
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
+def has_nvidia_driver() -> bool:
+    """Whether an NVIDIA driver is loaded, a sign of a GPU that costs no import of torch."""
+    return Path("/proc/driver/nvidia/version").exists()
+
+
 def is_gpu_build() -> bool:
     """Whether the installed torch, and vLLM with it, is one for GPUs."""
     import torch

@@ -142,7 +142,7 @@ class DataSet:
         return (_checked_document(without_nulls(row), n, self) for n, row in enumerate(self._rows))
 
     def at(self, position: int) -> Document:
-        """The document of a row."""
+        """The document in row `position`."""
         return _checked_document(without_nulls(self._rows[position]), position, self)
 
     def location(self, position: int) -> str:

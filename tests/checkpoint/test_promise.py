@@ -117,8 +117,8 @@ def test_flags_are_refused_by_which_vllm_would_take_another_head(
 @pytest.mark.parametrize(
     ("ignore", "found"),
     [
-        (["re:.*"], "quantised, and .* want it left"),
-        (["lm_head", "re:^mtp.*", "re:.*visual.*"], "in 16 bits, and .* want it quantised"),
+        (["re:.*"], "stored quantised, and .* it is in 16 bits"),
+        (["lm_head", "re:^mtp.*", "re:.*visual.*"], "stored in 16 bits, and .* it is quantised"),
     ],
 )
 def test_lists_that_contradict_the_stored_weights_are_refused(

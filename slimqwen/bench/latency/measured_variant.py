@@ -122,7 +122,10 @@ class MeasuredVariant:
             BenchError: the workload does not fit the server.
         """
         if self.served is not None and served.max_model_len != self.served.max_model_len:
-            raise BenchError(f"{self.variant.name}: the served context changed between two rounds")
+            raise BenchError(
+                f"{self.variant.name}: the server takes {served.max_model_len} tokens of context, and took "
+                f"{self.served.max_model_len} in the round before; set VLLM_MAX_MODEL_LEN and run again"
+            )
         self.served = served
         if self.shared.workload.needs_prefix_cache:
             self.block_tokens = block_tokens(served)

@@ -59,9 +59,9 @@ class Goodput(Block):
 
 
 class ServedAcceptance(Block):
-    """Speculative decoding over a class, by the server's counters."""
+    """Drafts and accepted tokens of one prompt class, by the server's counters."""
 
-    length: float = Field(ge=1, description="ServedAcceptance length: 1 + accepted tokens / drafts.")
+    length: float = Field(ge=1, description="Acceptance length: 1 + accepted tokens / drafts.")
     drafts: Count
     draft_tokens: Count
     accepted_tokens: Count

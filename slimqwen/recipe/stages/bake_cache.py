@@ -29,6 +29,7 @@ from slimqwen.plan import gpu_model, rehearsal
 from slimqwen.progress import Progress
 from slimqwen.recipe.stage import Facts, Fault, Needs, Parameters, Stage
 from slimqwen.serving import baked_cache, gpu
+from slimqwen.serving import platform as machine
 from slimqwen.serving.command import ServerCommand
 from slimqwen.serving.errors import ServingError
 from slimqwen.serving.http_client import open_client
@@ -150,8 +151,7 @@ def data(parameters: BakeCacheParameters) -> dict[str, str]:
     """
     settings = _variant(parameters).settings
     lines = {f"config.{key}": settings[key].value for key in sorted(settings.keys() - _IRRELEVANT_KEYS)}
-    # Asking torch would take seconds, and every `recipe run --dry-run` asks this.
-    platform: Platform = "cuda" if Path("/proc/driver/nvidia/version").exists() else "cpu"
+    platform: Platform = "cuda" if machine.has_nvidia_driver() else "cpu"
     facts = baked_cache.describe_machine(platform)
     return lines | {f"machine.{name}": fact for name, fact in facts.items()}
 

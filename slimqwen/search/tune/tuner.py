@@ -329,7 +329,9 @@ def _read_load(side: MeasuredVariant, load: int) -> LoadTurn:
     results = [side.results[c.name] for c in side.classes if c.limit == load]
     rows = [row for result in results for row in result.rows]
     if failed := [row["error"] for row in rows if row["error"]]:
-        raise ServerLostError(f"{len(failed)} of {len(rows)} requests failed at load {load}: {failed[0]}")
+        raise ServerLostError(
+            f"{len(failed)} of {len(rows)} requests failed, of which {load} ran at a time: {failed[0]}"
+        )
     return LoadTurn(
         load=load,
         output_tokens=sum(row["output_tokens"] for row in rows),
