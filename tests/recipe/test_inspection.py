@@ -338,6 +338,18 @@ def test_the_time_is_that_of_a_comparable_kept_run_scaled_by_the_operations(tmp_
     assert (measured.seconds, measured.was_measured) == (14, True)
 
 
+def test_times_are_those_of_the_processor_that_is_here_which_they_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(inspection.machine, "physical_cores", lambda: 2)
+    seconds = []
+    for has_driver in (False, True):
+        monkeypatch.setattr(inspection.machine, "has_nvidia_driver", lambda answer=has_driver: answer)
+        seconds.append(cost_of("quantise_lm_head", tmp_path).seconds)
+        assert ("GPU" if has_driver else "2 cores") in inspection.describe_processor()
+    assert seconds[0] > seconds[1]
+
+
 def test_space_is_counted_over_all_stages_and_memory_for_each(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
