@@ -38,7 +38,6 @@ def templates():
             paths = [path for path in paths if isinstance(store.read_record(path).limit, int)] or paths
         if kind == "latency":
             paths = [LATENCY]
-        paths = paths or sorted(LATENCY.parent.glob(f"{kind}_*Z.json"))
         newest[kind] = paths[-1], store.read_record(paths[-1])
     return newest
 
