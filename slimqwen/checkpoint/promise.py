@@ -53,11 +53,11 @@ def check_form(folder: Path) -> None:
         module = name.removesuffix(".weight")
         is_linear = name.endswith(".weight") and _LINEAR.search(module)
         if is_linear and (packing.group_of(module, form) is not None) != weight.is_quantised:
-            stored, promised = (
+            found, promised = (
                 ("quantised", "in 16 bits") if weight.is_quantised else ("in 16 bits", "quantised")
             )
             raise UnsupportedFormatError(
-                f"{folder}: {module} is stored {stored}, and by the quantization_config of its config.json (targets, "
+                f"{folder}: {module} is stored {found}, and by the quantization_config of its config.json (targets, "
                 f"ignore) it is {promised}; take another checkpoint"
             )
 
