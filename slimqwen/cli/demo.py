@@ -1,10 +1,9 @@
 """`slimqwen demo`: the whole pipeline on the embedded model, and its verdict on the variant."""
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -13,12 +12,12 @@ from slimqwen import variant as variants
 from slimqwen.cli.console import command, console, progress_bar, relative, say
 
 if TYPE_CHECKING:
+    from slimqwen.evals.gate_checks import Check
+    from slimqwen.search.executors import Outcome, Task
     from slimqwen.stats.verdict import Verdict
 
 _BASELINE, _VARIANT = "tiny", "tiny-best"
-_GPU, _CONTEXT_LEN = "a10g", 2048
-"""The GPU of the roofline at the end, and its cached tokens."""
-
+_CHECKS: Sequence["Check"] = ("quality", "fidelity", "acceptance")
 _FAILED = "failed"
 
 
@@ -26,7 +25,7 @@ def demo(
     rounds: Annotated[int, typer.Option(min=2, help="latency rounds")] = 3,
 ) -> None:
     """Make a variant of the embedded model, judge its quality, time it, and say what to serve (6 to 10 minutes)."""
-    from slimqwen.report import site
+    from slimqwen.report import site, tables
     from slimqwen.search import SearchError
 
     root = variants.repository_root()
@@ -48,7 +47,9 @@ def demo(
     console.print(
         f"[bold]{_VARIANT} beside its baseline {_BASELINE}; this run took {_duration(started)}[/bold]"
     )
-    for line in _summary(result):
+    if "quality" in result.records:
+        console.print(tables.summary_table(root, _BASELINE, _VARIANT, site.DEMO).as_rich())
+    for line in _conclude(result):
         say(line)
     say(f"records: {site.DEMO}/{_BASELINE}, {site.DEMO}/{_VARIANT}; all variants: {relative(report.index)}")
     if broken := [name for name, reason in result.missing.items() if reason.startswith(_FAILED)]:
@@ -62,7 +63,7 @@ class DemoRecords:
     """The records of the demo.
 
     Attributes:
-        records: by part of the summary, of pairs the baseline's first.
+        records: by part, which is a check or the speed; of pairs the baseline's first.
         missing: why a part has none, by its name.
     """
 
@@ -74,67 +75,80 @@ def _measure(root: Path, rounds: int) -> DemoRecords:
     """Make, judge and time the variant; prints the age of stages and records that still hold and are reused.
 
     Raises:
-        SearchError: a stage failed, or nothing could be measured.
+        SearchError: a stage failed.
     """
-    from slimqwen.host_load import HostBusyError
     from slimqwen.recipe import variant_recipe
     from slimqwen.report.site import DEMO
     from slimqwen.search import SearchError
+    from slimqwen.search.executors import Failure, run_tasks
     from slimqwen.search.executors.local import LocalExecutor, default_width
-    from slimqwen.search.measurements import Options
-    from slimqwen.search.sweep import SETUP, sweep
+    from slimqwen.search.measurements import RecordSettings, check_task, latency_task, recipe_task
 
-    variant = variants.load(_VARIANT)
+    baseline, variant = variants.load(_BASELINE), variants.load(_VARIANT)
     reused_keys = {forecast.key for forecast in variant_recipe.forecast_recipe(variant) if forecast.reused}
-    width = default_width()
-    # Quality takes longer than the other checks together: as many parts as tasks run at a time share it.
-    options = Options(
-        ("fidelity", "acceptance", "quality", "latency"),
-        tuple(command()),
-        rounds=rounds,
-        parts=width,
-        records=DEMO,
-    )
-    with progress_bar() as progress:
-        executor = LocalExecutor(root, progress, warm=True, width=width)
-        (result,) = sweep([_VARIANT], options, executor, root)
-    if SETUP in result.failures:
-        raise SearchError(str(result.failure))
-    for path in result.reused:
-        say(f"    reused: {relative(path)}, made {_age(path)} ago")
-    for outcome in variant_recipe.run_recipe(variant):
-        duration = f"{outcome.manifest.wall_seconds:.0f} s"
-        is_reused = outcome.manifest.key in reused_keys
-        state = f"reused, made {_age(outcome.folder)} ago in {duration}" if is_reused else duration
-        sizes = f"{outcome.bytes_before / 1e6:.1f} -> {outcome.bytes_after / 1e6:.1f} MB"
-        say(f"    {outcome.stage}: {state}, {sizes}")
-    missing = {
-        _title(measure): f"not decided: {failure.error.cause}"
-        if isinstance(failure.error, HostBusyError)
-        else f"{_FAILED}: {failure.reason}"
-        for measure, failure in result.failures.items()
-    }
-    return DemoRecords({_title(measure): paths for measure, paths in result.records.items()}, missing)
+    settings = RecordSettings(tuple(command()), DEMO)
+    parts: dict[str, list[Task]] = {}
+
+    def add_checks(side: variants.Variant, checks: Sequence["Check"]) -> list["Task"]:
+        tasks = [check_task(check, side, variant, settings) for check in checks]
+        for check, task in zip(checks, tasks, strict=True):
+            parts.setdefault(check, []).append(task)
+        return tasks
+
+    steps = variant_recipe.read_recipe(variant).steps
+    makers = [step for step in steps if not step.stage.only_caches(step.parameters)]
+    with (
+        progress_bar() as progress,
+        LocalExecutor(root, progress, warm=True, width=default_width()) as executor,
+    ):
+        outcomes: dict[str, Outcome] = {}
+        for make, beside in (
+            # The baseline is measured while the variant is made.
+            (recipe_task(variant, len(makers)), add_checks(baseline, ["quality", "acceptance"])),
+            (recipe_task(variant, alone=True), []),
+        ):
+            outcomes |= run_tasks([make, *beside], executor)
+            if isinstance(failure := outcomes[make.key], Failure):
+                raise SearchError(failure.reason)
+        outcomes |= run_tasks(add_checks(variant, _CHECKS), executor)
+        parts["speed"] = [latency_task((baseline, variant), rounds, settings)]
+        outcomes |= run_tasks(parts["speed"], executor)
+    for stage in variant_recipe.run_recipe(variant):
+        duration = f"{stage.manifest.wall_seconds:.0f} s"
+        is_reused = stage.manifest.key in reused_keys
+        state = f"reused, made {_age(stage.folder)} ago in {duration}" if is_reused else duration
+        sizes = f"{stage.bytes_before / 1e6:.1f} -> {stage.bytes_after / 1e6:.1f} MB"
+        say(f"    {stage.stage}: {state}, {sizes}")
+    return _sort_outcomes({part: [outcomes[task.key] for task in tasks] for part, tasks in parts.items()})
 
 
-def _title(measure: str) -> str:
-    return "speed" if measure == "latency" else measure
+def _sort_outcomes(parts: Mapping[str, Sequence["Outcome"]]) -> DemoRecords:
+    """The records of each part, or why it has none."""
+    from slimqwen.host_load import HostBusyError
+    from slimqwen.search.executors import Failure
+
+    records: dict[str, list[Path]] = {}
+    missing: dict[str, str] = {}
+    for part, outcomes in parts.items():
+        for outcome in outcomes:
+            if not isinstance(outcome, Failure):
+                records.setdefault(part, []).extend(outcome.value.paths)
+                for path in outcome.value.paths if outcome.value.reused else ():
+                    say(f"    reused: {relative(path)}, made {_age(path)} ago")
+            elif isinstance(outcome.error, HostBusyError):
+                missing[part] = f"not decided: {outcome.error.cause}"
+            else:
+                missing[part] = f"{_FAILED}: {outcome.reason}"
+    return DemoRecords({part: paths for part, paths in records.items() if part not in missing}, missing)
 
 
-def _summary(found: DemoRecords) -> Iterator[str]:
-    """Lines on size, speed, quality, and the variant to serve."""
-    from slimqwen.checkpoint.files import bytes_on_disk
+def _conclude(found: DemoRecords) -> Iterator[str]:
+    """A line on each part, and one on the variant to serve."""
     from slimqwen.stats.verdict import Verdict, overall
 
-    sizes = [bytes_on_disk(variants.load(name).weights) / 1e6 for name in (_BASELINE, _VARIANT)]
-    yield f"  {'size':<11} {sizes[0]:.1f} -> {sizes[1]:.1f} MB: {sizes[0] / sizes[1]:.2f}x smaller"
-    verdicts = {}
-    for part, describe in _PARTS.items():
-        if reason := found.missing.get(part):
-            yield f"  {part:<11} {reason}"
-        else:
-            lines, verdicts[part] = describe(*found.records[part])
-            yield from lines
+    verdicts = {part: _judge(part, paths) for part, paths in found.records.items()}
+    for part, outcome in {**verdicts, **found.missing}.items():
+        yield f"  {part:<11} {outcome}"
     is_faster = verdicts.pop("speed", None)
     verdict = overall(list(verdicts.values()))
     unchecked = [part for part in found.missing if part != "speed"]
@@ -153,90 +167,25 @@ def _summary(found: DemoRecords) -> Iterator[str]:
     yield f"  {'serve':<11} {answer}"
 
 
-def _speed(baseline: Path, variant: Path) -> tuple[list[str], "Verdict"]:
-    """The speed-ups; passes where the variant is surely faster over all requests."""
+def _judge(part: str, paths: Sequence[Path]) -> "Verdict":
+    """The verdict on a part from its records; the speed passes where the variant is surely faster over all requests."""
     from slimqwen.bench.latency import speedups
-    from slimqwen.stats.verdict import Verdict
-
-    rows = speedups.compare_latency(baseline, variant)
-    (total,) = (row for row in rows if row.prompt_class == speedups.ALL_CLASSES and row.measure == "wall_ms")
-    late = [
-        row.prompt_class for row in rows if row.measure == "ttft_ms" and row.interval and row.interval[1] < 1
-    ]
-    lines = [
-        f"  {'speed':<11} {total.ratio} as fast over all requests on this CPU [95 % interval]: weights, drafts and "
-        "compilation together" + (f"; the first token comes later: {', '.join(late)}" if late else "")
-    ]
-    by_measure = {(row.prompt_class, row.measure): row for row in rows}
-    for row in rows:
-        if row.measure == "tpot_ms" and row.interval:
-            first_token, request = (by_measure[row.prompt_class, name] for name in ("ttft_ms", "e2el_ms"))
-            lines.append(
-                f"  {row.prompt_class:<11} {row.first:.2f} -> {row.second:.2f} ms a token after the first: "
-                f"{row.ratio} as fast; first token {first_token.ratio}; whole requests {request.ratio}"
-            )
-    is_faster = total.interval is not None and total.interval[0] > 1
-    return lines, Verdict.PASS if is_faster else Verdict.INCONCLUSIVE
-
-
-def _fidelity(path: Path) -> tuple[list[str], "Verdict"]:
+    from slimqwen.evals import acceptance_share, quality_comparison
     from slimqwen.evals.fidelity import Fidelity
     from slimqwen.records import store
+    from slimqwen.stats.verdict import Verdict, overall
 
-    record = store.read_record(path, Fidelity)
-    kl = max(figures.kl_nats.value for figures in record.modes.values() if figures.kl_nats)
-    limit = f"limit {record.limits.kl_nats:g}"
-    return [f"  {'fidelity':<11} KL {kl:.5f} nats a token, {limit}: {record.verdict}"], record.verdict
-
-
-def _acceptance(baseline: Path, variant: Path) -> tuple[list[str], "Verdict"]:
-    """The acceptance lengths, and the speed that they would give on a GPU."""
-    from slimqwen.evals import acceptance_share
-
-    share = acceptance_share.compare_acceptance(baseline, variant)
-    line = (
-        f"  {'acceptance':<11} {share.first:.2f} -> {share.second:.2f} tokens a step, both drafting: "
-        f"{100 * share.ratio.value:.1f} % [{100 * share.ratio.low:.1f}, {100 * share.ratio.high:.1f}] of the "
-        f"baseline's: {share.verdict}"
-    )
-    return [line, _modelled_speed(share.second)], share.verdict
-
-
-def _quality(baseline: Path, variant: Path) -> tuple[list[str], "Verdict"]:
-    from slimqwen.evals import quality_comparison
-    from slimqwen.stats.verdict import overall
-
-    tasks = quality_comparison.compare_quality(baseline, variant)
-    verdicts = [f"{task.task.removeprefix('tinyworld_')} {task.judgement.verdict}" for task in tasks]
-    line = f"  {'quality':<11} {', '.join(verdicts)}"
-    return [line], overall([task.judgement.verdict for task in tasks])
-
-
-_PARTS: Mapping[str, Callable[..., tuple[list[str], "Verdict"]]] = MappingProxyType(
-    {"speed": _speed, "fidelity": _fidelity, "acceptance": _acceptance, "quality": _quality}
-)
-"""The parts of the summary: lines and verdict from records, the baseline's first."""
-
-
-def _modelled_speed(acceptance_length: float) -> str:
-    """Decoding speed of the variant relative to the baseline, by a GPU's roofline, and the gain of each optimisation.
-
-    Args:
-        acceptance_length: acceptance length of the variant.
-    """
-    from slimqwen.roofline.bounds import ServedModel
-    from slimqwen.roofline.gpu import read_gpu
-
-    variant = variants.load(_VARIANT)
-    gpu = read_gpu(_GPU, variant.root)
-    steps = list(ServedModel.load(variant).list_waterfall_steps(gpu, _CONTEXT_LEN))
-    speeds = [(acceptance_length if step.num_speculative_tokens else 1) / step.seconds for step in steps]
-    gains = (
-        f"{step.optimisation} {speed / before:.2f}x"
-        for step, before, speed in zip(steps[1:], speeds, speeds[1:], strict=False)
-    )
-    speed = f"{speeds[-1] / speeds[0]:.2f}x as fast by the roofline of that GPU, not measured"
-    return f"  {_GPU:<11} {speed}: {'; '.join(gains)}"
+    if part == "fidelity":
+        return store.read_record(paths[0], Fidelity).verdict
+    baseline, variant = paths
+    if part == "acceptance":
+        return acceptance_share.compare_acceptance(baseline, variant).verdict
+    if part == "quality":
+        return overall([task.judgement.verdict for task in quality_comparison.compare_quality(*paths)])
+    rows = speedups.compare_latency(baseline, variant)
+    (total,) = (row for row in rows if row.prompt_class == speedups.ALL_CLASSES and row.measure == "wall_ms")
+    is_faster = total.interval is not None and total.interval[0] > 1
+    return Verdict.PASS if is_faster else Verdict.INCONCLUSIVE
 
 
 def _age(path: Path) -> str:

@@ -54,6 +54,7 @@ class Acceptance(SplitRecord):
     kind = "acceptance"
     version = 4
     verb = "eval acceptance"
+    deciding_flags = fidelity.WEIGHT_FLAGS
     leaderboard_columns: ClassVar[Mapping[str, str]] = {"acceptance_length": "acceptance length, tokens"}
 
     settings_name: SettingsName = Field(description="Name of the settings in eval/gates/.")

@@ -38,7 +38,8 @@ from slimqwen.stats.verdict import overall
 from slimqwen.variant import Variant
 
 _HEADINGS = {**FIGURE_NAMES, "joined_kl_nats": "KL of the texts joined, nats a token"}
-_WEIGHT_FLAGS = ("dtype", "kv-cache-dtype", "mamba-ssm-cache-dtype", "quantization")
+WEIGHT_FLAGS = ("dtype", "kv-cache-dtype", "mamba-ssm-cache-dtype", "quantization")
+"""The vLLM flags that decide the distributions of a prompt."""
 
 
 class Unchanged(Block):
@@ -98,7 +99,7 @@ class Fidelity(SplitRecord):
 
 def weight_flags(flags: Mapping[str, Any]) -> dict[str, Any]:
     """The vLLM flags that decide the distributions of a prompt, as far as they are set."""
-    return {name: flags[name] for name in _WEIGHT_FLAGS if name in flags}
+    return {name: flags[name] for name in WEIGHT_FLAGS if name in flags}
 
 
 def measure_fidelity(

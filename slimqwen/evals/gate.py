@@ -7,49 +7,26 @@ otherwise the check is measured.
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar
 
 from pydantic import Field, field_validator
 
-from slimqwen import variant as variants
-from slimqwen.checkpoint.weights import has_mtp_head
-from slimqwen.evals import (
-    EvalError,
-    acceptance,
-    acceptance_share,
-    engine,
-    fidelity,
-    quality,
-    quality_comparison,
-)
-from slimqwen.evals.acceptance import Acceptance
-from slimqwen.evals.drafting import AcceptanceSettings
+from slimqwen.evals import acceptance, acceptance_share, quality, quality_comparison
 from slimqwen.evals.engine import EngineCheck
-from slimqwen.evals.engine_process import EngineSettings
 from slimqwen.evals.fidelity import Fidelity
-from slimqwen.evals.fidelity_figures import FIGURE_NAMES, FidelitySettings
+from slimqwen.evals.fidelity_figures import FIGURE_NAMES
+from slimqwen.evals.gate_checks import CHECKS, Check, GateChecks, GateSettings
 from slimqwen.evals.quality import Quality
-from slimqwen.evals.suites.suite import AUTO, Suite
+from slimqwen.evals.suites.suite import AUTO, Limit
 from slimqwen.progress import Progress, silent
 from slimqwen.recipe import variant_recipe
 from slimqwen.records import provenance, store
-from slimqwen.records.record import (
-    Estimate,
-    Finding,
-    Record,
-    RelativePath,
-    ServedProvenance,
-    Table,
-    VariantName,
-)
-from slimqwen.records.settings import Settings, SettingsName
-from slimqwen.records.split import Side, Split, SplitRecord, split_of
+from slimqwen.records.record import Estimate, Finding, RelativePath, Table, VariantName
+from slimqwen.records.settings import SettingsName
+from slimqwen.records.split import Side, SplitRecord
 from slimqwen.serving import spawner, speed_only
 from slimqwen.serving.command import ServerCommand
 from slimqwen.stats.verdict import Verdict, overall
 from slimqwen.variant import Variant
-
-CHECKS = ("fidelity", "acceptance", "quality", "engine")
 
 _NOTHING_DRAFTS = Finding(
     gate="acceptance",
@@ -58,22 +35,6 @@ _NOTHING_DRAFTS = Finding(
     limit=0,
     verdict=Verdict.PASS,
 )
-
-
-class GateSettings(Settings):
-    """eval/gates/<name>.yaml: a section of settings for each check; `quality` names a suite of eval/suites/."""
-
-    folder: ClassVar[str] = "gates"
-    own_file: ClassVar[str] = "gate"
-
-    fidelity: FidelitySettings
-    acceptance: AcceptanceSettings
-    engine: EngineSettings
-    quality: str
-
-    def split(self, side: Side | None, root: Path) -> Split | None:
-        """A side of the suite's split; None for all items."""
-        return Suite.load(self.quality, root).split(side) if side else None
 
 
 class Gate(SplitRecord):
@@ -142,9 +103,17 @@ def _read_findings(path: Path) -> list[Finding]:
 
 @spawner.share_spawner()
 def measure_gate(
-    variant: Variant, settings_name: str, *, command: Sequence[str], progress: Progress = silent
+    variant: Variant,
+    settings_name: str,
+    *,
+    command: Sequence[str],
+    split_side: Side | None = None,
+    progress: Progress = silent,
 ) -> Path:
     """Run the four checks of a variant and write its gate record.
+
+    Args:
+        split_side: side of the split of items that the checks are made on; None for all items.
 
     Raises:
         ServingError: the variant is measured for speed and memory only.
@@ -153,83 +122,84 @@ def measure_gate(
     """
     speed_only.refuse_speed_only(variant, "the gate's checks")
     started = provenance.utc_now()
-    settings = GateSettings.load(settings_name, variant.root)
-    baseline = baseline_of(variant)
-    options: dict[str, Any] = {"command": command, "progress": progress}
-    sides = (baseline, variant)
-    depth = settings.acceptance.depth_of(variant)
-    suite = Suite.load(settings.quality, variant.root)
-    for side in sides:
-        if not any(find_reusable(side, Quality, suite=suite.name, limit=limit) for limit in (AUTO, None)):
-            quality.require_measurable(side, suite)
-    drafts = any(has_mtp_head(side.weights) for side in sides)
-    if drafts:
+    checks = GateChecks.load(
+        variant, settings_name, command=command, split_side=split_side, progress=progress
+    )
+    for side in checks.sides:
+        side.require_weights()
+    # A side's sample gives no verdict on one half of the split.
+    limits: tuple[Limit, ...] = (None,) if checks.split else (None, AUTO)
+    scored = {limit: [checks.find("quality", side, limit) for side in checks.sides] for limit in limits}
+    for side, paths in zip(checks.sides, zip(*scored.values(), strict=True), strict=True):
+        if not any(paths):
+            quality.require_measurable(side, checks.suite)
+    if checks.has_drafts:
         # A text too short for the prompts is found before minutes of other checks.
-        acceptance.cut_class_prompts(variant, settings.acceptance, depth)
-    evidence = {
-        "fidelity": [
-            find_reusable(variant, Fidelity, settings_name=settings_name)
-            or fidelity.measure_fidelity(variant, settings_name, **options)
-        ],
-        "acceptance": [
-            find_reusable(side, Acceptance, settings_name=settings_name, gate_depth=depth)
-            or acceptance.measure_acceptance(
-                side, settings_name, [depth], gate_depth=depth, greedy_only=True, **options
-            )
-            for side in (sides if drafts else ())
-        ],
-        "quality": _measure_quality(sides, suite, options),
-        "engine": [
-            find_reusable(variant, EngineCheck, settings_name=settings_name)
-            or engine.measure_engine(variant, settings_name, **options)
-        ],
-    }
-    return write_gate_record(variant, settings_name, evidence, command=command, started=started)
+        acceptance.cut_class_prompts(variant, checks.settings.acceptance, checks.depth, checks.split)
+    evidence: dict[Check, list[Path]] = {check: [] for check in CHECKS}
+    for check, side in checks.list_measurements():
+        if check != "quality":
+            evidence[check].append(checks.find(check, side) or checks.measure(check, side))
+        elif not evidence[check]:
+            evidence[check] = _measure_quality(checks, scored)
+    return _write_gate_record(checks, evidence, started)
 
 
-def write_gate_record(
-    variant: Variant,
-    settings_name: str,
-    evidence: Mapping[str, Sequence[Path]],
-    *,
-    command: Sequence[str],
-    started: str,
-    block: ServedProvenance | None = None,
-) -> Path:
+def _measure_quality(checks: GateChecks, scored: Mapping[Limit, Sequence[Path | None]]) -> list[Path]:
+    """Quality records of both sides, measured where none can be reused: of the automatic sample size, or of all items.
+
+    All items are used if both sides have such a record, or if the sample leaves a task inconclusive. One look at a
+    task's interval passes a variant that is worse by exactly the margin in at most 2.5 % of runs. The sample and then
+    all items are two looks, either of which can pass it: together in at most 5 % of runs (Bonferroni's bound).
+
+    Args:
+        scored: the records that can be reused, by limit; those of samples only where a sample may decide.
+    """
+
+    def complete(limit: Limit) -> list[Path]:
+        pairs = zip(checks.sides, scored[limit], strict=True)
+        return [path or checks.measure("quality", side, limit) for side, path in pairs]
+
+    if AUTO not in scored or all(scored[None]):
+        return complete(None)
+    samples = complete(AUTO)
+    verdict = overall([finding.verdict for finding in _quality_findings(*samples)])
+    return complete(None) if verdict == Verdict.INCONCLUSIVE else samples
+
+
+def _write_gate_record(checks: GateChecks, evidence: Mapping[Check, Sequence[Path]], started: str) -> Path:
     """Write the gate record of a variant whose four checks are recorded.
 
     Args:
         evidence: records by check: the variant's, for acceptance and quality the baseline's before it; none for
             acceptance where neither checkpoint has an MTP head.
-        block: provenance of the record; by default that of a server of the variant on this machine.
 
     Raises:
         SlimqwenError: a record is damaged.
     """
-    settings = GateSettings.load(settings_name, variant.root)
-    fidelity_record = store.read_record(evidence["fidelity"][0], Fidelity)
+    variant, settings = checks.variant, checks.settings
     findings = [
-        *_fidelity_findings(fidelity_record),
+        *_fidelity_findings(store.read_record(evidence["fidelity"][0], Fidelity)),
         *_recipe_findings(variant),
         _acceptance_finding(*evidence["acceptance"]) if evidence["acceptance"] else _NOTHING_DRAFTS,
         *_quality_findings(*evidence["quality"]),
         _engine_finding(store.read_record(evidence["engine"][0], EngineCheck)),
     ]
     verdicts = {
-        check: overall([finding.verdict for finding in findings if finding.gate == check]) for check in CHECKS
+        str(check): overall([finding.verdict for finding in findings if finding.gate == check])
+        for check in CHECKS
     }
     record = Gate(
         variant=variant.name,
-        baseline=baseline_of(variant).name,
-        settings_name=settings_name,
-        split=fidelity_record.split,
+        baseline=checks.baseline.name,
+        settings_name=settings.name,
+        split=checks.split,
         verdict=overall(list(verdicts.values())),
         verdicts=verdicts,
         records=tuple(f"{path.parent.name}/{path.name}" for check in CHECKS for path in evidence[check]),
         changed_limits=tuple(_changed_limits(variant, settings, findings)),
-        provenance=block
-        or provenance.describe(
-            ServerCommand.resolve(variant), command, started, datasets=[settings.file(variant.root)]
+        provenance=provenance.describe(
+            ServerCommand.resolve(variant), checks.command, started, datasets=[settings.file(variant.root)]
         ),
     )
     return store.write_record(variant.folder, record, (finding.as_json() for finding in findings))
@@ -271,93 +241,6 @@ def gate_p_value(path: Path) -> float:
         if finding.p_value is not None
         else float(finding.low is not None or finding.verdict != Verdict.PASS)
         for finding in _read_findings(path)
-    )
-
-
-def baseline_of(variant: Variant) -> Variant:
-    """The baseline of a variant; the checkpoints of both exist.
-
-    Raises:
-        EvalError: the variant has no baseline.
-    """
-    if variant.baseline is None:
-        raise EvalError(
-            f"{variant.name} has no baseline; name one in its measurements.json, or take a variant that has one"
-        )
-    baseline = variants.load(variant.baseline, variant.root)
-    for side in (variant, baseline):
-        side.require_weights()
-    return baseline
-
-
-def find_reusable(
-    variant: Variant,
-    kind: type[Record],
-    *,
-    folder: Path | None = None,
-    split: Split | None = None,
-    **fields: Any,
-) -> Path | None:
-    """The newest record of a kind with these fields that a new measurement would only repeat.
-
-    Args:
-        folder: folder of the records instead of the variant's.
-        split: required side of the split; None for a record of all items.
-        fields: values that the record must have, by name.
-    """
-    for path in store.records(folder or variant.folder, kind):
-        record = store.read_record(path, kind)
-        is_match = split_of(record) == split and all(
-            getattr(record, name) == value for name, value in fields.items()
-        )
-        if is_match and _is_still_valid(record, variant):
-            return path
-    return None
-
-
-def _is_still_valid(record: Record, variant: Variant) -> bool:
-    if isinstance(record, Quality) and not _has_current_sample_size(record, variant):
-        return False
-    server = ServerCommand.resolve(variant)
-    if not isinstance(record, Acceptance):
-        return provenance.still_holds(record.provenance, server)
-    # A separate engine counts the drafts; it takes only these flags from the variant.
-    flags = fidelity.weight_flags(server.flags)
-    return flags == fidelity.weight_flags(record.provenance.flags) and provenance.same_inputs(
-        record.provenance, variant.weights, variant.root
-    )
-
-
-def _measure_quality(sides: Sequence[Variant], suite: Suite, options: dict[str, Any]) -> list[Path]:
-    """Quality records of both sides, measured where none can be reused: of the automatic sample size, or of all items.
-
-    All items are used if both sides have such a record, or if the sample leaves a task inconclusive. One look at a
-    task's interval passes a variant that is worse by exactly the margin in at most 2.5 % of runs. The sample and then
-    all items are two looks, either of which can pass it: together in at most 5 % of runs (Bonferroni's bound).
-    """
-    full_paths = [find_reusable(side, Quality, suite=suite.name, limit=None) for side in sides]
-    if all(full_paths):
-        return [path for path in full_paths if path]
-    sample_paths = [
-        find_reusable(side, Quality, suite=suite.name, limit=AUTO)
-        or quality.measure_quality(side, suite, limit=AUTO, **options)
-        for side in sides
-    ]
-    verdicts = [finding.verdict for finding in _quality_findings(*sample_paths)]
-    if overall(verdicts) != Verdict.INCONCLUSIVE:
-        return sample_paths
-    return [
-        path or quality.measure_quality(side, suite, limit=None, **options)
-        for side, path in zip(sides, full_paths, strict=True)
-    ]
-
-
-def _has_current_sample_size(record: Quality, variant: Variant) -> bool:
-    """Whether a sample of automatic size still has the size that the suite's present assumptions require."""
-    return record.limit != AUTO or all(
-        record.tasks[task.name].items_to_decide == task.items_to_decide
-        for task in Suite.load(record.suite, variant.root).tasks
-        if task.name in record.tasks
     )
 
 

@@ -6,7 +6,7 @@ import platform
 import re
 import shlex
 import subprocess
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from functools import cache
 from pathlib import Path
@@ -101,29 +101,6 @@ def describe(
     )
 
 
-def describe_again(
-    block: ServedProvenance, command: Sequence[str], started: str, root: Path, datasets: Iterable[Path]
-) -> ServedProvenance:
-    """The provenance of a conclusion that ends now, from a measurement that was made elsewhere.
-
-    Args:
-        datasets: files that decide the conclusion.
-
-    Raises:
-        SlimqwenError: a data file is missing.
-    """
-    return block.model_copy(
-        update={
-            "command": shell_command(command, root),
-            "started": started,
-            "ended": utc_now(),
-            "git": git_state(root),
-            "datasets": {portable(str(file), root): _sha256(file) for file in sorted(set(datasets))},
-            "seeds": {},
-        }
-    )
-
-
 def of_variant(variant: Variant, command: Sequence[str], started: str, **inputs: Any) -> Provenance:
     """The provenance of a measurement of a variant's checkpoint that ends now; arguments as for `circumstances`."""
     files = checkpoint_files(variant.weights, variant.root)
@@ -183,18 +160,32 @@ def of_server(command: ServerCommand) -> dict[str, Any]:
     }
 
 
-def still_holds(block: Provenance, command: ServerCommand) -> bool:
+def still_holds(
+    block: Provenance, command: ServerCommand, deciding_flags: Collection[str] | None = None
+) -> bool:
     """Whether a measurement made now would only repeat a record.
 
-    That is so if checkpoint, flags, environment, data files, package versions and hardware are unchanged; the port of
-    the command that would serve the variant now does not matter.
+    That is so if checkpoint, flags, environment, data files, package versions and hardware are unchanged.
+
+    Args:
+        command: command that would serve the variant now; its port does not matter.
+        deciding_flags: the flags that decide the figures where neither the others nor the environment do.
     """
-    present = of_server(command)
+    root, present = command.variant.root, of_server(command)
+    flags, present_flags = deciding(block.flags), deciding(present["flags"])
+    if deciding_flags is not None:
+        flags, present_flags = (
+            {name: each[name] for name in deciding_flags if name in each} for each in (flags, present_flags)
+        )
     return (
         not block.host_was_busy
-        and same_inputs(block, command.variant.weights, command.variant.root)
-        and deciding(block.flags) == deciding(present["flags"])
-        and block.environment == present["environment"]
+        and block.checkpoint is not None
+        and block.checkpoint.digest == checkpoint.digest(command.variant.weights)
+        and block.packages == package_versions()
+        and block.hardware == hardware()
+        and not changed_data(block, root)
+        and flags == present_flags
+        and (deciding_flags is not None or block.environment == present["environment"])
     )
 
 
@@ -202,17 +193,6 @@ def deciding(flags: Mapping[str, Any]) -> dict[str, Any]:
     """The flags that can decide a figure: not the server's address, nor the tool parser that quality switches on."""
     others = ("host", "port", "enable-auto-tool-choice", "tool-call-parser")
     return {name: value for name, value in flags.items() if name not in others}
-
-
-def same_inputs(block: Provenance, weights: Path, root: Path) -> bool:
-    """Whether checkpoint, data files, package versions and hardware are unchanged."""
-    return (
-        block.checkpoint is not None
-        and block.checkpoint.digest == checkpoint.digest(weights)
-        and block.packages == package_versions()
-        and block.hardware == hardware()
-        and not changed_data(block, root)
-    )
 
 
 def changed_data(block: Provenance, root: Path) -> list[str]:

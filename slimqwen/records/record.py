@@ -5,7 +5,7 @@ docs/contributing.md says what a kind consists of. A field whose JSON name is a 
 stand in functions.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -239,6 +239,7 @@ class Record(VersionedFile):
         verb: the `slimqwen` verb that makes one, such as "bench startup"; empty if none does.
         verb_options: what the verb needs beside --variant to make one, such as "--record".
         looked_up: whether commands read the newest record of a kind, so that git holds it although no page cites it.
+        deciding_flags: flags of vLLM that decide its figures, where its own engine takes only these from the variant.
         units: unit by the ending of a field's name, for endings that figures.py lacks.
         leaderboard_columns: heading of a leaderboard column by the name of the figure that it shows.
     """
@@ -247,6 +248,7 @@ class Record(VersionedFile):
     verb: ClassVar[str] = ""
     verb_options: ClassVar[str] = ""
     looked_up: ClassVar[bool] = False
+    deciding_flags: ClassVar[Collection[str] | None] = None
     units: ClassVar[Mapping[str, str]] = {}
     leaderboard_columns: ClassVar[Mapping[str, str]] = {}
 

@@ -12,6 +12,7 @@ from slimqwen.bench.latency.tables import comparisons
 from slimqwen.bench.start_up import StartUp
 from slimqwen.evals import acceptance_share, quality, quality_comparison
 from slimqwen.evals.acceptance import Acceptance
+from slimqwen.evals.fidelity import Fidelity
 from slimqwen.evals.quality import Quality
 from slimqwen.records import pairing, provenance, store
 from slimqwen.records.record import Record
@@ -100,10 +101,9 @@ def variants_table(root: Path, *, with_weights: bool = False) -> Table:
 
 
 def summary_table(root: Path, baseline: str, name: str, folder: str = "experiments") -> Table:
-    """A variant against its baseline, one row per measure: speed, start-up, acceptance length, size, quality.
+    """A variant against its baseline, one row per measure: speed, start-up, acceptance length, size, fidelity, quality.
 
-    Speed, start-up and acceptance come from the newest records of the scored checkpoints; a measure without records has
-    no row.
+    All but quality come from the newest records of the scored checkpoints; a measure without records has no row.
 
     Args:
         folder: of both variants' folders of records; start-up, which results/ has, belongs to experiments/ alone.
@@ -125,6 +125,7 @@ def summary_table(root: Path, baseline: str, name: str, folder: str = "experimen
     rows.append(
         ("size on disk, MB", f"{first:.2f}", f"{second:.2f}", f"{first / second:.2f}x smaller", "", "")
     )
+    rows += _fidelity_rows(folders[1], baseline, digests[1], sources)
     sources += zip(records, paths, strict=True)
     prefix = f"{records[0].suite}_"
     for row in quality_comparison.compare_quality(*paths):
@@ -183,7 +184,7 @@ def _latest_latency(folder: Path) -> str:
 def _speed_rows(
     folders: tuple[Path, Path], digests: Sequence[str], sources: Sources
 ) -> Iterator[tuple[str, ...]]:
-    """TPOT of each prompt class and the time of all requests, from records measured in turns."""
+    """TTFT and TPOT of each prompt class and the time of all requests, from records measured in turns."""
     try:
         paths = speedups.latency_pair(*folders, "classes")
     except (store.MissingRecordError, pairing.NotComparableError):
@@ -192,7 +193,11 @@ def _speed_rows(
     if [record.provenance.checkpoint_digest for record in records] != digests:
         return
     sources += zip(records, paths, strict=True)
-    forms = {"tpot_ms": ("TPOT of class {}, ms", ",.2f"), "wall_ms": ("time of {}, ms", ",.0f")}
+    forms = {
+        "ttft_ms": ("TTFT of class {}, ms", ",.1f"),
+        "tpot_ms": ("TPOT of class {}, ms", ",.2f"),
+        "wall_ms": ("time of {}, ms", ",.0f"),
+    }
     for row in speedups.compare_latency(*paths):
         if row.measure in forms and row.rounds and row.speedup and row.interval:
             name, form = forms[row.measure]
@@ -220,6 +225,25 @@ def _acceptance_rows(
         f"{share.verdict} (at least {records[1].least_share:.0%})",
         f"{share.groups} groups of prompts",
     )
+
+
+def _fidelity_rows(folder: Path, baseline: str, digest: str, sources: Sources) -> Iterator[tuple[str, ...]]:
+    """The largest KL divergence over the modes, and the verdict on all figures."""
+
+    def fits(record: Fidelity) -> bool:
+        return record.baseline == baseline and record.provenance.checkpoint_digest == digest
+
+    try:
+        path = store.latest(folder, Fidelity, fits)
+    except store.MissingRecordError:
+        return
+    record = store.read_record(path, Fidelity)
+    sources.append((record, path))
+    compared = [figures for figures in record.modes.values() if figures.kl_nats]
+    worst = max(compared, key=lambda figures: figures.kl_nats.value if figures.kl_nats else 0.0)
+    limit = f"{record.verdict} (limit {record.limits.kl_nats:g})"
+    sample = f"{worst.positions_compared:,} positions"
+    yield "KL from the baseline, nats a token", "", f"{worst.kl_nats:.5f}", "", limit, sample
 
 
 def _start_up_rows(root: Path, name: str, digest: str, sources: Sources) -> Iterator[tuple[str, ...]]:

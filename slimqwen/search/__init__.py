@@ -4,4 +4,4 @@ from slimqwen.errors import SlimqwenError
 
 
 class SearchError(SlimqwenError):
-    """A search or a sweep that cannot be made or cannot go on."""
+    """A search or a proof that cannot be made or cannot go on."""

@@ -11,17 +11,19 @@ from pathlib import Path
 
 from pydantic import Field
 
+from slimqwen import variant as variants
+from slimqwen.errors import SlimqwenError
 from slimqwen.evals import gate
 from slimqwen.evals.gate import Gate
+from slimqwen.progress import silent
 from slimqwen.records import store
 from slimqwen.records.record import Block, Finding, RelativePath, Share, VariantName, Verdict
-from slimqwen.records.split import split_of
 from slimqwen.search import SearchError
-from slimqwen.search.executors import Executor
-from slimqwen.search.measurements import Options
-from slimqwen.search.sweep import SweepResult, sweep
+from slimqwen.search.executors import Executor, Failure, Result, Task, run_tasks
+from slimqwen.search.measurements import RecordSettings, check_task, gate_task, recipe_task
 from slimqwen.stats import multiplicity
 from slimqwen.stats.non_inferiority import ALPHA
+from slimqwen.variant import Variant
 
 
 class Finalist(Block):
@@ -61,9 +63,9 @@ class Proof(Block):
 def prove_finalists(names: Sequence[str], executor: Executor, root: Path, *, command: Sequence[str]) -> Proof:
     """Gate finalists on the proof's items.
 
-    The gates are a sweep, so a finalist whose engine crashes ends with its reason while the others go on, records that
-    still hold are used again, and an interrupted proof goes on. Two calls with different finalists are two families of
-    hypotheses, so choose all finalists before a single call.
+    A finalist whose engine crashes ends with its reason while the others go on, records that still hold are used
+    again, and an interrupted proof goes on. Two calls with different finalists are two families of hypotheses, so
+    choose all finalists before a single call.
 
     Args:
         names: the finalists: variants of the repository, each with a baseline and an EVALUATION.
@@ -77,21 +79,65 @@ def prove_finalists(names: Sequence[str], executor: Executor, root: Path, *, com
     """
     if not names:
         raise SearchError("no finalist to prove; name at least one variant")
-    results = sweep(names, Options(("gate",), tuple(command), limit=None, split="proof"), executor, root)
-    gates = [None if each.failure else each.records["gate"][0] for each in results]
+    finalists = [variants.load(name, root) for name in dict.fromkeys(names)]
+    for each in finalists:
+        if each.baseline is None:
+            raise SearchError(f"{each.name} has no baseline to compare with; name variants that have one")
+    settings = RecordSettings(tuple(command), split_side="proof")
+    reasons: dict[str, list[str]] = {each.name: [] for each in finalists}
+    with executor:
+        for list_tasks in (_recipe_tasks, _check_tasks, _gate_tasks):
+            tasks: dict[str, list[Task]] = {}
+            for each in finalists:
+                if reasons[each.name]:
+                    continue
+                try:
+                    tasks[each.name] = list_tasks(each, settings)
+                except SlimqwenError as error:
+                    reasons[each.name].append(str(error))
+            outcomes = run_tasks([task for of_one in tasks.values() for task in of_one], executor)
+            for name, of_one in tasks.items():
+                ended = [outcomes[task.key] for task in of_one]
+                reasons[name] += dict.fromkeys(one.reason for one in ended if isinstance(one, Failure))
+    gates = [
+        outcome.value if isinstance(outcome := outcomes.get(f"gate of {name}"), Result) else None
+        for name in reasons
+    ]
     p_values = [gate.gate_p_value(path) if path else 1.0 for path in gates]
-    splits = [split_of(store.read_record(path)) for path in gates if path]
+    splits = [store.read_record(path, Gate).split for path in gates if path]
     return Proof(
         alpha=ALPHA,
         proof_share=splits[0].proof_share if splits and splits[0] else None,
-        finalists=tuple(map(_judge_finalist, results, gates, p_values, multiplicity.holm(p_values))),
+        finalists=tuple(map(_judge_finalist, reasons.items(), gates, p_values, multiplicity.holm(p_values))),
     )
 
 
-def _judge_finalist(result: SweepResult, path: Path | None, p_value: float, adjusted: float) -> Finalist:
-    """The verdict of a finalist: its gate passes, and its adjusted p-value is at most ALPHA."""
+def _recipe_tasks(finalist: Variant, _: RecordSettings) -> list[Task]:
+    return [recipe_task(finalist)] if finalist.recipe else []
+
+
+def _check_tasks(finalist: Variant, settings: RecordSettings) -> list[Task]:
+    checks = settings.load_checks(finalist, silent)
+    for side in checks.sides:
+        side.require_weights()
+    return [check_task(check, side, finalist, settings) for check, side in checks.list_measurements()]
+
+
+def _gate_tasks(finalist: Variant, settings: RecordSettings) -> list[Task]:
+    return [gate_task(finalist, settings)]
+
+
+def _judge_finalist(
+    failed: tuple[str, Sequence[str]], path: Path | None, p_value: float, adjusted: float
+) -> Finalist:
+    """The verdict of a finalist: its gate passes, and its adjusted p-value is at most ALPHA.
+
+    Args:
+        failed: its name, and why tasks failed.
+    """
+    name, reasons = failed[0], ["; ".join(failed[1])] if failed[1] else []
     findings: tuple[Finding, ...] = ()
-    verdict, reasons = Verdict.FAIL, [result.failure] if result.failure else []
+    verdict = Verdict.FAIL
     if path:
         verdict = store.read_record(path, Gate).verdict
         findings = tuple(map(Finding.model_validate, store.read_items(path)))
@@ -102,7 +148,7 @@ def _judge_finalist(result: SweepResult, path: Path | None, p_value: float, adju
             verdict = Verdict.INCONCLUSIVE
             reasons.append(f"adjusted p-value {adjusted:.3g} above {ALPHA:g}")
     return Finalist(
-        variant=result.variant,
+        variant=name,
         verdict=verdict,
         reason="; ".join(reasons) or None,
         p_value=p_value,

@@ -9,7 +9,7 @@ from slimqwen import variant as variants
 from slimqwen.evals import acceptance_share, drafting, fidelity
 from slimqwen.evals.drafting import AcceptanceSettings, Item
 from slimqwen.evals.fidelity_figures import FidelitySettings, Figures, summarise_texts
-from slimqwen.evals.gate import GateSettings
+from slimqwen.evals.gate_checks import GateSettings
 from slimqwen.progress import Progress
 from slimqwen.recipe import variant_recipe
 from slimqwen.records.record import Estimate, Ratio

@@ -1,4 +1,4 @@
-"""The scheduler of a search or a sweep: each task runs once, however often it is asked for or the run interrupted."""
+"""The scheduler of a search: each task runs once, however often it is asked for or the run interrupted."""
 
 from slimqwen.records.journal import Journal
 from slimqwen.search.executors import Executor, Failure, Outcome, Result, Task

@@ -1,16 +1,21 @@
 """What the demo says and ends with where a part of it gives no result."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
-from slimqwen.checkpoint import files
+from slimqwen import variant
 from slimqwen.cli import demo
 from slimqwen.cli.demo import DemoRecords
-from slimqwen.report import site
-from slimqwen.search import SearchError
+from slimqwen.host_load import HostBusyError
+from slimqwen.recipe import variant_recipe
+from slimqwen.records.table import Table
+from slimqwen.report import site, tables
+from slimqwen.search import SearchError, executors
+from slimqwen.search.executors import Failure, Outcome, Result, Task
+from slimqwen.search.measurements import Measured
 from slimqwen.stats.verdict import Verdict
 
 BUSY = "not decided: other processes used 80 % of the CPU"
@@ -19,11 +24,12 @@ LOST = "failed: the server failed while measuring tiny-best: long: RuntimeError:
 
 @pytest.fixture
 def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The lines that the demo says; it builds no report, and every checkpoint has one size."""
+    """The lines that the demo says; it builds no report."""
     lines: list[str] = []
     monkeypatch.setattr(demo, "say", lines.append)
-    monkeypatch.setattr(files, "bytes_on_disk", lambda _: 8_000_000)
     monkeypatch.setattr(site, "build_page", lambda *_: SimpleNamespace(index=Path("index.html")))
+    table = Table("tiny-best and its baseline tiny", ("measure",), (("size on disk, MB",),))
+    monkeypatch.setattr(tables, "summary_table", lambda *_: table)
     return lines
 
 
@@ -32,23 +38,69 @@ def found(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     """Set what the demo finds: reasons of parts without a result, and verdicts of the others."""
 
     def find(missing: dict[str, str], **verdicts: Verdict) -> None:
-        def describe(part: str) -> Callable[..., tuple[list[str], Verdict]]:
-            return lambda *_: ([f"  {part:<11} figures"], verdicts.get(part, Verdict.PASS))
-
-        parts = {part: describe(part) for part in demo._PARTS}
-        evidence = DemoRecords(dict.fromkeys(parts.keys() - missing, ()), missing)
-        monkeypatch.setattr(demo, "_PARTS", parts)
+        parts = ("quality", "acceptance", "fidelity", "speed")
+        evidence = DemoRecords(dict.fromkeys([part for part in parts if part not in missing], ()), missing)
+        monkeypatch.setattr(demo, "_judge", lambda part, _: verdicts.get(part, Verdict.PASS))
         monkeypatch.setattr(demo, "_measure", lambda *_: evidence)
 
     return find
+
+
+def test_the_baseline_is_checked_while_the_variant_is_made_and_times_are_taken_last(
+    monkeypatch: pytest.MonkeyPatch, said: list[str]
+) -> None:
+    """Each phase ends before the next one begins; a part that fails leaves the others."""
+    phases: list[list[str]] = []
+    busy = HostBusyError("round 1: host too busy")
+    busy.cause = BUSY.removeprefix("not decided: ")
+
+    def run(tasks: Sequence[Task], _: object) -> dict[str, Outcome]:
+        phases.append([task.title for task in tasks])
+        assert [task.resources.whole_node for task in tasks].count(True) == (len(phases) in (2, 4))
+        failures = {
+            "quality of tiny-best": Failure("", LOST.removeprefix("failed: ")),
+            "latency of tiny-best": Failure("", str(busy), busy),
+        }
+
+        def measured(title: str) -> Measured:
+            return Measured([Path(__file__)], reused=title == "acceptance of tiny")
+
+        return {task.key: failures.get(task.title, Result(task.key, measured(task.title))) for task in tasks}
+
+    monkeypatch.setattr(executors, "run_tasks", run)
+    monkeypatch.setattr(variant_recipe, "run_recipe", lambda _: [])
+    result = demo._measure(variant.repository_root(), 2)
+    assert phases == [
+        ["recipe of tiny-best", "quality of tiny", "acceptance of tiny"],
+        ["recipe of tiny-best"],
+        ["quality of tiny-best", "fidelity of tiny-best", "acceptance of tiny-best"],
+        ["latency of tiny-best"],
+    ]
+    assert result.missing == {"quality": LOST, "speed": BUSY}
+    assert {part: len(paths) for part, paths in result.records.items()} == {"acceptance": 2, "fidelity": 1}
+    assert len([line for line in said if line.startswith("    reused: tests/cli/test_demo.py, made ")]) == 1
+
+
+def test_a_stage_that_fails_ends_the_demo(monkeypatch: pytest.MonkeyPatch) -> None:
+    ran = []
+
+    def run(tasks: Sequence[Task], _: object) -> dict[str, Outcome]:
+        ran.append(tasks)
+        return {task.key: Failure(task.key, "calibrate died (SIGKILL)") for task in tasks}
+
+    monkeypatch.setattr(executors, "run_tasks", run)
+    with pytest.raises(SearchError, match=r"^calibrate died \(SIGKILL\)$"):
+        demo._measure(variant.repository_root(), 2)
+    assert len(ran) == 1
 
 
 def test_on_a_busy_host_all_but_the_speed_is_decided(found: Callable[..., None], said: list[str]) -> None:
     found({"speed": BUSY})
     demo.demo()
     assert f"  speed       {BUSY}" in said
-    for part in ("size", "fidelity", "acceptance", "quality"):
-        assert [line for line in said if line.startswith(f"  {part} ")]
+    assert [line for line in said if line.endswith(" pass")] == [
+        "  quality     pass", "  acceptance  pass", "  fidelity    pass",
+    ]  # fmt: skip
     assert [line for line in said if line.startswith("  serve       not decided: tiny-best is as good")]
 
 
@@ -59,7 +111,7 @@ def test_a_failed_part_is_named_beside_the_others_with_its_cause(
     with pytest.raises(SearchError, match=r"^failed: speed; the lines above say why"):
         demo.demo()
     assert f"  speed       {LOST}" in said
-    assert "  quality     figures" in said
+    assert "  quality     pass" in said
 
 
 @pytest.mark.parametrize(

@@ -9,8 +9,9 @@ import pytest
 
 from slimqwen import variant
 from slimqwen.checkpoint.files import carry_all
-from slimqwen.evals import EvalError, acceptance, engine, fidelity, gate, quality
-from slimqwen.evals.gate import Gate, GateSettings
+from slimqwen.evals import EvalError, acceptance, engine, fidelity, gate, gate_checks, quality
+from slimqwen.evals.gate import Gate
+from slimqwen.evals.gate_checks import GateSettings
 from slimqwen.evals.suites.suite import Suite
 from slimqwen.evals.token_distributions import read_texts
 from slimqwen.records import store
@@ -242,7 +243,7 @@ def test_all_items_speak_before_a_sample_where_both_have_them(one: Variant, chec
 def test_checkpoints_without_an_mtp_head_have_no_drafts_to_compare(
     one: Variant, checks: Checks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(gate, "has_mtp_head", lambda folder: False)
+    monkeypatch.setattr(gate_checks, "has_mtp_head", lambda folder: False)
     path = gate.measure_gate(one, "tinyworld", command=["x"])
     record = store.read_record(path, Gate)
     assert (record.verdict, record.verdicts["acceptance"]) == ("pass", "pass")

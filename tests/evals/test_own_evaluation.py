@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from slimqwen import variant
-from slimqwen.evals import gate, quality
+from slimqwen.evals import fidelity, gate, quality
 from slimqwen.evals.drafting import AcceptanceSettings
 from slimqwen.evals.fidelity_figures import FidelitySettings
-from slimqwen.evals.gate import GateSettings
+from slimqwen.evals.gate_checks import GateSettings
 from slimqwen.evals.suites import lm_eval_run
 from slimqwen.evals.suites.suite import Suite
 from slimqwen.records.settings import SettingsError
@@ -100,7 +100,7 @@ def test_unusable_questions_are_named_before_a_server_starts(
     mtp4, suite = variant.load("tiny-mtp4", root), Suite.load("mine", root)
     with pytest.raises(CorpusError, match=r"questions\.jsonl: line 2: answer: Field required"):
         quality.measure_quality(mtp4, suite, command=[], limit=None)
-    monkeypatch.setattr(gate.fidelity, "measure_fidelity", lambda *_, **__: pytest.fail("a check runs"))
+    monkeypatch.setattr(fidelity, "measure_fidelity", lambda *_, **__: pytest.fail("a check runs"))
     with pytest.raises(CorpusError, match=r"questions\.jsonl: line 2: answer: Field required"):
         gate.measure_gate(mtp4, "mine", command=[])
 

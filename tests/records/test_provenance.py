@@ -296,3 +296,12 @@ def test_a_record_holds_until_something_that_decides_its_figures_changes():
         {"datasets": {"eval/workloads/gone.yaml": "0" * 64}},
     ):
         assert not still_holds(command, **changed), changed
+    flags, environment = (
+        block["flags"] | {"max-num-seqs": 99},
+        block["environment"] | {"OMP_NUM_THREADS": "99"},
+    )
+    for dtype, holds in ((block["flags"]["dtype"], True), ("float16", False)):
+        changed = ServedProvenance.model_validate(
+            block | {"flags": flags | {"dtype": dtype}, "environment": environment}
+        )
+        assert provenance.still_holds(changed, command, ("dtype", "quantization")) is holds

@@ -3,19 +3,22 @@
 import json
 import random
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from slimqwen import variant
-from slimqwen.evals import acceptance_share, gate, quality_comparison
+from slimqwen.evals import acceptance_share, quality_comparison
 from slimqwen.evals.acceptance import Acceptance
 from slimqwen.evals.fidelity import Fidelity
 from slimqwen.evals.quality import Quality
+from slimqwen.evals.suites.suite import Suite
 from slimqwen.records import store
 from slimqwen.records.collection import collect
 from slimqwen.records.pairing import NotComparableError
+from slimqwen.records.reuse import find_reusable
 from slimqwen.records.split import Split, split_of
 from slimqwen.report import leaderboard
 from tests import record_files
@@ -76,7 +79,7 @@ def write(repository: Path, kind: str, name: str, split: Split | None) -> Path:
     checks = Checks()
     if kind == "acceptance":
         return checks.acceptance(one, "tinyworld", [4], split=split)
-    return checks.quality(one, gate.Suite.load("tinyworld", repository), limit=None, split=split)
+    return checks.quality(one, Suite.load("tinyworld", repository), limit=None, split=split)
 
 
 @pytest.mark.parametrize("kind", [Quality, Acceptance, Fidelity])
@@ -87,14 +90,15 @@ def test_a_record_of_a_split_is_no_newest_record_and_is_not_used_again(
     part = write(repository, kind.kind, "small", PROOF)
     assert part.name > whole.name
     small = variant.load("small", repository)
-    subject = {"suite": "tinyworld"} if kind is Quality else {"settings_name": "tinyworld"}
+    find = partial(find_reusable, small, kind, small.folder, condition=lambda record: True)
     assert store.latest(small.folder, kind) == whole
     assert [entry.path for entry in collect(repository).select(kind, "small")] == [whole]
     assert [entry.path for entry in collect(repository).select(kind, "small", PROOF)] == [part]
-    assert gate.find_reusable(small, kind, **subject) == whole
-    assert gate.find_reusable(small, kind, split=PROOF, **subject) == part
-    assert gate.find_reusable(small, kind, split=SEARCH, **subject) is None
-    assert gate.find_reusable(small, kind, split=Split(side="proof", proof_share=0.5), **subject) is None
+    assert find(split=None) == whole
+    assert find(split=None, condition=lambda record: False) is None
+    assert find(split=PROOF) == part
+    assert find(split=SEARCH) is None
+    assert find(split=Split(side="proof", proof_share=0.5)) is None
     whole.unlink()
     with pytest.raises(store.MissingRecordError):
         store.latest(small.folder, kind)

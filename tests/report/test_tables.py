@@ -396,7 +396,7 @@ def test_a_summary_begins_with_the_speed_of_the_checkpoints_that_were_scored(rep
         record_files.write(repository / "experiments" / name, timed, items)
     table = tables.summary_table(repository, "a", "b")
     assert [row[0] for row in table.rows][:3] == (
-        ["TPOT of class short, ms", "size on disk, MB", "facts, exact match"]
+        ["TTFT of class short, ms", "TPOT of class short, ms", "size on disk, MB"]
         if digest == "ab" * 32
         else ["size on disk, MB", "facts, exact match", "prose, bits per byte"]
     )

@@ -1,4 +1,4 @@
-"""Repositories in small: one whose gates are stand-ins, one with a suite of its own, one with a ladder to search on."""
+"""Repositories in small: one whose checks are stand-ins, one with a ladder to search on."""
 
 import os
 from collections.abc import Callable, Iterator
@@ -11,8 +11,8 @@ from slimqwen import variant
 from slimqwen.checkpoint.files import carry_all
 from slimqwen.evals import acceptance, engine, fidelity, quality
 from slimqwen.evals.quality import ScoredPart
-from slimqwen.evals.suites.lm_eval_run import Item, Part, TaskRun
-from slimqwen.evals.suites.suite import Suite
+from slimqwen.evals.suites.lm_eval_run import Item, TaskRun
+from slimqwen.evals.suites.suite import Limit, Suite
 from slimqwen.records.split import Split
 from slimqwen.roofline import gpu
 from slimqwen.search.candidate import make_overlay
@@ -21,17 +21,9 @@ from slimqwen.search.rungs import Budget
 from slimqwen.search.space import SearchSettings, Space
 from slimqwen.variant import Variant
 from tests.evals.gate_checks import Checks
-from tests.search import stand_in
 
 ROOT = Path(__file__).parents[2]
 QUESTIONS = 1200
-SUITE = """
-chat_template: false
-sample: first
-tasks:
-  - {task: facts, measure: exact_match, non_inferiority_margin: 0.1}
-  - {task: prose, measure: bits_per_byte, non_inferiority_margin: 0.1}
-"""
 
 
 def question(number: int) -> str:
@@ -48,7 +40,9 @@ def checks(monkeypatch: pytest.MonkeyPatch, stamps: None) -> Checks:
         monkeypatch.setattr(module, f"measure_{name}", getattr(made, name))
     monkeypatch.setattr(engine, "measure_engine", made.engine)
 
-    def ask(one: Variant, suite: Suite, part: Part, *, split: Split | None = None, **_: Any) -> ScoredPart:
+    def measure(
+        one: Variant, suite: Suite, *, limit: Limit, split: Split | None, records_folder: Path, **_: Any
+    ) -> Path:
         made.asked.append(("quality", one.name))
         chosen = [n for n in range(QUESTIONS) if split is None or split.has(question(n))]
         wrong = made.wrong.get((one.name, split.side if split else None), 0)
@@ -56,20 +50,14 @@ def checks(monkeypatch: pytest.MonkeyPatch, stamps: None) -> Checks:
         right = {n for n in chosen if n % 2}
         for n in [n for n in chosen if n % 2 == (wrong > 0)][: abs(wrong)]:
             right ^= {n}
-        runs = [
-            TaskRun(
-                suite.tasks[0],
-                [
-                    Item(suite.tasks[0].name, n, f"{n:016x}", float(n in right), 1.0, None, None)
-                    for n in (chosen[position] for position in part.positions(len(chosen)))
-                ],
-                QUESTIONS,
-                False,
-            )
-        ]
-        return ScoredPart(runs, made.described(one))
+        name = suite.tasks[0].name
+        items = [Item(name, n, f"{n:016x}", float(n in right), 1.0, None, None) for n in chosen]
+        part = ScoredPart([TaskRun(suite.tasks[0], items, QUESTIONS, False)], made.described(one))
+        return quality.write_quality_record(
+            one, suite, [part], limit=limit, split=split, folder=records_folder
+        )
 
-    monkeypatch.setattr(quality, "score_part", ask)
+    monkeypatch.setattr(quality, "measure_quality", measure)
     return made
 
 
@@ -86,20 +74,6 @@ def root(tmp_path: Path, add_variant: Callable[..., Path]) -> Path:
     (tmp_path / "eval").mkdir()
     for entry in (ROOT / "eval").iterdir():
         (tmp_path / "eval" / entry.name).symlink_to(entry)
-    return tmp_path
-
-
-@pytest.fixture
-def repository(tmp_path: Path, add_variant: Callable[..., Path], stamps: None) -> Path:
-    """A repository with a baseline, three variants of it, and a suite."""
-    add_variant("base", "VLLM_MODEL=weights/tiny\nEVALUATION=small\nVLLM_MAX_MODEL_LEN=512\n")
-    for name, sequences in (("a", 2), ("b", 4), ("e", 8)):
-        add_variant(name, f"BASE=base\nVLLM_MAX_NUM_SEQS={sequences}\n", baseline="base")
-    (tmp_path / "weights").mkdir()
-    (tmp_path / "weights" / "tiny").symlink_to(ROOT / "weights" / "tiny")
-    (tmp_path / "eval" / "suites").mkdir(parents=True)
-    (tmp_path / "eval" / "suites" / "small.yaml").write_text(SUITE)
-    stand_in.describe_variants(("base", "a", "b", "e"), tmp_path)
     return tmp_path
 
 

@@ -1,7 +1,6 @@
 """An executor that calls the function of each task in this process, one after another."""
 
 from collections import deque
-from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Self
 
@@ -31,9 +30,6 @@ class InProcess:
     def width(self) -> int:
         return 1
 
-    def as_task(self) -> AbstractContextManager[None]:
-        return nullcontext()
-
     def submit(self, task: Task) -> None:
         if all(task.key != other.key for other in self.waiting):
             self.waiting.append(task)
@@ -41,15 +37,11 @@ class InProcess:
     def wait(self) -> Outcome:
         if len(self.ran) == self._interrupt_after:
             raise KeyboardInterrupt
-        task = self.take()
+        task = self.waiting.popleft()
         self.ran.append(task)
         if self.broken and self.broken in task.title:
             return Failure(task.key, "its process died (SIGSEGV)")
         return self.outcome(task)
-
-    def take(self) -> Task:
-        """The waiting task that ends next."""
-        return self.waiting.popleft()
 
     def outcome(self, task: Task) -> Outcome:
         return Result(task.key, task.function(self.root, task.argument, silent))

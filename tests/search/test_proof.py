@@ -1,5 +1,6 @@
 """The proof of finalists: what it promotes, what it does not and why; the traps that it is made for."""
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -64,8 +65,7 @@ def test_an_engine_that_crashes_is_not_promoted_and_says_why(root: Path, checks:
 def test_a_process_that_really_dies_ends_the_finalist_and_not_the_proof(
     root: Path, checks: Checks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name in ("ask_part", "measure_record"):
-        monkeypatch.setattr(measurements, name, crash)
+    monkeypatch.setattr(measurements, "measure_check", crash)
     proof = prove_finalists(["lucky"], LocalExecutor(root), root, command=COMMAND)
     (lucky,) = proof.finalists
     assert promoted(proof) == []
@@ -107,13 +107,32 @@ def test_a_proof_rests_on_all_items_of_its_side_and_on_no_others(root: Path, che
 
 def test_a_proof_that_is_made_again_measures_nothing(root: Path, checks: Checks) -> None:
     first = proof_of(["small", "third"], root)
-    executor = InProcess(root)
-    again = proof_of(["third", "small", "third"], root, executor)
-    assert executor.ran == []
+    checks.asked.clear()
+    again = proof_of(["third", "small", "third"], root)
+    assert checks.asked == []
     assert [each.variant for each in again.finalists] == ["third", "small"]
     assert again.finalists[1].findings == first.finalists[0].findings
 
 
-def test_a_family_without_finalists_is_refused(root: Path) -> None:
+def test_the_baseline_of_several_finalists_is_measured_once(root: Path, checks: Checks) -> None:
+    executor = InProcess(root)
+    proof_of(["small", "third"], root, executor)
+    assert [task.title for task in executor.ran] == [
+        "fidelity of small", "acceptance of tiny", "acceptance of small",
+        "quality of tiny", "quality of small", "engine of small",
+        "fidelity of third", "acceptance of third", "quality of third", "engine of third",
+        "gate of small", "gate of third",
+    ]  # fmt: skip
+    assert len(checks.asked) == 10
+
+
+def test_finalists_that_cannot_be_proven_are_refused_or_say_why(root: Path, checks: Checks) -> None:
     with pytest.raises(SearchError, match="no finalist"):
         proof_of([], root)
+    with pytest.raises(SearchError, match="tiny has no baseline"):
+        proof_of(["small", "tiny"], root)
+    shutil.rmtree(root / "weights" / "third")
+    third, small = proof_of(["third", "small"], root).finalists
+    assert (third.verdict, third.p_value, small.verdict) == ("fail", 1.0, "pass")
+    assert third.reason is not None
+    assert "weights/third" in third.reason

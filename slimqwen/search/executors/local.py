@@ -3,7 +3,6 @@
 import os
 from collections import deque
 from collections.abc import Collection
-from contextlib import AbstractContextManager
 from functools import partial
 from multiprocessing import connection
 from pathlib import Path
@@ -11,7 +10,7 @@ from typing import Self
 
 from slimqwen.progress import Progress, silent
 from slimqwen.search import SearchError
-from slimqwen.search.executors.process import TaskProcess, affinity
+from slimqwen.search.executors.process import TaskProcess
 from slimqwen.search.executors.task import Outcome, Task
 from slimqwen.serving import platform
 
@@ -64,10 +63,6 @@ class LocalExecutor:
     def width(self) -> int:
         """Tasks that run at a time at most."""
         return self._width
-
-    def as_task(self) -> AbstractContextManager[None]:
-        """Restrict this thread to the CPUs of a task that does not run alone."""
-        return affinity(self._cpus(0))
 
     def submit(self, task: Task) -> None:
         """Append a task, or put it first if it is urgent; one whose key is pending already is ignored."""

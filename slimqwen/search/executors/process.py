@@ -57,7 +57,7 @@ class TaskProcess:
         environment, forks_servers = dict(os.environ), self._warm and platform.detect() == "cpu"
         if forks_servers:
             environment |= platform.preloaded_libraries(environment)
-        with affinity(self._cpus):
+        with _affinity(self._cpus):
             return self._open_resources.enter_context(
                 warm_worker.started(environment, output, forks_servers=forks_servers, imports=self._warm)
             )
@@ -100,8 +100,13 @@ def run_task(task: Task, root: Path, progress: Progress) -> Outcome:
         process.close()
 
 
+def _call(root: Path, _: Path, job: tuple[Any, Any], progress: Progress) -> Any:
+    function, argument = job
+    return function(root, argument, progress)
+
+
 @contextmanager
-def affinity(cpus: Collection[int]) -> Iterator[None]:
+def _affinity(cpus: Collection[int]) -> Iterator[None]:
     """Restrict this thread and the processes that it starts in the block to CPUs; no CPUs restrict nothing."""
     if not cpus:
         yield
@@ -112,8 +117,3 @@ def affinity(cpus: Collection[int]) -> Iterator[None]:
         yield
     finally:
         os.sched_setaffinity(0, before)
-
-
-def _call(root: Path, _: Path, job: tuple[Any, Any], progress: Progress) -> Any:
-    function, argument = job
-    return function(root, argument, progress)

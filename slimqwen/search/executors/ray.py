@@ -118,10 +118,6 @@ class RayExecutor:
         """Tasks that run at a time at most: one for each GPU of the cluster, or for each node without one."""
         return self._width
 
-    def as_task(self) -> contextlib.AbstractContextManager[None]:
-        """Change nothing: a task has a node's CPUs, and nodes are of the driver's kind."""
-        return contextlib.nullcontext()
-
     def submit(self, task: Task) -> None:
         """Hand a task to the cluster; one whose key is pending already is ignored.
 

@@ -1,8 +1,7 @@
 """Tasks, their outcomes, and the interface of an executor.
 
 A task is a function that is importable by name and an argument that can be pickled. It runs in a process of its own, so
-a crash of vLLM is a failure of the task and never of the search. A task writes no record: it returns values, and the
-process that submitted it writes the records.
+a crash of vLLM is a failure of the task and never of the search.
 
     with LocalExecutor(root, progress) as executor:
         executor.submit(Task("key", "title", function, argument))
@@ -11,8 +10,7 @@ process that submitted it writes the records.
 
 import hashlib
 import json
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, Self
@@ -40,7 +38,7 @@ class Resources:
 
 @dataclass(frozen=True)
 class Task:
-    """A unit of work. Running it twice must give the same value and leave the same files.
+    """A unit of work. Running it again must give the same value and leave the same files.
 
     Attributes:
         key: content key. A task whose key is already submitted is not submitted again.
@@ -95,9 +93,6 @@ class Executor(Protocol):
     def width(self) -> int:
         """Tasks that run at a time at most, once the executor is entered."""
 
-    def as_task(self) -> AbstractContextManager[None]:
-        """Restrict this thread to the CPUs of a task: commands that it resolves have a task's thread count."""
-
     def submit(self, task: Task) -> None:
         """Hand in a task; one whose key is pending already is ignored."""
 
@@ -107,3 +102,12 @@ class Executor(Protocol):
         Raises:
             SearchError: no task is pending.
         """
+
+
+def run_tasks(tasks: Sequence[Task], executor: Executor) -> dict[str, Outcome]:
+    """Run tasks to their end on an executor that is entered and has no others; returns their outcomes by key."""
+    keys = {task.key for task in tasks}
+    for task in tasks:
+        executor.submit(task)
+    outcomes = [executor.wait() for _ in keys]
+    return {outcome.key: outcome for outcome in outcomes}

@@ -1,0 +1,198 @@
+"""The checks of a gate: the settings of all four, and each one measured, or found among the records that still hold."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import ClassVar, Literal, Self, get_args
+
+from slimqwen import variant as variants
+from slimqwen.checkpoint.weights import has_mtp_head
+from slimqwen.evals import EvalError, acceptance, engine, fidelity, quality
+from slimqwen.evals.acceptance import Acceptance
+from slimqwen.evals.drafting import AcceptanceSettings
+from slimqwen.evals.engine import EngineCheck
+from slimqwen.evals.engine_process import EngineSettings
+from slimqwen.evals.fidelity import Fidelity
+from slimqwen.evals.fidelity_figures import FidelitySettings
+from slimqwen.evals.quality import Quality
+from slimqwen.evals.suites.suite import AUTO, Limit, Suite
+from slimqwen.progress import Progress, silent
+from slimqwen.records.reuse import find_reusable
+from slimqwen.records.settings import Settings
+from slimqwen.records.split import Side, Split
+from slimqwen.variant import Variant
+
+Check = Literal["fidelity", "acceptance", "quality", "engine"]
+CHECKS: tuple[Check, ...] = get_args(Check)
+
+
+class GateSettings(Settings):
+    """eval/gates/<name>.yaml: a section of settings for each check; `quality` names a suite of eval/suites/."""
+
+    folder: ClassVar[str] = "gates"
+    own_file: ClassVar[str] = "gate"
+
+    fidelity: FidelitySettings
+    acceptance: AcceptanceSettings
+    engine: EngineSettings
+    quality: str
+
+    def split(self, side: Side | None, root: Path) -> Split | None:
+        """A side of the suite's split; None for all items."""
+        return Suite.load(self.quality, root).split(side) if side else None
+
+
+@dataclass(frozen=True)
+class GateChecks:
+    """The checks of a variant against its baseline.
+
+    Attributes:
+        command: program and arguments of the measurement, for the records.
+        folder: folder with a folder of records for each variant.
+        split: side of the split of items that is measured; None for both.
+        port: TCP port of servers instead of the variants' own.
+    """
+
+    variant: Variant
+    baseline: Variant
+    settings: GateSettings
+    command: Sequence[str]
+    folder: Path
+    split: Split | None
+    port: int | None
+    progress: Progress
+
+    @classmethod
+    def load(
+        cls,
+        variant: Variant,
+        settings_name: str,
+        *,
+        command: Sequence[str],
+        folder: str = "experiments",
+        split_side: Side | None = None,
+        port: int | None = None,
+        progress: Progress = silent,
+    ) -> Self:
+        """The checks by the settings of a name.
+
+        Args:
+            folder: relative to the repository.
+
+        Raises:
+            SettingsError: the settings are missing or cannot be used.
+            EvalError: the variant has no baseline.
+        """
+        settings, root = GateSettings.load(settings_name, variant.root), variant.root
+        if variant.baseline is None:
+            raise EvalError(
+                f"{variant.name} has no baseline; name one in its measurements.json, or take a variant that has one"
+            )
+        baseline, split = variants.load(variant.baseline, root), settings.split(split_side, root)
+        return cls(variant, baseline, settings, command, root / folder, split, port, progress)
+
+    @property
+    def sides(self) -> tuple[Variant, Variant]:
+        """The baseline and the variant."""
+        return self.baseline, self.variant
+
+    @cached_property
+    def suite(self) -> Suite:
+        """The suite of quality."""
+        return Suite.load(self.settings.quality, self.variant.root)
+
+    @cached_property
+    def depth(self) -> int:
+        """The K at which the drafts of both sides are compared."""
+        return self.settings.acceptance.depth_of(self.variant)
+
+    @property
+    def has_drafts(self) -> bool:
+        """Whether a checkpoint of the two has an MTP head."""
+        return any(has_mtp_head(side.weights) for side in self.sides)
+
+    def list_measurements(self) -> list[tuple[Check, Variant]]:
+        """What the gate rests on: each check with each side that it measures, the baseline before the variant."""
+        drafting = self.sides if self.has_drafts else ()
+        return [
+            ("fidelity", self.variant),
+            *(("acceptance", side) for side in drafting),
+            *(("quality", side) for side in self.sides),
+            ("engine", self.variant),
+        ]
+
+    def find(self, check: Check, side: Variant, limit: Limit = AUTO) -> Path | None:
+        """The newest record of a check of a side that a new measurement would only repeat.
+
+        Args:
+            limit: items of each task of quality.
+        """
+        name, folder = self.settings.name, self.folder / side.name
+        if check == "fidelity":
+            return find_reusable(side, Fidelity, folder, self.split, lambda each: each.settings_name == name)
+        if check == "acceptance":
+            wanted = name, self.depth
+            return find_reusable(
+                side,
+                Acceptance,
+                folder,
+                self.split,
+                lambda each: (each.settings_name, each.gate_depth) == wanted,
+            )
+        if check == "quality":
+            return find_reusable(
+                side, Quality, folder, self.split, lambda each: _is_sample(each, self.suite, limit)
+            )
+        return find_reusable(side, EngineCheck, folder, None, lambda each: each.settings_name == name)
+
+    def measure(self, check: Check, side: Variant, limit: Limit = AUTO) -> Path:
+        """Measure a check of a side, and write its record; raises as the check."""
+        name, folder, split = self.settings.name, self.folder / side.name, self.split
+        command, progress = self.command, self.progress
+        if check == "fidelity":
+            return fidelity.measure_fidelity(
+                side,
+                name,
+                command=command,
+                split=split,
+                port=self.port,
+                records_folder=folder,
+                progress=progress,
+            )
+        if check == "acceptance":
+            return acceptance.measure_acceptance(
+                side,
+                name,
+                [self.depth],
+                command=command,
+                gate_depth=self.depth,
+                greedy_only=True,
+                split=split,
+                records_folder=folder,
+                progress=progress,
+            )
+        if check == "quality":
+            return quality.measure_quality(
+                side,
+                self.suite,
+                command=command,
+                limit=limit,
+                split=split,
+                port=self.port,
+                records_folder=folder,
+                progress=progress,
+            )
+        return engine.measure_engine(side, name, command=command, records_folder=folder, progress=progress)
+
+
+def _is_sample(record: Quality, suite: Suite, limit: Limit) -> bool:
+    """Whether a record is of as many items of a suite; of AUTO, by the suite's present assumptions."""
+    return (record.suite, record.limit) == (suite.name, limit) and (
+        limit != AUTO
+        or all(
+            record.tasks[task.name].items_to_decide == task.items_to_decide
+            for task in suite.tasks
+            if task.name in record.tasks
+        )
+    )

@@ -1,0 +1,32 @@
+"""Reuse of records: which one a measurement made now would only repeat."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+from slimqwen.records import provenance, store
+from slimqwen.records.split import Split, split_of
+from slimqwen.records.store import AnyRecord
+from slimqwen.serving.command import ServerCommand
+from slimqwen.variant import Variant
+
+
+def find_reusable(
+    variant: Variant,
+    kind: type[AnyRecord],
+    folder: Path,
+    split: Split | None,
+    condition: Callable[[AnyRecord], bool],
+) -> Path | None:
+    """The newest record of a variant in a folder that a new measurement would only repeat.
+
+    Args:
+        split: side of the split that it was measured on; None for all items.
+        condition: whether a record is of the measurement that is asked for.
+    """
+    for path in store.records(folder, kind):
+        record = store.read_record(path, kind)
+        if split_of(record) == split and condition(record):
+            server = ServerCommand.resolve(variant)
+            if provenance.still_holds(record.provenance, server, kind.deciding_flags):
+                return path
+    return None
