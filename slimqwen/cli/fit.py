@@ -65,12 +65,10 @@ def fit(
 
 def _find_gpu_here(root: Path) -> str | None:
     """The first GPU that nvidia-smi shows, by its name in eval/devices.yaml; None without one that is listed."""
-    from slimqwen.roofline.gpu import read_gpus
+    from slimqwen.plan.gpu_model import find_name
 
     if shutil.which("nvidia-smi") is None:
         return None
     command = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
     shown = subprocess.run(command, capture_output=True, text=True, check=False).stdout.splitlines()
-    return next(
-        (name for name, sheet in read_gpus(root).items() if shown and shown[0] in sheet.nvidia_smi), None
-    )
+    return find_name(shown[0], root) if shown else None

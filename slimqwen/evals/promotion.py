@@ -4,7 +4,6 @@ The card is README.md of a checkpoint that a recipe made; it is no part of the m
 """
 
 import json
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,7 +14,6 @@ from slimqwen.evals import EvalError
 from slimqwen.evals.gate import Gate
 from slimqwen.recipe.recipe_file import Recipe, read_recipe
 from slimqwen.records import provenance, store
-from slimqwen.records.record import ServedProvenance
 from slimqwen.serving.command import ServerCommand
 from slimqwen.stats.verdict import Verdict
 from slimqwen.variant import Variant
@@ -82,7 +80,8 @@ def _passing_gate(variant: Variant) -> tuple[Path, Gate]:
         record = store.read_record(path, Gate)
         if record.split:
             continue  # a search or its proof measured only some of the items
-        if changes := _changes(variant, record.provenance):
+        server = ServerCommand.resolve(variant)
+        if changes := provenance.changed_inputs(record.provenance, server, on_any_machine=True):
             newest = newest or f" (the newest, {path.name}, has other {' and '.join(changes)})"
             continue
         location = f"{variant.name}/{path.name}"
@@ -104,25 +103,6 @@ def _passing_gate(variant: Variant) -> tuple[Path, Gate]:
                 )
         return path, record
     raise EvalError(f"no gate record fits {variant.name} in its present state{newest}; {command} makes one")
-
-
-def _changes(variant: Variant, block: ServedProvenance) -> list[str]:
-    """What is not as it was at the gate; hardware, threads and commit may differ."""
-    server = ServerCommand.resolve(variant)
-    present = provenance.of_server(server)
-    same = {
-        "checkpoint": block.checkpoint.digest == checkpoint.digest(variant.weights),
-        "data files": not provenance.changed_data(block, variant.root),
-        "flags": provenance.deciding(block.flags) == provenance.deciding(present["flags"]),
-        "environment": _deciding_variables(block.environment) == _deciding_variables(present["environment"]),
-        "package versions": block.packages == provenance.package_versions(),
-    }
-    return [name for name, is_same in same.items() if not is_same]
-
-
-def _deciding_variables(environment: Mapping[str, str]) -> dict[str, str]:
-    ignored = "OMP_NUM_THREADS", "CACHE_ROOT", "CACHE_DIR"
-    return {name: value for name, value in environment.items() if not name.endswith(ignored)}
 
 
 def _evidence(variant: Variant, record: Gate) -> list[Path]:

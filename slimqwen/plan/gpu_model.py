@@ -1,13 +1,16 @@
 """GPU models as their drivers describe them: the part `driver` of eval/devices.yaml."""
 
-from collections.abc import Mapping
+import difflib
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field
 
 from slimqwen.errors import SlimqwenError
 from slimqwen.records import settings
+
+Device = TypeVar("Device")
 
 FILE = Path("eval") / "devices.yaml"
 """Relative to the repository."""
@@ -40,30 +43,49 @@ class GpuModel(BaseModel):
         return int(self.memory_gib * 2**30)
 
 
-def read_gpu_models(root: Path) -> Mapping[str, GpuModel]:
-    """The GPU models of a repository, by short name such as a10g; a SettingsError where the file cannot be used."""
-    missing = f"is missing; `git checkout {FILE}` restores it"
+def read_devices(root: Path, build: Callable[[str, dict[str, Any]], Device]) -> dict[str, Device]:
+    """What is built from each entry of eval/devices.yaml, by its short name such as a10g.
 
-    def build(content: Mapping[str, Mapping[str, Any]]) -> dict[str, GpuModel]:
-        return {
-            name: GpuModel.model_validate(
-                {
-                    "name": (sheet.get("nvidia_smi") or [None])[0],
-                    "compute_capability": sheet.get("compute_capability"),
-                    **sheet.get("driver", {}),
-                }
-            )
-            for name, sheet in content.items()
-        }
+    Raises:
+        SettingsError: the file is missing or breaks the schema.
+    """
+    return settings.read_yaml(
+        root / FILE,
+        root,
+        lambda content: {str(name): build(str(name), fields) for name, fields in content.items()},
+        missing=f"is missing; `git checkout {FILE}` restores it",
+    )
 
-    return settings.read_yaml(root / FILE, root, build, missing=missing)
+
+def find_device(devices: Mapping[str, Device], name: str) -> Device:
+    """The device with a short name; a GpuModelError with similar names where there is none."""
+    if name in devices:
+        return devices[name]
+    hint = ", ".join(difflib.get_close_matches(name, devices, cutoff=0.4)) or ", ".join(devices)
+    raise GpuModelError(f"there is no GPU {name!r} in {FILE}; choose {hint}")
+
+
+def find_name(shown: str, root: Path) -> str | None:
+    """The short name of the GPU that nvidia-smi shows under a name; None where it is not listed."""
+    names = read_devices(root, lambda _, fields: fields["nvidia_smi"])
+    return next((name for name, those in names.items() if shown in those), None)
+
+
+def read_gpu_models(root: Path) -> dict[str, GpuModel]:
+    """The GPU models of a repository by short name; raises as `read_devices`."""
+
+    def build(_: str, fields: dict[str, Any]) -> GpuModel:
+        return GpuModel.model_validate(
+            {
+                "name": (fields.get("nvidia_smi") or [None])[0],
+                "compute_capability": fields.get("compute_capability"),
+                **fields.get("driver", {}),
+            }
+        )
+
+    return read_devices(root, build)
 
 
 def load_gpu_model(root: Path, name: str) -> GpuModel:
-    """The GPU model with this short name; a GpuModelError that names the listed ones where there is none."""
-    models = read_gpu_models(root)
-    if name not in models:
-        raise GpuModelError(
-            f"no GPU model {name!r} in {FILE}, which lists {', '.join(sorted(models))}; choose one of them or add it"
-        )
-    return models[name]
+    """The GPU model with this short name; raises as `read_devices` and `find_device`."""
+    return find_device(read_gpu_models(root), name)

@@ -42,9 +42,8 @@ def name_gpu_here(command: ServerCommand) -> str:
     device = gpu.first_gpu()
     if device is None:
         raise MissingPlanError("no GPU here to look up a plan for")
-    for name, model in gpu_model.read_gpu_models(command.variant.root).items():
-        if model.name == device.name:
-            return name
+    if name := gpu_model.find_name(device.name, command.variant.root):
+        return name
     raise MissingPlanError(f"no plan on {device.name}: {gpu_model.FILE} does not list it; add its data there")
 
 

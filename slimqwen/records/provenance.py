@@ -163,30 +163,45 @@ def of_server(command: ServerCommand) -> dict[str, Any]:
 def still_holds(
     block: Provenance, command: ServerCommand, deciding_flags: Collection[str] | None = None
 ) -> bool:
-    """Whether a measurement made now would only repeat a record.
+    """Whether a measurement made now would only repeat a record; arguments as for `changed_inputs`."""
+    return not block.host_was_busy and not changed_inputs(block, command, deciding_flags)
 
-    That is so if checkpoint, flags, environment, data files, package versions and hardware are unchanged.
+
+def changed_inputs(
+    block: Provenance,
+    command: ServerCommand,
+    deciding_flags: Collection[str] | None = None,
+    *,
+    on_any_machine: bool = False,
+) -> list[str]:
+    """The inputs of a measurement that are not as they were, by name.
 
     Args:
         command: command that would serve the variant now; its port does not matter.
         deciding_flags: the flags that decide the figures where neither the others nor the environment do.
+        on_any_machine: whether hardware, threads and folders of caches may differ.
     """
     root, present = command.variant.root, of_server(command)
-    flags, present_flags = deciding(block.flags), deciding(present["flags"])
+    flags = [deciding(each) for each in (block.flags, present["flags"])]
+    environments = [block.environment, present["environment"]]
     if deciding_flags is not None:
-        flags, present_flags = (
-            {name: each[name] for name in deciding_flags if name in each} for each in (flags, present_flags)
-        )
-    return (
-        not block.host_was_busy
-        and block.checkpoint is not None
-        and block.checkpoint.digest == checkpoint.digest(command.variant.weights)
-        and block.packages == package_versions()
-        and block.hardware == hardware()
-        and not changed_data(block, root)
-        and flags == present_flags
-        and (deciding_flags is not None or block.environment == present["environment"])
-    )
+        flags = [{name: each[name] for name in deciding_flags if name in each} for each in flags]
+        environments = []
+    if on_any_machine:
+        ignored = "OMP_NUM_THREADS", "CACHE_ROOT", "CACHE_DIR"
+        environments = [
+            {name: value for name, value in each.items() if not name.endswith(ignored)}
+            for each in environments
+        ]
+    same = {
+        "checkpoint": block.checkpoint_digest == checkpoint.digest(command.variant.weights),
+        "data files": not changed_data(block, root),
+        "flags": flags[0] == flags[1],
+        "environment": not environments or environments[0] == environments[1],
+        "package versions": block.packages == package_versions(),
+        "hardware": on_any_machine or block.hardware == hardware(),
+    }
+    return [name for name, is_same in same.items() if not is_same]
 
 
 def deciding(flags: Mapping[str, Any]) -> dict[str, Any]:

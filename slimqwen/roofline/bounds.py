@@ -8,12 +8,11 @@ from slimqwen import checkpoint
 from slimqwen.checkpoint.files import sha256
 from slimqwen.checkpoint.tensors import TensorInfo, list_tensors
 from slimqwen.models.shape import ShapeError
-from slimqwen.plan import shapes
+from slimqwen.plan import gpu_model, shapes
 from slimqwen.records import provenance
 from slimqwen.roofline import cost
-from slimqwen.roofline import gpu as data_sheets
 from slimqwen.roofline.architecture import MEMORY_UTILIZATION, Model, read_model, shape_tensors
-from slimqwen.roofline.gpu import GpuSheet, RooflineError
+from slimqwen.roofline.gpu import GpuSheet, RooflineError, read_gpu
 from slimqwen.roofline.record import Roofline, WaterfallStep
 from slimqwen.serving import checked_lines
 from slimqwen.variant import Variant
@@ -55,7 +54,7 @@ class ServedModel:
         flags = {name: flag.value for name, flag in checked_lines.resolve(variant).flags.items()}
         if flags.get("dtype") in ("float32", "float"):
             raise RooflineError(
-                f"{variant.name} is served in float32, which {data_sheets.FILE} has no peak for; "
+                f"{variant.name} is served in float32, which {gpu_model.FILE} has no peak for; "
                 "set VLLM_DTYPE=bfloat16"
             )
         stages, dimensions = _list_stages(variant)
@@ -120,7 +119,7 @@ def compute_roofline(
         ShapeError: the dimensions are not known.
     """
     started = provenance.utc_now()
-    gpu = data_sheets.read_gpu(gpu_name, variant.root)
+    gpu = read_gpu(gpu_name, variant.root)
     served = ServedModel.load(variant)
     model, depth = served.model, served.num_speculative_tokens
     longest = int(
@@ -137,7 +136,7 @@ def compute_roofline(
     return Roofline(
         variant=variant.name,
         provenance=provenance.circumstances(
-            variant.root, command, started, devices=sha256(variant.root / data_sheets.FILE)
+            variant.root, command, started, devices=sha256(variant.root / gpu_model.FILE)
         ),
         gpu=gpu,
         dimensions=served.dimensions,

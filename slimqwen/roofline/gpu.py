@@ -1,22 +1,19 @@
 """GPU data sheets: memory size, memory bandwidth and dense peak FLOP/s of the GPUs in eval/devices.yaml."""
 
-import difflib
 from pathlib import Path
 from typing import Literal
 
 from pydantic import Field, PositiveFloat
 
 from slimqwen.errors import SlimqwenError
-from slimqwen.records import settings
+from slimqwen.plan import gpu_model
 from slimqwen.records.record import Block
 
 Precision = Literal["bf16", "fp8", "int8"]
 
-FILE = "eval/devices.yaml"
-
 
 class RooflineError(SlimqwenError):
-    """A GPU, a checkpoint, flags or figures that no roofline can be computed for."""
+    """A checkpoint, flags or figures that no roofline can be computed for, or a model that does not fit a GPU."""
 
 
 class Peaks(Block):
@@ -58,22 +55,13 @@ class GpuSheet(Block):
 
 
 def read_gpus(root: Path) -> dict[str, GpuSheet]:
-    """All GPUs of eval/devices.yaml by name; a SettingsError where the file is missing or breaks the schema."""
-    return settings.read_yaml(
-        root / FILE,
+    """All GPUs of eval/devices.yaml by name; raises as `gpu_model.read_devices`."""
+    return gpu_model.read_devices(
         root,
-        lambda content: {
-            str(name): GpuSheet(name=str(name), **{key: fields[key] for key in fields if key != "driver"})
-            for name, fields in content.items()
-        },
-        missing=f"is missing; `git checkout {FILE}` restores it",
+        lambda name, fields: GpuSheet(name=name, **{key: fields[key] for key in fields if key != "driver"}),
     )
 
 
 def read_gpu(name: str, root: Path) -> GpuSheet:
-    """One GPU of eval/devices.yaml by its key; a RooflineError where it has none, with similar names."""
-    gpus = read_gpus(root)
-    if name in gpus:
-        return gpus[name]
-    hint = ", ".join(difflib.get_close_matches(name, gpus, cutoff=0.4)) or ", ".join(gpus)
-    raise RooflineError(f"there is no GPU {name!r} in {FILE}; choose {hint}")
+    """One GPU of eval/devices.yaml by its key; raises as `gpu_model.read_devices` and `gpu_model.find_device`."""
+    return gpu_model.find_device(read_gpus(root), name)

@@ -16,16 +16,15 @@ from slimqwen import variant as variants
 from slimqwen.captured_log import capture_logger
 from slimqwen.evals.acceptance import summarise_items
 from slimqwen.progress import Progress, silent
-from slimqwen.records.journal import locked
+from slimqwen.records.journal import Journal, locked
 from slimqwen.records.record import Estimate
 from slimqwen.roofline.gpu import RooflineError
 from slimqwen.search import SearchError
 from slimqwen.search.candidate import Candidate
-from slimqwen.search.executors import Executor, Failure, Task, content_key
+from slimqwen.search.executors import Executor, Failure, Outcome, Result, Task, content_key
 from slimqwen.search.ladder import Ladder
 from slimqwen.search.record import Incumbent, Rung, SearchTrial
 from slimqwen.search.rungs import LimitShares
-from slimqwen.search.scheduler import Scheduler
 
 _STARTUP_TRIALS = 12
 """Trials before TPE proposes points: those that were enqueued, and random ones."""
@@ -60,6 +59,7 @@ class Study:
     """
 
     incumbent: Incumbent
+    _journal: Journal
 
     def __init__(
         self, ladder: Ladder, executor: Executor, folder: Path, log: Path, progress: Progress = silent
@@ -75,6 +75,8 @@ class Study:
         self._folder, self._log = folder, log
         self._running: list[_Running] = []
         self._known: dict[str, SearchTrial] = {}
+        self._waiting: set[str] = set()
+        self._outcomes: dict[str, Outcome] = {}
 
     def run(self, trials: int, seconds: float = math.inf, width: int = 1) -> list[SearchTrial]:
         """Try candidates, until the trials, the time or the space are used up.
@@ -92,7 +94,7 @@ class Study:
         """
         deadline, asks = time.monotonic() + seconds, 0
         with locked(self._folder / "measured.jsonl") as journal, capture_logger("optuna", self._log):
-            self._scheduler = Scheduler(self._executor, journal)
+            self._journal = journal
             self._measure_references()
             self._study = self._open_study()
             while True:
@@ -101,13 +103,30 @@ class Study:
                     asks += 1
                     self._begin_next_trial()
                 elif self._running:
-                    self._scheduler.wait()
+                    self._wait()
                     for running in [*self._running]:
                         self._advance(running)
                 else:
                     break
                 self._progress("candidates", len(self._known), trials)
         return sorted(self._known.values(), key=lambda trial: trial.number)
+
+    def _ask(self, task: Task) -> Outcome | None:
+        """The outcome of a task, of this run or an earlier one; where there is none, submits the task once."""
+        if task.key not in self._outcomes and (value := self._journal.get(task.key)) is not None:
+            self._outcomes[task.key] = Result(task.key, value)
+        if task.key not in self._outcomes and task.key not in self._waiting:
+            self._executor.submit(task)
+            self._waiting.add(task.key)
+        return self._outcomes.get(task.key)
+
+    def _wait(self) -> None:
+        """Take the outcome of the next task that ends."""
+        outcome = self._executor.wait()
+        self._waiting.discard(outcome.key)
+        self._outcomes[outcome.key] = outcome
+        if isinstance(outcome, Result):
+            self._journal.add(outcome.key, outcome.value)
 
     def _measure_references(self) -> None:
         """Measure the acceptance of the base, at the largest depth for first bounds, and of the incumbent."""
@@ -119,8 +138,8 @@ class Study:
         )
         sides = [(base, ladder.deepest), (incumbent, point.depth)]
         tasks = [ladder.acceptance_task(variant, depth) if depth else None for variant, depth in sides]
-        while None in [self._scheduler.ask(task) for task in tasks if task]:
-            self._scheduler.wait()
+        while None in [self._ask(task) for task in tasks if task]:
+            self._wait()
         self._base_items, items = ([] if task is None else self._value(task) for task in tasks)
         deepest = [item for item in self._base_items if item["depth"] == ladder.deepest]
         drafts = sum(item["drafts"] for item in deepest)
@@ -135,7 +154,7 @@ class Study:
 
     def _value(self, task: Task) -> list[dict[str, Any]]:
         """The items of an acceptance task that has ended."""
-        outcome = self._scheduler.ask(task)
+        outcome = self._ask(task)
         if isinstance(outcome, Failure):
             raise SearchError(f"{task.title}: {outcome.reason}")
         assert outcome is not None
@@ -220,7 +239,7 @@ class Study:
                 ("acceptance", ladder.acceptance_task(ladder.in_overlay(candidate), candidate.depth))
             )
         for rung, task in rungs:
-            outcome = self._scheduler.ask(task)
+            outcome = self._ask(task)
             if outcome is None:
                 return
             if isinstance(outcome, Failure):

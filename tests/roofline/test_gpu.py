@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 
 from slimqwen import variant
+from slimqwen.plan.gpu_model import GpuModelError
 from slimqwen.records.settings import SettingsError
 from slimqwen.roofline import gpu
-from slimqwen.roofline.gpu import RooflineError
 
 ROOT = variant.repository_root()
 
@@ -37,7 +37,7 @@ def test_every_gpu_of_the_file_is_read_and_names_only_itself():
     ],
 )
 def test_an_unknown_gpu_names_the_nearest(name: str, said: str):
-    with pytest.raises(RooflineError, match=rf"there is no GPU '{name}' in eval/devices\.yaml; {said[:-1]}"):
+    with pytest.raises(GpuModelError, match=rf"there is no GPU '{name}' in eval/devices\.yaml; {said[:-1]}"):
         gpu.read_gpu(name, ROOT)
 
 

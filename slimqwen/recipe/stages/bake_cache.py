@@ -176,16 +176,14 @@ def _build_libraries(command: ServerCommand, cache_root: Path, progress: Progres
             f"no GPU here to compile the graphs of {variant.name} on; bake it on a GPU host, or compile "
             f"here what takes none: `slimqwen plan --compile --variant {variant.name} --gpu NAME`"
         )
-    names = [
-        name for name, model in gpu_model.read_gpu_models(variant.root).items() if model.name == device.name
-    ]
-    if not names:
+    name = gpu_model.find_name(device.name, variant.root)
+    if name is None:
         raise ServingError(f"{gpu_model.FILE} does not list {device.name}; add its data there")
     log = cache_root / "libraries.log"
     try:
-        model = gpu_model.load_gpu_model(variant.root, names[0])
-        progress(f"compiling for {names[0]}", 0, 0)
-        _, build = rehearsal.compile_for_gpu(variant, names[0], model, cache_root, log=log, kernels=False)
+        model = gpu_model.load_gpu_model(variant.root, name)
+        progress(f"compiling for {name}", 0, 0)
+        _, build = rehearsal.compile_for_gpu(variant, name, model, cache_root, log=log, kernels=False)
     finally:
         _keep(log)
     return build.seconds
