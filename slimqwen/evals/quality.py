@@ -1,33 +1,30 @@
 """Quality: scores of a served variant on the tasks of a suite, with standard errors and every item."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any, Literal
 
-from pydantic import Field, TypeAdapter, model_validator
+from pydantic import Field, model_validator
 
 from slimqwen.evals import EvalError
 from slimqwen.evals.suites import datasets, lm_eval_run
-from slimqwen.evals.suites.lm_eval_run import WHOLE, Part, TaskRun
+from slimqwen.evals.suites.lm_eval_run import TaskRun
 from slimqwen.evals.suites.suite import ANSWER_MARGIN, BITS_PER_BYTE, ENDED, Limit, Suite
 from slimqwen.progress import Progress, silent
 from slimqwen.records import provenance, store
-from slimqwen.records.journal import Journal, journal_file, locked
+from slimqwen.records.journal import journal_file, locked
 from slimqwen.records.record import (
     Block,
     Count,
     NonNegative,
     Positive,
-    ServedProvenance,
     Table,
     Verdict,
 )
 from slimqwen.records.split import Split, SplitRecord
 from slimqwen.serving import speed_only
-from slimqwen.serving.server import free_port
-from slimqwen.serving.shared_server import ServerLostError, SharedServer, share_server
+from slimqwen.serving.shared_server import ServerLostError, share_server
 from slimqwen.stats import intervals, non_inferiority
 from slimqwen.text.chats import read_chat_templates
 from slimqwen.variant import Variant
@@ -161,27 +158,6 @@ class Quality(SplitRecord):
         ]
 
 
-@dataclass(frozen=True)
-class ScoredPart:
-    """A variant's scored responses to a part of a suite, and their circumstances; a task may have no item in it."""
-
-    runs: list[TaskRun]
-    block: ServedProvenance
-
-    def as_json(self) -> dict[str, Any]:
-        """Fields for a journal or another process."""
-        fields: dict[str, Any] = _PART.dump_python(self, mode="json", by_alias=True, exclude_unset=True)
-        return fields
-
-    @classmethod
-    def from_json(cls, fields: dict[str, Any]) -> "ScoredPart":
-        """The part that `as_json` wrote."""
-        return _PART.validate_python(fields)
-
-
-_PART = TypeAdapter(ScoredPart)
-
-
 def measure_quality(
     variant: Variant,
     suite: Suite,
@@ -214,45 +190,46 @@ def measure_quality(
         raise EvalError(f"a limit of {limit} gives no standard error; take 2 items or more")
     require_measurable(variant, suite)
     variant = with_tool_parser(variant, suite)
-    log = variant.root / "logs" / f"serve-{variant.name}.log"
+    started = provenance.utc_now()
+    logs = variant.root / "logs"
     key_parts = suite.model_dump(mode="json"), limit, str(split)
     with (
-        share_server(variant, port=port, log=log, progress=progress) as server,
+        share_server(variant, port=port, log=logs / f"serve-{variant.name}.log", progress=progress) as server,
         locked(journal_file("quality", server.server.command, *key_parts)) as answers,
     ):
         try:
-            part = _score(
-                server, suite, WHOLE, command, limit=limit, split=split, answers=answers, progress=progress
+            runs, files = lm_eval_run.run_suite(
+                suite,
+                server,
+                limit=limit,
+                answers=answers,
+                log=logs / f"quality-{variant.name}.log",
+                split=split,
+                progress=progress,
             )
         except ServerLostError as error:
             raise ServerLostError(
                 f"{error}; its {len(answers)} responses so far are kept: run the same command again to continue"
             ) from error
-        path = write_quality_record(variant, suite, [part], limit=limit, split=split, folder=records_folder)
+        record = Quality(
+            variant=variant.name,
+            suite=suite.name,
+            limit=limit,
+            split=split,
+            tasks={run.task.name: score_task(run) for run in runs},
+            provenance=provenance.describe(
+                server.server.command,
+                command,
+                started,
+                datasets=files,
+                seeds={"lm_eval": lm_eval_run.SEED},
+                already_running=server.already_running,
+            ),
+        )
+        items = (vars(item) for run in runs for item in run.items)
+        path = store.write_record(records_folder or variant.folder, record, items)
         answers.discard()
     return path
-
-
-def score_part(
-    variant: Variant,
-    suite: Suite,
-    part: Part,
-    *,
-    command: Sequence[str],
-    limit: Limit,
-    split: Split | None = None,
-    progress: Progress = silent,
-) -> ScoredPart:
-    """Score a variant on a part of a suite, served on a free port by a server of its own; nothing is recorded.
-
-    Raises:
-        ServerLostError, ServingError, EvalError, PromptTooLongError: as for `measure_quality`.
-    """
-    require_measurable(variant, suite)
-    variant = with_tool_parser(variant, suite)
-    log = variant.root / "logs" / f"serve-{variant.name}-{part}.log"
-    with share_server(variant, port=free_port(), log=log, progress=progress) as server:
-        return _score(server, suite, part, command, limit=limit, split=split, progress=progress)
 
 
 def require_measurable(variant: Variant, suite: Suite) -> None:
@@ -284,100 +261,6 @@ def with_tool_parser(variant: Variant, suite: Suite) -> Variant:
     parser = "qwen3_coder" if any("<function=" in template.text for template in templates) else "hermes"
     named = variant.settings[key].value if key in variant.settings else parser
     return variant.with_lines({"VLLM_ENABLE_AUTO_TOOL_CHOICE": "1", key: named})
-
-
-def _score(
-    server: SharedServer,
-    suite: Suite,
-    part: Part,
-    command: Sequence[str],
-    *,
-    limit: Limit,
-    split: Split | None,
-    answers: Journal | None = None,
-    progress: Progress,
-) -> ScoredPart:
-    started = provenance.utc_now()
-    runs, files = lm_eval_run.run_suite(
-        suite,
-        server,
-        limit=limit,
-        answers=answers,
-        log=server.variant.root / "logs" / f"quality-{server.variant.name}-{part}.log",
-        part=part,
-        split=split,
-        progress=progress,
-    )
-    block = provenance.describe(
-        server.server.command,
-        command,
-        started,
-        datasets=files,
-        seeds={"lm_eval": lm_eval_run.SEED},
-        already_running=server.already_running,
-    )
-    return ScoredPart(runs, block)
-
-
-def write_quality_record(
-    variant: Variant,
-    suite: Suite,
-    parts: Sequence[ScoredPart],
-    *,
-    limit: Limit,
-    split: Split | None = None,
-    folder: Path | None = None,
-) -> Path:
-    """Write the quality record of all parts of a suite, and its items.
-
-    Args:
-        parts: every part, in order.
-        limit: items of each task that the parts make together.
-        folder: folder of the record instead of the variant's.
-
-    Raises:
-        EvalError: the parts were scored with different checkpoints, flags, versions or hardware.
-    """
-    runs = [
-        TaskRun(
-            runs[0].task,
-            sorted((item for run in runs for item in run.items), key=lambda item: (item.index, item.repeat)),
-            runs[0].available_count,
-            runs[0].rendered,
-        )
-        for runs in zip(*(part.runs for part in parts), strict=True)
-    ]
-    record = Quality(
-        variant=variant.name,
-        suite=suite.name,
-        limit=limit,
-        split=split,
-        tasks={run.task.name: score_task(run) for run in runs},
-        provenance=_joined_provenance([part.block for part in parts], variant.name),
-    )
-    return store.write_record(
-        folder or variant.folder, record, (vars(item) for run in runs for item in run.items)
-    )
-
-
-def _joined_provenance(blocks: Sequence[ServedProvenance], name: str) -> ServedProvenance:
-    """One provenance for parts that were measured under the same circumstances."""
-    first = blocks[0]
-    for field in ("hardware", "packages", "flags", "environment", "checkpoint", "threads", "git"):
-        values = [getattr(block, field) for block in blocks]
-        if field == "flags":
-            values = [provenance.deciding(flags) for flags in values]  # each server has a port of its own
-        if any(value != values[0] for value in values):
-            raise EvalError(
-                f"{name}: parts of one measurement differ in {field}; measure all of them on nodes of one kind"
-            )
-    return first.model_copy(
-        update={
-            "started": min(block.started for block in blocks),
-            "ended": max(block.ended for block in blocks),
-            "datasets": dict(sorted({k: v for block in blocks for k, v in block.datasets.items()}.items())),
-        }
-    )
 
 
 def score_task(run: TaskRun) -> TaskScore:

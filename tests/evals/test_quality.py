@@ -4,7 +4,6 @@ import hashlib
 import json
 import math
 import shutil
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -12,10 +11,10 @@ import pandas
 import pytest
 
 from slimqwen.evals import EvalError, quality
-from slimqwen.evals.quality import OutputTokens, ScoredPart
+from slimqwen.evals.quality import OutputTokens
 from slimqwen.evals.suites import lm_eval_run
 from slimqwen.evals.suites.lm_eval_client import Generation, PromptTooLongError, ServedCompletions
-from slimqwen.evals.suites.lm_eval_run import Part, TaskRun
+from slimqwen.evals.suites.lm_eval_run import TaskRun
 from slimqwen.evals.suites.suite import ANSWER_MARGIN, AUTO, BITS_PER_BYTE, Suite, SuiteTask
 from slimqwen.records import store
 from slimqwen.serving import shared_server
@@ -309,30 +308,6 @@ def test_answers_of_another_extent_are_not_taken_over(measure, add_served, stand
     measure(at(one, first), limit=3)
     measure(at(one, again), limit=3)
     assert len(first.requests) == len(again.requests) > 0
-
-
-def test_parts_that_went_through_a_journal_make_the_record_of_the_whole(
-    measure, add_served, stand_in, small_suite
-):
-    one = add_served("tiny", stand_in())
-    whole = measure(one)
-    parts = []
-    for number in range(3):
-        part = quality.score_part(one.variant, small_suite, Part(number, 3), command=["x"], limit=4)
-        parts.append(ScoredPart.from_json(json.loads(json.dumps(part.as_json()))))
-    assert [len(part.runs[0].items) for part in parts] == [1, 1, 2]
-    # Each server has a port of its own.
-    flags = parts[1].block.flags | {"port": 1234}
-    parts[1] = dataclasses.replace(parts[1], block=parts[1].block.model_copy(update={"flags": flags}))
-    write = partial(quality.write_quality_record, one.variant, small_suite, limit=4)
-    path = write(parts, folder=one.variant.root / "parts")
-    records = store.read_record(whole), store.read_record(path)
-    assert records[0].tasks == records[1].tasks
-    assert records[0].provenance.datasets == records[1].provenance.datasets
-    assert store.read_items(whole) == store.read_items(path)
-    other = parts[1].block.model_copy(update={"threads": 77})
-    with pytest.raises(EvalError, match="tiny: parts of one measurement differ in threads"):
-        write([parts[0], dataclasses.replace(parts[1], block=other), parts[2]])
 
 
 def at(one, server):

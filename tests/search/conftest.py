@@ -10,9 +10,10 @@ import pytest
 from slimqwen import variant
 from slimqwen.checkpoint.files import carry_all
 from slimqwen.evals import acceptance, engine, fidelity, quality
-from slimqwen.evals.quality import ScoredPart
+from slimqwen.evals.quality import Quality
 from slimqwen.evals.suites.lm_eval_run import Item, TaskRun
 from slimqwen.evals.suites.suite import Limit, Suite
+from slimqwen.records import store
 from slimqwen.records.split import Split
 from slimqwen.roofline import gpu
 from slimqwen.search.candidate import make_overlay
@@ -52,10 +53,15 @@ def checks(monkeypatch: pytest.MonkeyPatch, stamps: None) -> Checks:
             right ^= {n}
         name = suite.tasks[0].name
         items = [Item(name, n, f"{n:016x}", float(n in right), 1.0, None, None) for n in chosen]
-        part = ScoredPart([TaskRun(suite.tasks[0], items, QUESTIONS, False)], made.described(one))
-        return quality.write_quality_record(
-            one, suite, [part], limit=limit, split=split, folder=records_folder
+        record = Quality(
+            variant=one.name,
+            suite=suite.name,
+            limit=limit,
+            split=split,
+            tasks={name: quality.score_task(TaskRun(suite.tasks[0], items, QUESTIONS, False))},
+            provenance=made.described(one),
         )
+        return store.write_record(records_folder, record, map(vars, items))
 
     monkeypatch.setattr(quality, "measure_quality", measure)
     return made

@@ -61,24 +61,6 @@ class Item:
 
 
 @dataclass(frozen=True)
-class Part:
-    """A range of a task's items: part `number` of `count` parts of equal length."""
-
-    number: int
-    count: int
-
-    def positions(self, item_count: int) -> range:
-        """Positions of the part's items among all items of a task."""
-        return range(item_count * self.number // self.count, item_count * (self.number + 1) // self.count)
-
-    def __str__(self) -> str:
-        return f"{self.number + 1}of{self.count}"
-
-
-WHOLE = Part(0, 1)
-
-
-@dataclass(frozen=True)
 class TaskRun:
     """All scored responses to one task.
 
@@ -101,7 +83,6 @@ def run_suite(
     limit: Limit,
     log: Path,
     answers: Journal | None = None,
-    part: Part = WHOLE,
     split: Split | None = None,
     progress: Progress = silent,
 ) -> tuple[list[TaskRun], list[Path]]:
@@ -110,7 +91,6 @@ def run_suite(
     Args:
         limit: items of each task, AUTO, or None for all.
         answers: journal of an earlier run's responses.
-        part: part of these items that is asked.
         split: side of the split that the items are on; None for both.
 
     Returns:
@@ -156,7 +136,7 @@ def run_suite(
                 thinking = thinks_by_default(client.tokenizer)
             lm_eval_tasks = _load_tasks(manager, suite, task)
             count = task.items_to_decide if limit == AUTO else limit
-            item_numbers = _select_items(lm_eval_tasks, suite, count, part, split)
+            item_numbers = _select_items(lm_eval_tasks, suite, count, split)
             by_chat = suite.offers_tools(root) if suite.questions else task.tools
             client.begin_task(task.name, thinking, by_chat=by_chat, too_long_is_wrong=task.too_long_is_wrong)
             repeats = range(task.repeats if item_numbers else 0)
@@ -327,9 +307,9 @@ def _seeded(process: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
 
 def _select_items(
-    lm_eval_tasks: Mapping[str, Any], suite: Suite, count: int | None, part: Part, split: Split | None
+    lm_eval_tasks: Mapping[str, Any], suite: Suite, count: int | None, split: Split | None
 ) -> dict[str, list[int]]:
-    """Numbers of the items to ask by lm-eval task: a part of the first `count` items of all tasks; None for all."""
+    """Numbers of the items to ask by lm-eval task: of the first `count` items of all tasks; None for all."""
     items = [
         (name, number, doc)
         for name, lm_eval_task in lm_eval_tasks.items()
@@ -339,8 +319,7 @@ def _select_items(
     if suite.sample == "drawn":
         items.sort(key=lambda item: _hash(item[2]))
     item_numbers: dict[str, list[int]] = {}
-    selected_items = sorted(items[:count], key=lambda item: item[:2])
-    for name, number, _ in (selected_items[position] for position in part.positions(len(selected_items))):
+    for name, number, _ in sorted(items[:count], key=lambda item: item[:2]):
         item_numbers.setdefault(name, []).append(number)
     return item_numbers
 

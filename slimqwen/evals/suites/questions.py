@@ -127,7 +127,7 @@ def write_task(name: str, file: Path, metric: Metric | None, max_gen_toks: int, 
 
     Args:
         name: of the task.
-        folder: created if missing; its files are replaced whole, because parts of a suite run side by side.
+        folder: created if missing; its files are replaced whole, because two variants may be asked side by side.
 
     Raises:
         CorpusError: as `read_questions`.
