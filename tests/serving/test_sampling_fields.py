@@ -18,7 +18,7 @@ from slimqwen.vllm_plugin.api_key import authorization
 
 pytestmark = pytest.mark.engine
 
-BUDGET, CONTEXT, OUTPUT_TOKENS = 256, 512, 8
+BUDGET, CONTEXT, OUTPUT_TOKENS = 64, 128, 8
 LENGTHS = (1, BUDGET - 1, BUDGET, BUDGET + 1, *range(CONTEXT - 6, CONTEXT + 1))
 AT_ONCE = 8
 SETTINGS = {
