@@ -238,9 +238,11 @@ def _fidelity_rows(folder: Path, baseline: str, digest: str, sources: Sources) -
     except store.MissingRecordError:
         return
     record = store.read_record(path, Fidelity)
+    measured = [(each.kl_nats.value, each) for each in record.modes.values() if each.kl_nats]
+    if not measured:  # of a single text
+        return
     sources.append((record, path))
-    compared = [figures for figures in record.modes.values() if figures.kl_nats]
-    worst = max(compared, key=lambda figures: figures.kl_nats.value if figures.kl_nats else 0.0)
+    _, worst = max(measured, key=lambda pair: pair[0])
     limit = f"{record.verdict} (limit {record.limits.kl_nats:g})"
     sample = f"{worst.positions_compared:,} positions"
     yield "KL from the baseline, nats a token", "", f"{worst.kl_nats:.5f}", "", limit, sample

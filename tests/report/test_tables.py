@@ -10,10 +10,13 @@ from slimqwen.bench.latency import tables as latency_tables
 from slimqwen.bench.latency.speedups import LATENCY_MEASURES
 from slimqwen.bench.workload import FIGURES, Workload
 from slimqwen.evals import acceptance
+from slimqwen.evals.fidelity_figures import judge_figures
 from slimqwen.evals.quality import Quality
 from slimqwen.records import store
+from slimqwen.records.record import Estimate
 from slimqwen.report import markdown, tables
 from tests import record_files
+from tests.evals.gate_checks import LIMITS, figures_of
 from tests.record_files import example
 
 ITEMS = [{"task": "example_facts", "item": f"f{n}", "value": n % 2, "weight": 1} for n in range(4)] + [
@@ -400,6 +403,31 @@ def test_a_summary_begins_with_the_speed_of_the_checkpoints_that_were_scored(rep
         if digest == "ab" * 32
         else ["size on disk, MB", "facts, exact match", "prose, bits per byte"]
     )
+
+
+@pytest.mark.parametrize(
+    ("digest", "values", "kl"),
+    [
+        ("ab" * 32, (0.001, 0.002), "0.00200 ± 0.00001"),
+        ("ef" * 32, (0.001, 0.002), None),
+        ("ab" * 32, (None, None), None),
+    ],
+)
+def test_a_summary_has_the_largest_divergence_of_the_scored_checkpoint(repository, digest, values, kl):
+    estimates = [value and Estimate(value=value, standard_error=1e-5, count=9) for value in values]
+    figures = [figures_of(estimate, joined_kl_nats=0.001).as_json() for estimate in estimates]
+    verdicts = judge_figures(figures_of(None, joined_kl_nats=0.001), LIMITS)
+    record = {
+        "schema": "fidelity/3", "variant": "b", "baseline": "a", "plan": "tinyworld", "limits": LIMITS.as_json(),
+        "unchanged": None, "modes": dict(zip(("single", "served"), figures, strict=True)),
+        "verdicts": dict.fromkeys(("single", "served"), verdicts), "verdict": "pass", "split": None,
+        "provenance": example("acceptance")["provenance"],
+    }  # fmt: skip
+    record["provenance"]["checkpoint"]["digest"] = digest
+    record_files.write(repository / "experiments" / "b", record, [{"text": 1}])
+    rows = [row for row in tables.summary_table(repository, "a", "b").rows if row[0].startswith("KL")]
+    expected = ("KL from the baseline, nats a token", "", kl, "", "pass (limit 0.003)", "9 positions")
+    assert rows == ([expected] if kl else [])
 
 
 @pytest.mark.parametrize("changes", [{"plan": "another"}, {"digest": "ef" * 32}])
