@@ -13,6 +13,7 @@ from slimqwen import variant
 from slimqwen.evals import quality
 from slimqwen.evals.quality_comparison import compare_quality
 from slimqwen.evals.suites import lm_eval_run
+from slimqwen.evals.suites.lm_eval_client import PromptTooLongError
 from slimqwen.evals.suites.suite import Suite, SuiteTask
 from slimqwen.evals.suites.tool_questions import make_tool_questions
 from slimqwen.records import store
@@ -147,6 +148,14 @@ def test_a_tool_call_is_right_where_the_server_finds_one_with_that_name_and_thes
         assert body["chat_template_kwargs"] == {"enable_thinking": False}
         assert (body["max_tokens"], body["temperature"]) == (512, 0)
         assert "prompt" not in body
+
+
+def test_tools_that_the_served_context_cannot_hold_are_an_error(serve):
+    one = dataclasses.replace(serve("tiny", lambda _: pytest.fail("a request was sent")), max_model_len=500)
+    with pytest.raises(
+        PromptTooLongError, match=r"has \d{4} tokens and the server takes 500, output included"
+    ):
+        score(felt("tool_calls"), one, limit=2)
 
 
 def test_own_questions_with_tools_are_asked_and_read_in_the_same_way(serve, tmp_path):
