@@ -2,8 +2,9 @@
 
 The reference engine has the same weights and number formats, and nothing else that could change its tokens: one request
 at a time, whole prompts, eager execution, no drafts, no prefix cache. The served flags and their neighbours (drafts
-and prefix cache the other way) respond to prompts of consecutive lengths, alone, from the prefix cache and together.
-Each engine runs in a process of its own, so that a crash or hang of vLLM becomes a result.
+and prefix cache the other way) respond to prompts of consecutive lengths, alone, from the prefix cache and together,
+and at each turn of several sessions at once. Each engine runs in a process of its own, so that a crash or hang of vLLM
+becomes a result.
 """
 
 import os
@@ -24,8 +25,10 @@ from slimqwen.evals.engine_process import (
     SHORTEST,
     EngineRun,
     EngineSettings,
+    Request,
     Response,
     Way,
+    cut_requests,
     run_engine,
     run_reference,
 )
@@ -181,30 +184,38 @@ def measure_engine(
     flags_by_name = list_engines(server, settings)
     runs: dict[EngineName, tuple[EngineRun | str, float]] = {}
     # Chosen by the first engine that runs, which knows its block and token budget.
-    lengths: list[int] | None = None
+    requests: list[Request] | None = None
     with EngineProcesses.started(server, settings.timeout_s, log) as processes:
         for name, flags in flags_by_name.items():
             start_s = time.monotonic()
-            task = (settings, flags, _ways(name, flags), lengths, variant.root)
+            task = (settings, flags, _ways(name, flags), requests, variant.root)
             run = processes.run(run_engine, task, f"engine {name}", progress, is_served=name == "served")
             runs[name] = run, round(time.monotonic() - start_s, 1)
             if isinstance(run, EngineRun):
-                lengths = run.lengths
-        lengths = lengths or list(SHORTEST)
-        reference_task = (settings, reference_flags(server), lengths, variant.root)
-        reference = processes.run(run_reference, reference_task, "reference engine", progress)
+                requests = run.requests
+        requests = requests or cut_requests(
+            settings, variant.weights, variant.root, SHORTEST, server.max_model_len
+        )
+        # Engines that respond alike have the same sessions.
+        answered = (
+            request for run, _ in runs.values() if isinstance(run, EngineRun) for _, request in run.responses
+        )
+        requests = list(dict.fromkeys([*requests, *answered]))
+        reference = processes.run(
+            run_reference, (reference_flags(server), requests), "reference engine", progress
+        )
     if isinstance(reference, str):
         raise EvalError(f"{variant.name}: the reference engine fails ({reference}); its log says why: {log}")
     responses, noise_nats = reference
-    by_length = dict(zip(lengths, responses, strict=True))
+    by_request = dict(zip(requests, responses, strict=True))
     near_tie_nats = settings.noise_factor * noise_nats
     engines: list[CheckedEngine] = []
     items: list[dict[str, Any]] = [
-        {"engine": "reference", "prompt_tokens": length, "tokens": response.tokens}
-        for length, response in by_length.items()
+        {"engine": "reference", "prompt_tokens": len(request.prompt), "tokens": response.tokens}
+        for request, response in by_request.items()
     ]
     for name, (run, seconds) in runs.items():
-        engine, compared = compare_engine(name, flags_by_name[name], run, by_length, near_tie_nats, seconds)
+        engine, compared = compare_engine(name, flags_by_name[name], run, by_request, near_tie_nats, seconds)
         engines.append(engine)
         items += compared
     record = EngineCheck(
@@ -248,8 +259,8 @@ def list_engines(server: ServerCommand, settings: EngineSettings) -> dict[Engine
 def _ways(name: EngineName, flags: Mapping[str, Any]) -> tuple[Way, ...]:
     """All ways for the served engine; for each neighbour, to save time, those that its prefix cache suggests."""
     if name == "served":
-        return ("alone", "cached", "together")
-    return ("alone", "cached") if flags.get("enable-prefix-caching") else ("together",)
+        return ("alone", "cached", "together", "session")
+    return ("alone", "cached", "session") if flags.get("enable-prefix-caching") else ("together",)
 
 
 def reference_flags(server: ServerCommand) -> dict[str, Any]:
@@ -269,7 +280,7 @@ def compare_engine(
     name: EngineName,
     flags: Mapping[str, Any],
     run: EngineRun | str,
-    reference: Mapping[int, Response],
+    reference: Mapping[Request, Response],
     near_tie_nats: float,
     seconds: float,
 ) -> tuple[CheckedEngine, list[dict[str, Any]]]:
@@ -277,7 +288,7 @@ def compare_engine(
 
     Args:
         run: the reason where the engine broke down.
-        reference: responses by prompt length.
+        reference: the reference engine's responses.
 
     Returns:
         The engine, and one item per response; where tokens differ it has them.
@@ -285,8 +296,9 @@ def compare_engine(
     made = run if isinstance(run, EngineRun) else EngineRun([], {}, False, 0, 0, 0)
     items: list[dict[str, Any]] = []
     wrong: dict[Way, list[int]] = {}
-    for (way, length), tokens in made.responses.items():
-        comparison = compare_tokens(reference[length], tokens, near_tie_nats)
+    for (way, request), tokens in made.responses.items():
+        length = len(request.prompt)
+        comparison = compare_tokens(reference[request], tokens, near_tie_nats)
         item = {"engine": name, "way": way, "prompt_tokens": length, **asdict(comparison)}
         if comparison.differs:
             item |= {"tokens": tokens}

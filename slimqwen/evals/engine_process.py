@@ -22,8 +22,9 @@ from slimqwen.text.files import CorpusError
 
 Tokens = tuple[int, ...]
 
-Way = Literal["alone", "cached", "together"]
-"""How a prompt is sent: alone; again, its prefix in the cache; with all the others. An engine may lack the last two."""
+Way = Literal["alone", "cached", "together", "session"]
+"""How a prompt is sent: alone; again, its prefix in the cache; with all the others; as a turn of a session, with other
+sessions, the context before it in the cache. An engine may lack all but the first."""
 
 _TOP_LOGPROBS = 20
 """Log-probabilities per position that the reference engine returns: vLLM's default limit."""
@@ -41,7 +42,10 @@ SHORTEST = range(1, 17)
 
 
 class EngineSettings(Settings):
-    """Section engine of eval/gates/<name>.yaml; tinyworld.yaml explains each field."""
+    """Section engine of eval/gates/<name>.yaml; tinyworld.yaml explains each field.
+
+    `concurrency` is also the number of sessions at once.
+    """
 
     folder: ClassVar[str] = "gates"
     section: ClassVar[str] = "engine"
@@ -82,16 +86,16 @@ class EngineRun:
     """The responses of one engine, and its counters.
 
     Attributes:
-        lengths: prompt lengths, tokens.
-        responses: tokens by way and prompt length.
+        requests: prompts of all lengths.
+        responses: tokens by way and request; the turns of sessions depend on the responses before them.
         prefix_caching: whether it has a prefix cache.
         sequences: requests that it runs at a time.
         cached_tokens: prompt tokens found in the prefix cache.
         accepted_drafts: tokens drafted by MTP that the model accepted.
     """
 
-    lengths: list[int]
-    responses: Mapping[tuple[Way, int], Tokens]
+    requests: list[Request]
+    responses: Mapping[tuple[Way, Request], Tokens]
     prefix_caching: bool
     sequences: int
     cached_tokens: int
@@ -184,20 +188,19 @@ def generate_responses(
 def run_reference(
     weights: Path,
     _: Path,
-    task: tuple[EngineSettings, Mapping[str, Any], Sequence[int], Path],
+    task: tuple[Mapping[str, Any], Sequence[Request]],
     progress: Progress,
 ) -> tuple[list[Response], float]:
-    """Respond to each prompt length with the reference engine.
+    """Respond to each request with the reference engine.
 
     Args:
-        task: settings, flags of the engine, prompt lengths, the repository.
+        task: flags of the engine, requests.
 
     Returns:
-        Responses with log-probabilities in the order of the lengths, and the noise of ties in the first of them.
+        Responses with log-probabilities in the order of the requests, and the noise of ties in the first of them.
     """
-    settings, flags, lengths, root = task
+    flags, requests = task
     progress("starting", 0, 0)
-    requests = cut_requests(settings, weights, root, lengths, flags["max-model-len"])
     with in_process.served_engine(weights, flags) as llm:
         responses = []
         for done, request in enumerate(requests):
@@ -210,30 +213,39 @@ def run_reference(
 def run_engine(
     weights: Path,
     _: Path,
-    task: tuple[EngineSettings, Mapping[str, Any], Sequence[Way], Sequence[int] | None, Path],
+    task: tuple[EngineSettings, Mapping[str, Any], Sequence[Way], list[Request] | None, Path],
     progress: Progress,
 ) -> EngineRun:
     """Respond to prompts in those of the ways that an engine has.
 
     Args:
-        task: settings, flags of the engine, ways, prompt lengths or None to choose them, the repository.
+        task: settings, flags of the engine, ways, requests or None to choose them, the repository.
     """
-    settings, flags, ways, lengths, root = task
+    settings, flags, ways, requests, root = task
     progress("starting", 0, 0)
     with in_process.served_engine(weights, flags) as llm:
         config = llm.llm_engine.vllm_config
         context_len = config.model_config.max_model_len
-        if lengths is None:
+        if requests is None:
             lengths = choose_lengths(
                 settings,
                 block_size=config.cache_config.block_size,
                 token_budget=config.scheduler_config.max_num_batched_tokens,
                 context_len=context_len,
             )
-        requests = cut_requests(settings, weights, root, lengths, context_len)
+            requests = cut_requests(settings, weights, root, lengths, context_len)
+        responses = _respond(llm, requests, ways, progress)
+        if config.cache_config.enable_prefix_caching and "session" in ways:
+            lengths = choose_turns(
+                settings.output_tokens, block_size=config.cache_config.block_size, context_len=context_len
+            )
+            llm.reset_prefix_cache()
+            turns = _respond_in_sessions(llm, requests[-1].prompt, settings, lengths, progress)
+            for request, tokens in turns.items():
+                responses["session", request] = tokens
         return EngineRun(
-            lengths=list(lengths),
-            responses=_respond(llm, requests, ways, progress),
+            requests=requests,
+            responses=responses,
             prefix_caching=bool(config.cache_config.enable_prefix_caching),
             sequences=config.scheduler_config.max_num_seqs,
             cached_tokens=in_process.counter(llm, "vllm:prefix_cache_hits"),
@@ -243,23 +255,54 @@ def run_engine(
 
 def _respond(
     llm: Any, requests: Sequence[Request], ways: Sequence[Way], progress: Progress
-) -> dict[tuple[Way, int], Tokens]:
+) -> dict[tuple[Way, Request], Tokens]:
     config = llm.llm_engine.vllm_config
-    responses: dict[tuple[Way, int], Tokens] = {}
+    responses: dict[tuple[Way, Request], Tokens] = {}
     for done, request in enumerate(requests if "alone" in ways else ()):
         progress("alone", done, len(requests))
-        length = len(request.prompt)
         llm.reset_prefix_cache()
-        responses["alone", length] = generate_responses(llm, [request])[0].tokens
+        responses["alone", request] = generate_responses(llm, [request])[0].tokens
         if config.cache_config.enable_prefix_caching and "cached" in ways:
-            responses["cached", length] = generate_responses(llm, [request])[0].tokens
+            responses["cached", request] = generate_responses(llm, [request])[0].tokens
     if config.scheduler_config.max_num_seqs > 1 and "together" in ways:
         progress("together", 0, 1)
         llm.reset_prefix_cache()
         # The shortest come last and join requests that run: vLLM schedules a prompt of one token otherwise then.
         last_first = requests[::-1]
         for request, response in zip(last_first, generate_responses(llm, last_first), strict=True):
-            responses["together", len(request.prompt)] = response.tokens
+            responses["together", request] = response.tokens
+    return responses
+
+
+def choose_turns(output_tokens: int, *, block_size: int, context_len: int) -> list[int]:
+    """Prompt lengths of the turns of a session, tokens: responses cross the ends of blocks, the last one the context's.
+
+    Beside drafts a turn finds all whole blocks of the turn before in the prefix cache but the last.
+    """
+    last = context_len - output_tokens
+    turns = [blocks * block_size - output_tokens // 2 for blocks in (2, 3, 4)]
+    return [*(length for length in turns if 0 < length < last), last]
+
+
+def _respond_in_sessions(
+    llm: Any, text: Tokens, settings: EngineSettings, lengths: Sequence[int], progress: Progress
+) -> dict[Request, Tokens]:
+    """Respond at each turn of several sessions at once: a prompt is the one before, the response to it and new text.
+
+    Args:
+        text: tokens of the longest context; each session has them from another one on.
+        lengths: prompt lengths of the turns, tokens.
+    """
+    starts = [number * len(text) // settings.concurrency for number in range(settings.concurrency)]
+    contexts = [text[start:] + text[:start] for start in starts]
+    responses: dict[Request, Tokens] = {}
+    for done, length in enumerate(lengths):
+        progress("session", done, len(lengths))
+        requests = [Request(context[:length], settings.output_tokens) for context in contexts]
+        for number, response in enumerate(generate_responses(llm, requests)):
+            responses[requests[number]] = response.tokens
+            after = length + len(response.tokens)
+            contexts[number] = requests[number].prompt + response.tokens + contexts[number][after:]
     return responses
 
 

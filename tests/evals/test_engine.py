@@ -23,7 +23,7 @@ from slimqwen.evals.engine import (
     measure_engine,
     reference_flags,
 )
-from slimqwen.evals.engine_process import SHORTEST, EngineRun, Response, run_engine, run_reference
+from slimqwen.evals.engine_process import SHORTEST, EngineRun, Request, Response, run_engine, run_reference
 from slimqwen.progress import silent
 from slimqwen.records import store
 from slimqwen.serving import platform
@@ -58,32 +58,40 @@ def test_tokens_are_compared_up_to_the_first_difference(
     assert compare_tokens(response(1, 2, 3, gap=gap), tokens, 0.0625) == expected
 
 
-REFERENCE = {7: response(1, 2, 3, gap=0.06), 8: response(1, 2, 3, gap=0.5), 9: response(4, 5, 6)}
+def request(length: int, first: int = 0) -> Request:
+    """A prompt of so many tokens."""
+    return Request((first, *range(1, length)), 3)
+
+
+REFERENCE = {
+    request(7): response(1, 2, 3, gap=0.06), request(8): response(1, 2, 3, gap=0.5), request(9): response(4, 5, 6),
+}  # fmt: skip
 
 
 def run_of(cached_tokens: int = 0, accepted_drafts: int = 0, **responses: tuple[int, ...]) -> EngineRun:
     """A run with a prefix cache; a response is named by its way and prompt length."""
     named = {
-        (way, int(length)): tokens
+        (way, request(int(length))): tokens
         for name, tokens in responses.items()
         for way, _, length in [name.partition("_")]
     }
-    return EngineRun([7, 8, 9], named, True, 4, cached_tokens, accepted_drafts)  # type: ignore[arg-type]
+    requests = [request(length) for length in (7, 8, 9)]
+    return EngineRun(requests, named, True, 4, cached_tokens, accepted_drafts)  # type: ignore[arg-type]
 
 
 def test_wrong_responses_are_listed_by_way_and_near_ties_are_no_fault() -> None:
     run = run_of(
         cached_tokens=5, accepted_drafts=6,
-        alone_7=(1, 99, 9), alone_8=(1, 99, 9), cached_8=(1, 2, 3), cached_9=(4, 5), together_8=(99,),
+        alone_7=(1, 99, 9), alone_8=(1, 99, 9), cached_8=(1, 2, 3), cached_9=(4, 5), session_8=(99,),
     )  # fmt: skip
     flags = {"speculative-config": DRAFTS}
     engine, items = compare_engine("with drafts", flags, run, REFERENCE, 0.1, 2.5)
-    assert engine.wrong == {"alone": (8,), "cached": (9,), "together": (8,)}
+    assert engine.wrong == {"alone": (8,), "cached": (9,), "session": (8,)}
     assert (engine.wrong_responses, engine.responses, engine.near_ties, engine.seconds) == (3, 5, 1, 2.5)
     assert (engine.draft_tokens, engine.cached_tokens, engine.accepted_drafts) == (3, 5, 6)
     assert (engine.sequences, engine.prefix_caching, engine.failure) == (4, True, None)
     assert [(item["way"], item["prompt_tokens"], item["same"]) for item in items] == [
-        ("alone", 7, 1), ("alone", 8, 1), ("cached", 8, 3), ("cached", 9, 2), ("together", 8, 0),
+        ("alone", 7, 1), ("alone", 8, 1), ("cached", 8, 3), ("cached", 9, 2), ("session", 8, 0),
     ]  # fmt: skip
     assert (items[1]["tokens"], items[1]["engine"]) == ((1, 99, 9), "with drafts")
     assert "tokens" not in items[2]
@@ -179,7 +187,7 @@ def measure(
         path = measure_engine(subject, "p", command=["check"])
         assert [call.args[0] for call in runs.call_args_list] == [run_engine] * 3 + [run_reference]
         assert [call.args[1][2] for call in runs.call_args_list[:3]] == [
-            ("alone", "cached", "together"), ("together",), ("alone", "cached"),
+            ("alone", "cached", "together", "session"), ("together",), ("alone", "cached", "session"),
         ]  # fmt: skip
         assert [call.kwargs.get("is_served", False) for call in runs.call_args_list] == [
             True,
@@ -187,7 +195,11 @@ def measure(
             False,
             False,
         ]
-        assert lengths in (None, [call.args[1][-2] for call in runs.call_args_list])
+        *given, asked = [
+            call.args[1][number] for call, number in zip(runs.call_args_list, (3, 3, 3, 1), strict=True)
+        ]
+        sent = [each and [len(one.prompt) for one in each] for each in (*given, asked)]
+        assert lengths in (None, sent)
         record = store.read_record(path, EngineCheck)
         items = store.read_items(path)
         assert [item["tokens"] for item in items[: len(results[-1][0])]] == [
@@ -220,6 +232,19 @@ def test_lengths_are_those_of_the_first_engine_that_runs(measure: Callable[..., 
     measure("starting: died", FINE, FINE, responses, lengths=[None, None, [7, 8, 9], [7, 8, 9]])
 
 
+def test_the_reference_engine_is_asked_once_what_several_engines_have_at_a_turn(
+    measure: Callable[..., EngineCheck],
+) -> None:
+    def with_turns(*firsts: int) -> EngineRun:
+        turns = {("session", request(8, first)): (1, 2, 3) for first in firsts}
+        return dataclasses.replace(FINE, responses={**FINE.responses, **turns})
+
+    responses = [*REFERENCE.values(), response(1, 2, 3), response(1, 99, 3), response(1, 2, 3)]
+    lengths = [None, [7, 8, 9], [7, 8, 9], [7, 8, 9, 8, 8, 8]]
+    record = measure(with_turns(4, 5), FINE, with_turns(4, 6), (responses, NOISE), lengths=lengths)
+    assert [engine.wrong for engine in record.engines] == [{"session": (8,)}, {}, {}]
+
+
 def test_where_every_engine_breaks_down_the_reference_shows_that_vllm_runs(
     measure: Callable[..., EngineCheck],
 ) -> None:
@@ -231,8 +256,9 @@ def test_where_every_engine_breaks_down_the_reference_shows_that_vllm_runs(
 
 
 def test_wrong_prompt_lengths_are_named_below_the_table(measure: Callable[..., EngineCheck]) -> None:
-    wrong = {("cached", length): (0,) for length in range(1, 16)}
-    run = dataclasses.replace(FINE, lengths=list(range(1, 16)), responses=wrong)
+    requests = [request(length) for length in range(1, 16)]
+    wrong = {("cached", each): (0,) for each in requests}
+    run = dataclasses.replace(FINE, requests=requests, responses=wrong)
     fine = dataclasses.replace(run, responses={})
     record = measure(run, fine, fine, ([response(1)] * 15, NOISE))
     (table,) = record.tables(Path("x"))
@@ -267,10 +293,12 @@ def test_the_embedded_model_responds_in_processes_as_the_plain_engine_does(
     assert [engine.name for engine in record.engines] == ["served", "without drafts", "with prefix cache"]
     assert [engine.verdict for engine in record.engines] == ["pass"] * 3, record.tables(path)
     served, undrafted, caching = record.engines
-    assert served.responses == undrafted.responses == caching.responses / 2
-    assert {item["way"] for item in store.read_items(path) if item["engine"] == "without drafts"} == {
-        "together"
-    }
+    items = store.read_items(path)
+    turns = [item for item in items if item.get("way") == "session"]
+    assert {item["engine"] for item in turns} == {"with prefix cache"}
+    assert served.responses == undrafted.responses == (caching.responses - len(turns)) / 2
+    assert len(turns) in (8, 12, 16)  # as many turns of four sessions as blocks fit the context
+    assert {item["way"] for item in items if item["engine"] == "without drafts"} == {"together"}
     assert heard[0] == "engine served: starting"
     assert heard[-1] == "reference engine: rereading responses"
 

@@ -16,7 +16,10 @@ from slimqwen.evals.engine_process import (
     EngineSettings,
     Request,
     Response,
+    Tokens,
+    _respond_in_sessions,
     choose_lengths,
+    choose_turns,
     cut_requests,
     generate_responses,
     measure_tie_noise,
@@ -37,7 +40,7 @@ PLAIN = {
     "dtype": "bfloat16", "max-model-len": CONTEXT_LEN, "max-num-batched-tokens": CONTEXT_LEN, "max-num-seqs": 1,
     "enforce-eager": True, "enable-prefix-caching": False,
 }  # fmt: skip
-WAYS = ("alone", "cached", "together")
+WAYS = ("alone", "cached", "together", "session")
 DRAFTS = {"method": "mtp", "num_speculative_tokens": 3}
 SERVED = PLAIN | {
     "max-num-seqs": 4, "max-num-batched-tokens": 256, "enable-prefix-caching": True, "speculative-config": DRAFTS,
@@ -57,6 +60,12 @@ def test_no_length_reaches_beyond_a_short_context(context_len: int, consecutive:
     lengths = choose_lengths(SETTINGS, block_size=256, token_budget=2048, context_len=context_len)
     short = [length for length in SHORTEST if length < context_len]
     assert lengths == sorted({*short, *consecutive, max(1, context_len - 8), context_len - 1})
+
+
+def test_turns_end_where_their_responses_cross_a_block_and_the_last_with_the_context() -> None:
+    assert choose_turns(12, block_size=256, context_len=4096) == [506, 762, 1018, 4084]
+    assert choose_turns(12, block_size=256, context_len=774) == [506, 762]
+    assert choose_turns(12, block_size=256, context_len=100) == [88]
 
 
 def test_prompts_are_beginnings_of_one_text_and_end_with_the_context() -> None:
@@ -149,7 +158,34 @@ def test_without_two_likely_tokens_there_is_no_noise_to_measure() -> None:
         measure_tie_noise(Rereading(response.log_probabilities, {}), [Request((7,), 1)], [response])
 
 
-Reference = tuple[dict[int, Response], float]
+class Counting:
+    """An engine whose response is the last token of a prompt, counted on."""
+
+    def __init__(self) -> None:
+        self.prompts: list[list[Tokens]] = []
+
+    def generate(self, prompts: Sequence[Any], sampling: Sequence[Any], use_tqdm: bool) -> list[Any]:
+        self.prompts.append([tuple(each["prompt_token_ids"]) for each in prompts])
+        responses = [
+            [prompt[-1] + 1000 * (n + 1) for n in range(one.max_tokens)]
+            for prompt, one in zip(self.prompts[-1], sampling, strict=True)
+        ]
+        return [SimpleNamespace(outputs=[SimpleNamespace(token_ids=ids, logprobs=None)]) for ids in responses]
+
+
+def test_a_turn_is_the_prompt_before_it_the_response_and_new_text_in_several_sessions_at_once() -> None:
+    engine, settings = Counting(), SETTINGS.model_copy(update={"output_tokens": 2, "concurrency": 2})
+    responses = _respond_in_sessions(engine, tuple(range(10)), settings, [3, 6, 8], silent)
+    assert engine.prompts == [
+        [(0, 1, 2), (5, 6, 7)],
+        [(0, 1, 2, 1002, 2002, 5), (5, 6, 7, 1007, 2007, 0)],
+        [(0, 1, 2, 1002, 2002, 5, 1005, 2005), (5, 6, 7, 1007, 2007, 0, 1000, 2000)],
+    ]
+    assert [request.prompt for request in responses] == [each for turn in engine.prompts for each in turn]
+    assert responses[Request((5, 6, 7), 2)] == (1007, 2007)
+
+
+Reference = tuple[dict[Request, Response], float]
 
 
 @pytest.fixture(scope="module")
@@ -160,9 +196,11 @@ def served() -> EngineRun:
 
 @pytest.fixture(scope="module")
 def reference(served: EngineRun) -> Reference:
-    """The plain engine's responses by prompt length, and what ties there."""
-    responses, noise = run_reference(TINY, TINY, (SETTINGS, PLAIN, served.lengths, ROOT), silent)
-    return dict(zip(served.lengths, responses, strict=True)), SETTINGS.noise_factor * noise
+    """The plain engine's responses, and what ties there."""
+    turns = [request for way, request in served.responses if way == "session"]
+    requests = [*served.requests, *turns]
+    responses, noise = run_reference(TINY, TINY, (PLAIN, requests), silent)
+    return dict(zip(requests, responses, strict=True)), SETTINGS.noise_factor * noise
 
 
 @pytest.mark.engine
@@ -171,7 +209,11 @@ def test_drafts_cached_prefixes_chunks_and_batches_change_no_token(
 ) -> None:
     engine, _ = compare_engine("served", SERVED, served, *reference, 1.0)
     assert (engine.verdict, engine.wrong) == ("pass", {})
-    assert engine.responses == 3 * len(served.lengths)
+    turns = [request for way, request in served.responses if way == "session"]
+    assert engine.responses == 3 * len(served.requests) + len(turns)
+    ends = [len(request.prompt) + request.output_tokens for request in turns]
+    assert ends[-4:] == [CONTEXT_LEN] * 4
+    assert len(turns) >= 8
     assert (engine.sequences, engine.draft_tokens, engine.prefix_caching) == (4, 3, True)
     assert engine.cached_tokens > 0
     assert engine.accepted_drafts > 0
@@ -179,7 +221,7 @@ def test_drafts_cached_prefixes_chunks_and_batches_change_no_token(
 
 @pytest.mark.engine
 def test_an_engine_that_is_wrong_for_several_requests_at_a_time_is_found(
-    reference: Reference, monkeypatch: pytest.MonkeyPatch
+    served: EngineRun, reference: Reference, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from vllm.v1.sample.sampler import Sampler
 
@@ -188,8 +230,8 @@ def test_an_engine_that_is_wrong_for_several_requests_at_a_time_is_found(
 
     monkeypatch.setattr(Sampler, "greedy_sample", staticmethod(unlikeliest_of_several))
     flags = PLAIN | {"max-num-seqs": 4}
-    run = run_engine(TINY, TINY, (SETTINGS, flags, WAYS, list(reference[0]), ROOT), silent)
+    run = run_engine(TINY, TINY, (SETTINGS, flags, WAYS, served.requests, ROOT), silent)
     engine, _ = compare_engine("served", flags, run, *reference, 1.0)
     assert engine.verdict == "fail"
     assert set(engine.wrong) == {"together"}
-    assert len(engine.wrong["together"]) > len(run.lengths) / 2
+    assert len(engine.wrong["together"]) > len(run.requests) / 2

@@ -73,14 +73,14 @@ class PlainResponses(BaseModel):
             token_budget=int(server.flags.get("max-num-batched-tokens") or context_len),
             context_len=context_len,
         )
-        task = (settings, reference_flags(server), lengths, variant.root)
-        result = processes.run(run_reference, task, "plain engine", progress)
+        requests = cut_requests(settings, variant.weights, variant.root, lengths, context_len)
+        result = processes.run(run_reference, (reference_flags(server), requests), "plain engine", progress)
         if isinstance(result, str):
             raise EvalError(
                 f"{variant.name}: the plain engine fails ({result}); its log says why: {processes.log}"
             )
         return cls(
-            requests=cut_requests(settings, variant.weights, variant.root, lengths, context_len),
+            requests=requests,
             responses=result[0],
             near_tie_nats=settings.noise_factor * result[1],
         )

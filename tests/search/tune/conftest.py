@@ -109,8 +109,7 @@ class Servers:
 
         def run(function: Any, task: Any, *_: Any) -> Any:
             if function is run_reference:
-                settings, _, lengths, _ = task
-                counts = [min(settings.output_tokens, server.max_model_len - length) for length in lengths]
+                counts = [request.output_tokens for request in task[1]]
                 return [Response((5,) * count, ({5: -0.01, 6: -5.0},) * count) for count in counts], 0.01
             return [self._reason(argv) for argv in task]
 
