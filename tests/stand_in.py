@@ -38,8 +38,10 @@ class StandIn(ThreadingHTTPServer):
 
     Attributes:
         cached_tokens: tokens of each prompt that its prefix cache holds, by its own counters; None has no such cache.
+        text: of every token of a streamed response.
         token: id of every token of a response, where a request asks for ids.
         plant: fields of the choice that responds to a request, instead of the usual ones.
+        refuses: whether it answers 503 to a request.
     """
 
     daemon_threads = True
@@ -50,8 +52,10 @@ class StandIn(ThreadingHTTPServer):
         self.requests: list[dict] = []
         self.cached_tokens: Callable[[dict], int] | None = None
         self.hits = 0.0
+        self.text = "x"
         self.token = 5
         self.plant: Callable[[dict], dict] | None = None
+        self.refuses: Callable[[dict], bool] = lambda body: False
         self.lock = threading.Lock()
 
     @property
@@ -106,9 +110,14 @@ class _Handler(BaseHTTPRequestHandler):
         if self.server.dead:
             self.close_connection = True
             return
+        if self.server.refuses(body):
+            self._answer("{}", "application/json", 503)
+            return
         if body.get("stream"):
             self.server.count(body)
-            chunks = [{"choices": [{"index": 0, "text": "x"}]} for _ in range(body["max_tokens"])]
+            chunks = [
+                {"choices": [{"index": 0, "text": self.server.text}]} for _ in range(body["max_tokens"])
+            ]
             usage = {"choices": [], "usage": {"completion_tokens": body["max_tokens"]}}
             lines = [f"data: {json.dumps(chunk)}\n\n" for chunk in [*chunks, usage]]
             self._answer("".join([*lines, "data: [DONE]\n\n"]), "text/event-stream")
@@ -130,9 +139,9 @@ class _Handler(BaseHTTPRequestHandler):
     def log_message(self, *_):
         pass
 
-    def _answer(self, text, kind):
+    def _answer(self, text, kind, status=200):
         content = text.encode()
-        self.send_response(200)
+        self.send_response(status)
         self.send_header("Content-Type", kind)
         self.send_header("Content-Length", str(len(content)))
         self.end_headers()

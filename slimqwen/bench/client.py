@@ -7,10 +7,13 @@ milliseconds, measured by the client over HTTP.
 
 import asyncio
 import contextlib
+import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+import httpx
 
 from slimqwen.captured_log import capture_output
 from slimqwen.host_load import Watch
@@ -21,7 +24,10 @@ from slimqwen.text.prompts import Tokens
 from slimqwen.vllm_plugin.api_key import authorization
 
 _WITH_PROGRESS = "openai-counted"
-"""Our entry in the benchmark's table of request functions: it reports each answer to the caller."""
+"""Our entry in the benchmark's table of request functions: it reports each response to the caller."""
+
+_READ_LINES = (0, 3)
+"""Lines of a streamed response that clients read before they leave: none, or two chunks and the empty line between."""
 
 
 def counters(base_url: str) -> Mapping[str, float]:
@@ -46,11 +52,12 @@ def send_requests(
     log: Path,
     answered: Callable[[], None],
     watch: Watch,
+    abandoned: Sequence[tuple[Tokens, int]] = (),
 ) -> dict[str, Any]:
-    """Send requests to /v1/completions by vLLM's benchmark client and wait for all answers.
+    """Send requests to /v1/completions by vLLM's benchmark client and wait for all responses.
 
     Args:
-        requests: token IDs of each prompt and the length of its answer in tokens.
+        requests: token IDs of each prompt and the length of its response in tokens.
         rate_per_s: requests a second; None sends each as soon as `concurrency` allows.
         fixed_gap: requests arrive at equal distances instead of as a Poisson process.
         concurrency: most requests in flight; None without a limit.
@@ -58,15 +65,18 @@ def send_requests(
         seed: seed of the arrivals.
         name: name of the requests in the error.
         log: file for the output of the benchmark client.
-        answered: called after each answer.
+        answered: called after each response.
         watch: receives the load of the host during the requests.
+        abandoned: further requests, all sent at the beginning, whose clients close the connection: by turns before the
+            first token and after two chunks.
 
     Returns:
         The result of `vllm.benchmarks.serve.benchmark`. Its lists are in the order of the requests: `ttfts`, `itls` (a
-        list for each request) and `latencies` in seconds, `output_lens` in tokens, `errors` as text, empty without one.
+        list for each request) and `latencies` in seconds, `output_lens` in tokens, `generated_texts`, `errors` as text,
+        empty without one.
 
     Raises:
-        ServerLostError: no request was answered.
+        ServerLostError: no request was answered, or an abandoned one was refused.
     """
     # Outside capture_output: vLLM's log handler keeps the stream that it finds when it is imported.
     import numpy as np
@@ -85,8 +95,26 @@ def send_requests(
             return counters(server.base_url)
         return {}
 
+    async def abandon(request: tuple[Tokens, int], lines: int) -> None:
+        prompt, output_tokens = request
+        fields = {"model": server.model, "prompt": prompt, "max_tokens": output_tokens, "ignore_eos": True}
+        body = {**fields, "stream": True, **sampling}
+        # No time limit: it may wait for all others. For `verify` see `serving.http_client`.
+        client = httpx.AsyncClient(headers=authorization(), timeout=None, trust_env=False, verify=False)
+        url = f"{server.base_url}/v1/completions"
+        async with client, client.stream("POST", url, json=body) as response:
+            if response.is_error:
+                raise server_lost(server, f"measuring {name}", f"HTTP {response.status_code}")
+            stream = response.aiter_lines()
+            for _ in range(lines):
+                await anext(stream, None)
+
     async def run_benchmark() -> dict[str, Any]:
         async with watch.client():
+            leaving = [
+                asyncio.create_task(abandon(request, lines))
+                for request, lines in zip(abandoned, itertools.cycle(_READ_LINES), strict=False)
+            ]
             answers: dict[str, Any] = await benchmark(
                 task_type=TaskType.GENERATION,
                 endpoint_type=_WITH_PROGRESS,
@@ -116,6 +144,7 @@ def send_requests(
                 extra_body=dict(sampling),
                 ssl_context=False,  # see `serving.http_client`
             )
+            await asyncio.gather(*leaving)
             return answers
 
     ASYNC_REQUEST_FUNCS[_WITH_PROGRESS] = counted_request
@@ -124,7 +153,7 @@ def send_requests(
     with watch.section(server.pid, server_counters), capture_output(log):
         try:
             result = asyncio.run(run_benchmark())
-        except OSError as error:
+        except (OSError, httpx.TransportError) as error:
             raise server_lost(server, f"measuring {name}", error) from error
     if result["completed"] == 0:
         raise server_lost(server, f"measuring {name}", last_line(result["errors"][0]))

@@ -73,7 +73,7 @@ class PromptClass(_Strict):
     Attributes:
         name: key of the class in the file.
         prompt_tokens: length of a prompt, tokens; the mean length where there is a spread.
-        output_tokens: length of an answer, tokens; the model's end of text is ignored; likewise a mean.
+        output_tokens: length of a response, tokens; the model's end of text is ignored; likewise a mean.
         requests: requests a round; at least the concurrency in a sweep of it.
         spread: standard deviation of the natural logarithm of both lengths, which are drawn independently from
             log-normal distributions; 0 makes all requests alike.
@@ -86,6 +86,12 @@ class PromptClass(_Strict):
         suffix_tokens: length of the new text at the end of a prompt, tokens; before it the prompt has as many whole
             effective attention blocks of the server as fit into prompt_tokens.
         repeats: name of the class whose blocks are sent again, each followed by a new suffix.
+        continues: name of the class whose sessions take their next turn: a prompt is one of its prompts, the response
+            to it and new text, such as the result of a tool, up to prompt_tokens. Prompts are token IDs, as rendered
+            chats are for the engine too; the response comes back as text and is tokenized again, as a client of the
+            chat API has it.
+        abandoned: further requests at the same time, whose clients close the connection: by turns before the response
+            and in the middle of it. They have no rows.
     """
 
     name: str
@@ -100,6 +106,8 @@ class PromptClass(_Strict):
     load_of: str | None = None
     suffix_tokens: Count | None = None
     repeats: str | None = None
+    continues: str | None = None
+    abandoned: Annotated[int, Field(ge=0)] = 0
 
     @model_validator(mode="after")
     def _check_combinations(self) -> "PromptClass":
@@ -114,12 +122,19 @@ class PromptClass(_Strict):
             raise ValueError("a class that repeats another needs suffix_tokens")
         if self.suffix_tokens is not None and self.spread:
             raise ValueError("prompts of whole blocks have no spread")
+        if self.continues is not None and (self.suffix_tokens is not None or self.spread):
+            raise ValueError("a class that continues another has neither suffix_tokens nor a spread")
         return self
 
     @property
     def arrives(self) -> bool:
-        """Whether requests have an arrival process, instead of waiting for answers to others."""
+        """Whether requests have an arrival process, instead of waiting for responses to others."""
         return any(value is not None for value in (self.gap_ms, self.rate_per_s, self.load))
+
+    @property
+    def known_from(self) -> str | None:
+        """Name of the class that has sent the beginnings of its prompts; None for new text."""
+        return self.repeats or self.continues
 
     @property
     def limit(self) -> int | None:
@@ -127,7 +142,7 @@ class PromptClass(_Strict):
         return None if self.concurrency in (None, UNLIMITED, TO_MAX_NUM_SEQS) else int(self.concurrency)
 
     def lengths(self, seed: Sequence[int], min_tokens: int, max_model_len: int) -> list[tuple[int, int]]:
-        """Lengths of prompt and answer of each request of a round, tokens; the same seed gives the same lengths."""
+        """Lengths of prompt and response of each request of a round, tokens; the same seed gives the same lengths."""
         if not self.spread:
             return [(self.prompt_tokens, self.output_tokens)] * self.requests
         rng = np.random.default_rng(seed)
@@ -217,21 +232,32 @@ class Workload(Settings):
         for c in self.classes:
             if c.name in seen:
                 raise ValueError(f"two classes are named {c.name}")
-            for other in (c.load_of, c.repeats):
+            for other in (c.load_of, c.repeats, c.continues):
                 if other is not None and other not in usable:
                     raise ValueError(
-                        f"class {c.name} names class {other} (load_of or repeats); list that one before it, with a "
-                        "single concurrency"
+                        f"class {c.name} names class {other} (load_of, repeats or continues); list that one before it, "
+                        "with a single concurrency"
                     )
+            self._check_sessions(c)
             seen.add(c.name)
             if c.concurrency != TO_MAX_NUM_SEQS:
                 usable.add(c.name)
         return self
 
+    def _check_sessions(self, c: PromptClass) -> None:
+        """Check that a class that continues another has its sessions and longer prompts."""
+        before = next((other for other in self.classes if other.name == c.continues), None)
+        if before is None:
+            return
+        if (c.requests, c.abandoned) != (before.requests, before.abandoned):
+            raise ValueError(f"class {c.name} needs as many requests and abandoned ones as {before.name}")
+        if c.prompt_tokens <= before.prompt_tokens:
+            raise ValueError(f"class {c.name} needs longer prompts than {before.name}, which it continues")
+
     @property
     def needs_prefix_cache(self) -> bool:
-        """Whether a class repeats the prefixes of another."""
-        return any(c.repeats for c in self.classes)
+        """Whether the server's counters have to show which prefixes its cache had."""
+        return any(c.suffix_tokens for c in self.classes)
 
     @property
     def sweeps_concurrency(self) -> bool:

@@ -65,6 +65,7 @@ class PromptCutter:
 
     Attributes:
         documents_used: number of documents used so far.
+        tokenize: token IDs of a text.
     """
 
     def __init__(
@@ -72,7 +73,7 @@ class PromptCutter:
     ) -> None:
         self._texts = texts
         self._source = source
-        self._tokenize = tokenize
+        self.tokenize = tokenize
         self._known_prompts: set[tuple[int, ...]] = set()
         self.documents_used = 0
 
@@ -112,7 +113,7 @@ class PromptCutter:
                         "text, or ask for fewer or shorter prompts"
                     )
                 self.documents_used += 1
-                tokens += self._tokenize(f"{text}\n")
+                tokens += self.tokenize(f"{text}\n")
             prompt = tokens[:length]
             if tuple(prompt) not in self._known_prompts:
                 self._known_prompts.add(tuple(prompt))

@@ -82,6 +82,9 @@ def test_a_context_too_short_for_any_class_is_refused():
         ({"repeats": "one"}, "needs suffix_tokens"),
         ({"repeats": "later", "suffix_tokens": 4}, "names class later .*list that one before it"),
         ({"suffix_tokens": 4, "spread": 1.0}, "no spread"),
+        ({"continues": "later"}, "names class later .*list that one before it"),
+        ({"continues": "later", "suffix_tokens": 4}, "neither suffix_tokens nor a spread"),
+        ({"continues": "later", "spread": 1.0}, "neither suffix_tokens nor a spread"),
         ({"prompt_tokens": [1, 2], "concurrency": [1, 2]}, "only one field may be a list"),
         ({"requests": 1}, "requests"),
         ({"requets": 3}, "requets"),
@@ -90,6 +93,27 @@ def test_a_context_too_short_for_any_class_is_refused():
 def test_a_class_that_contradicts_itself_is_refused(load, changes, said):
     with pytest.raises(SettingsError, match=said):
         load({"one": {**ONE, **changes}, "later": ONE})
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({}, "one needs longer prompts than first"),
+        ({"prompt_tokens": 65, "requests": 5}, "as many requests and abandoned ones as first"),
+        ({"prompt_tokens": 65, "abandoned": 1}, "as many requests and abandoned ones as first"),
+    ],
+)
+def test_a_class_continues_the_sessions_that_there_are_with_longer_prompts(load, changes, said):
+    assert load({"first": ONE, "one": {**ONE, "continues": "first", "prompt_tokens": 65}})
+    with pytest.raises(SettingsError, match=said):
+        load({"first": ONE, "one": {**ONE, "continues": "first", **changes}})
+
+
+def test_sessions_end_exactly_with_the_served_context_whatever_it_is():
+    for context in (4096, 5000, 13312, 262144):
+        *turns, end = Workload.load("agent", ROOT).scaled(context, block_tokens=528)
+        assert end.prompt_tokens + end.output_tokens == context
+        assert [c.prompt_tokens for c in (*turns, end)] == sorted({c.prompt_tokens for c in (*turns, end)})
 
 
 @pytest.mark.parametrize("column", ["ttft_ms", "ttft_ms.p50", "speed", "goodput_per_s.mean"])

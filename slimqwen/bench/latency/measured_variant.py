@@ -1,7 +1,7 @@
 """One variant of a latency measurement: its texts, its server of the present round, its results so far."""
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -13,7 +13,7 @@ from slimqwen.bench.workload import PromptClass, Workload
 from slimqwen.host_load import HostLoad, Watch
 from slimqwen.progress import Progress
 from slimqwen.serving.shared_server import SharedServer, get_response, require_healthy
-from slimqwen.text.prompts import PromptCutter, Tokens, read_own_prompts
+from slimqwen.text.prompts import PromptCutter, Tokens, documents, read_own_prompts
 from slimqwen.variant import Variant
 
 _PREFIX_QUERIES, _PREFIX_HITS = (f"vllm:prefix_cache_{name}_total" for name in ("queries", "hits"))
@@ -93,7 +93,10 @@ class MeasuredVariant:
         self.block_tokens = 1
         self.logs = variant.root / "logs"
         self.log = self.logs / f"latency-{variant.name}.log"
+        # Of the present round, by class.
         self._prefixes: dict[str, list[Tokens]] = {}
+        self._turns: dict[str, list[tuple[Tokens, Tokens]]] = {}
+        self._text_again: Iterator[int] = iter(())
 
     @property
     def classes(self) -> list[PromptClass]:
@@ -129,7 +132,7 @@ class MeasuredVariant:
         self.served = served
         if self.shared.workload.needs_prefix_cache:
             self.block_tokens = block_tokens(served)
-        self._prefixes = {}
+        self._prefixes, self._turns, self._text_again = {}, {}, self._repeat_text()
         for position, c in enumerate(self.classes):
             self._take_class(c, position, number, served, watch)
 
@@ -139,6 +142,7 @@ class MeasuredVariant:
         shared, result = self.shared, self.results[c.name]
         url = served.server.base_url
         result.rate_per_s = self._rate_per_s(c)
+        abandoned: list[tuple[Tokens, int]] = []
         if self.own_prompts:
             requests = self.own_prompts
             # The same lengths from the last token to the first: no prefix of a prompt is cached before it is sent.
@@ -147,25 +151,32 @@ class MeasuredVariant:
             ]
             self._require_room(requests)
         else:
-            prompts = self.cutter.cut(shared.workload.warmup_requests, c.prompt_tokens)
+            # A class that continues another has been warmed up by it.
+            warm_up_count = 0 if c.continues else shared.workload.warmup_requests
+            prompts = self.cutter.cut(warm_up_count, c.prompt_tokens)
             warm_up = [(prompt, c.output_tokens) for prompt in prompts]
             seed = (shared.workload.seed, number, position)
             lengths = c.lengths(seed, shared.workload.min_tokens, served.max_model_len)
-            prompts = self._prompts(c, [prompt for prompt, _ in lengths])
-            requests = list(zip(prompts, (output for _, output in lengths), strict=True))
+            prompts = self._prompts(c, [prompt for prompt, _ in lengths] + [c.prompt_tokens] * c.abandoned)
+            requests = list(zip(prompts, (output for _, output in lengths), strict=False))
+            abandoned = [(prompt, c.output_tokens) for prompt in prompts[len(requests) :]]
         if warm_up:
             self._send(c, warm_up, 0, lambda: None, Watch())
         activity = f"{self.variant.name}: {c.name} {c.prompt_tokens} -> {c.output_tokens} tokens"
         count = itertools.count(number * c.requests + 1)
-        before = counters(url) if c.suffix_tokens else {}
+        before = counters(url) if shared.workload.needs_prefix_cache else {}
 
         def answered() -> None:
             shared.progress(activity, next(count), shared.rounds * c.requests)
 
-        answers = self._send(c, requests, number, answered, watch)
+        answers = self._send(c, requests, number, answered, watch, abandoned)
         if any(row["error"] for row in result.add(c, number, requests, answers)):
             require_healthy(served.server, f"measuring {self.variant.name}: {c.name}")
-        if c.suffix_tokens:
+        if any(other.continues == c.name for other in shared.workload.classes):
+            texts = [*answers["generated_texts"], *("" for _ in abandoned)]
+            sent = [prompt for prompt, _ in (*requests, *abandoned)]
+            self._turns[c.name] = list(zip(sent, map(self.cutter.tokenize, texts), strict=True))
+        if shared.workload.needs_prefix_cache:
             after = counters(url)
             queried, hit = (
                 after.get(name, 0.0) - before.get(name, 0.0) for name in (_PREFIX_QUERIES, _PREFIX_HITS)
@@ -197,6 +208,7 @@ class MeasuredVariant:
         number: int,
         answered: Callable[[], None],
         watch: Watch,
+        abandoned: Sequence[tuple[Tokens, int]] = (),
     ) -> dict[str, Any]:
         assert self.served is not None
         return send_requests(
@@ -211,27 +223,41 @@ class MeasuredVariant:
             log=self.log,
             answered=answered,
             watch=watch,
+            abandoned=abandoned,
         )
 
     def _prompts(self, c: PromptClass, lengths: Sequence[int]) -> list[Tokens]:
-        """Prompts of new text, except for the prefixes that a class repeats."""
+        """Prompts of new text, except for what a class repeats or continues."""
+        if c.continues is not None:
+            # As many new tokens whatever the response: all variants get the same text.
+            return [
+                [*prompt, *response, *itertools.islice(self._text_again, length - len(prompt))][:length]
+                for length, (prompt, response) in zip(lengths, self._turns[c.continues], strict=True)
+            ]
         if c.suffix_tokens is None:
             return [prompt for length in lengths for prompt in self.cutter.cut(1, length)]
         prefix_tokens = c.prompt_tokens - c.suffix_tokens
         if c.repeats is None:
-            self._prefixes[c.name] = self.cutter.cut(c.requests, prefix_tokens)
+            self._prefixes[c.name] = self.cutter.cut(len(lengths), prefix_tokens)
         prefixes = itertools.cycle(self._prefixes[c.repeats or c.name])
-        suffixes = self.cutter.cut(c.requests, c.suffix_tokens)
+        suffixes = self.cutter.cut(len(lengths), c.suffix_tokens)
         return [prefix[:prefix_tokens] + suffix for prefix, suffix in zip(prefixes, suffixes, strict=False)]
 
+    def _repeat_text(self) -> Iterator[int]:
+        """Tokens of the workload's text, over and over: after a new beginning none of it is found in a cache."""
+        workload = self.shared.workload
+        for text in itertools.cycle(documents(workload.documents, workload.seed, self.variant.root)):
+            yield from self.cutter.tokenize(f"{text}\n")
+
     def _check_prefixes(self, c: PromptClass, queried: float, hit: float) -> None:
-        """Check by the server's counters that its cache held the repeated prefixes and no others."""
-        if c.repeats and not hit:
+        """Check by the server's counters that its cache held a block of each known prefix, and nothing of others."""
+        if c.known_from and hit < c.requests * self.block_tokens:
             raise BenchError(
-                f"{self.variant.name}: the prefix cache had none of the {queried:,.0f} tokens of class {c.name}, which "
-                f"repeats {c.repeats}; the KV cache may be too small for {c.requests} prompts: lower requests"
+                f"{self.variant.name}: the prefix cache had {hit:,.0f} of the {queried:,.0f} tokens of class {c.name}, "
+                f"less than a block of {self.block_tokens} for each prompt of {c.known_from}; the KV cache is too "
+                f"small for {c.requests} prompts (lower requests), or they are too short (raise VLLM_MAX_MODEL_LEN)"
             )
-        if not c.repeats and hit:
+        if not c.known_from and hit:
             raise BenchError(
                 f"{self.variant.name}: the prefix cache had {hit:,.0f} tokens of class {c.name} before it was sent; "
                 "end the server that runs, so that a fresh one is started"

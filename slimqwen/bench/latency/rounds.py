@@ -221,13 +221,13 @@ def _class(side: MeasuredVariant, c: PromptClass, unscaled: PromptClass) -> Clas
     if result.rate_per_s is not None:
         arrival = Arrival(process="fixed gap" if c.gap_ms else "Poisson", rate_per_s=result.rate_per_s)
     prefix_cache = None
-    if c.suffix_tokens is not None:
+    if side.shared.workload.needs_prefix_cache:
         prefix_cache = PrefixCache(
             block_tokens=side.block_tokens,
-            prefix_tokens=c.prompt_tokens - c.suffix_tokens,
+            prefix_tokens=_prefix_tokens(side, c),
             queried_tokens=round(result.queried_tokens),
             hit_tokens=round(result.hit_tokens),
-            repeats=c.repeats,
+            repeats=c.known_from,
             repeat_speedup=_repeat_speedup(side, c),
         )
     return ClassFigures(
@@ -244,6 +244,14 @@ def _class(side: MeasuredVariant, c: PromptClass, unscaled: PromptClass) -> Clas
         prefix_cache=prefix_cache,
         prompts_sha256=digest(result.prompts),
     )
+
+
+def _prefix_tokens(side: MeasuredVariant, c: PromptClass) -> int:
+    """Tokens of a prompt that can be found in a cache: whole blocks."""
+    before = next((other for other in side.classes if other.name == c.continues), None)
+    if before is None:
+        return c.prompt_tokens - (c.suffix_tokens or 0)
+    return (before.prompt_tokens + before.output_tokens) // side.block_tokens * side.block_tokens
 
 
 def _repeat_speedup(side: MeasuredVariant, c: PromptClass) -> Ratio | None:

@@ -55,10 +55,11 @@ def class_table(record: Latency, path: Path) -> Table:
         notes.append(f"Good: TTFT of {level.ttft_ms:g} ms and TPOT of {level.tpot_ms:g} ms at most.")
     if any(figures.spread for figures in classes):
         notes.append("Lengths are means of log-normal ones in classes with a spread.")
-    if cache := next((figures.prefix_cache for figures in classes if figures.prefix_cache), None):
+    if caches := [figures.prefix_cache for figures in classes if figures.prefix_cache]:
+        lengths = ", ".join(dict.fromkeys(str(cache.prefix_tokens) for cache in caches))
         notes.append(
-            f"Prefixes of {cache.prefix_tokens} tokens, whole blocks of {cache.block_tokens}; found in the cache: "
-            "share of all prompt tokens, by the server's counters."
+            f"Prefixes of {lengths} tokens, whole blocks of {caches[0].block_tokens}; found in the cache: share of all "
+            "prompt tokens, by the server's counters."
         )
     notes += [*_config_note(record), *source_notes(record, path)]
     title = f"Latency of {record.variant}{_workload(record)}"

@@ -261,8 +261,12 @@ def test_repeated_prefixes_are_whole_blocks_and_their_suffixes_are_new(
 @pytest.mark.parametrize(
     ("cached_tokens", "reason"),
     [
-        (lambda body: 0, "the prefix cache had none of the 400 tokens of class warm"),
-        (lambda body: 16, "had 32 tokens of class cold before it was sent"),
+        (
+            lambda sent: 0,
+            "had 0 of the 400 tokens of class warm, less than a block of 16 for each prompt of cold",
+        ),
+        (lambda sent: 15 * (sent > 2), "had 60 of the 400 tokens of class warm"),
+        (lambda sent: 16, "had 32 tokens of class cold before it was sent"),
         (None, "does no prefix caching for this model"),
     ],
 )
@@ -270,12 +274,65 @@ def test_a_repetition_that_the_server_did_not_find_is_no_measurement(
     measure, add_served, stand_in, write_workload, cached_tokens, reason
 ):
     server = stand_in()
-    server.cached_tokens = cached_tokens
+    server.cached_tokens = cached_tokens and (lambda body: cached_tokens(len(server.requests)))
     one = write_workload(PREFIXES, warmup_requests=0, rounds=1)
     served = add_served("a", server)
     with pytest.raises(BenchError, match=reason):
         measure(served, workload=one)
     assert not list(served.variant.folder.glob("latency_*"))
+
+
+SESSIONS = {
+    "first": {"prompt_tokens": 40, "output_tokens": 4, "requests": 2, "abandoned": 2, "suffix_tokens": 6},
+    "second": {"prompt_tokens": 80, "output_tokens": 4, "requests": 2, "abandoned": 2, "continues": "first"},
+    "end": {"prompt_tokens": 200, "output_tokens": 4, "requests": 2, "abandoned": 2, "continues": "second"},
+}
+
+
+def test_a_session_sends_its_whole_context_at_each_turn_and_ends_with_that_of_the_server(
+    measure, add_served, stand_in, write_workload
+):
+    server, other = stand_in(), stand_in()
+    server.cached_tokens = other.cached_tokens = lambda body: len(body["prompt"]) // 80 * 32
+    other.text = "salt "
+    one = write_workload(SESSIONS, warmup_requests=1, rounds=2, concurrency=1, reference_context_tokens=128)
+    paths, _ = measure(add_served("a", server), add_served("b", other), workload=one)
+    turns = []
+    for each in (server, other):
+        # One warm-up request a round; what its client leaves is sent too.
+        assert sorted(map(len, prompts_of(each))) == [38] * 10 + [80] * 8 + [124] * 8
+        by_length = {size: {p for p in prompts_of(each) if len(p) == size} for size in (38, 80, 124)}
+        assert {prompt[:38] for prompt in by_length[80]} < by_length[38]
+        assert {prompt[:80] for prompt in by_length[124]} == by_length[80]
+        turns.append({prompt[:38]: prompt[38:] for prompt in by_length[80]})
+    # Responses are part of the context, but for those that nobody waited for; after them all variants get one text.
+    unknown, salt = (1,), (9,) * 4
+    assert turns[0].keys() == turns[1].keys()
+    for first, text in turns[0].items():
+        same = turns[1][first]
+        has_response = text[:1] == unknown
+        assert (same[:4] == salt) == has_response
+        assert text[has_response:][:38] == same[4 * has_response :][:38]
+    assert sum(text[:1] == unknown for text in turns[0].values()) == 4
+    record, items = store.read_record(paths[0]), store.read_items(paths[0])
+    assert [item["prompt_tokens"] for item in items] == [38] * 4 + [80] * 4 + [124] * 4
+    caches = [row.prefix_cache for row in record.classes.values()]
+    assert [(c.repeats, c.prefix_tokens) for c in caches] == [(None, 32), ("first", 32), ("second", 80)]
+    assert [c.hit_tokens for c in caches] == [0, 2 * 4 * 32, 2 * 4 * 32]
+    assert all(c.repeat_speedup is None for c in caches)
+    assert "Prefixes of 32, 80 tokens, whole blocks of 16" in tables.results_table(paths[0]).notes[1]
+
+
+def test_a_request_that_is_refused_while_its_client_would_leave_is_an_error(
+    measure, add_served, stand_in, write_workload
+):
+    server = stand_in()
+    server.refuses = lambda body: not body.get("stream_options")  # which the timed requests have
+    one = write_workload({"only": {**SESSIONS["first"], "suffix_tokens": None}}, rounds=1)
+    with pytest.raises(
+        shared_server.ServerLostError, match="measuring a: only: HTTP 503; nothing was recorded"
+    ):
+        measure(add_served("a", server), workload=one)
 
 
 @pytest.fixture
