@@ -159,7 +159,11 @@ def test_sessions_and_clients_that_leave_harm_no_server(served_tiny: SharedServe
 
 @pytest.mark.soak
 @pytest.mark.timeout(60 * MINUTES + 1800)
-def test_a_server_with_drafts_and_prefix_cache_serves_after_long_as_before(tmp_path: Path) -> None:
+def test_a_server_with_drafts_and_prefix_cache_serves_after_long_as_before(
+    tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    if "soak" not in request.config.option.markexpr:
+        pytest.skip("20 minutes: asked for by -m soak, not by any -m in the place of that of pyproject.toml")
     served_as = {**AGENT.config, "VLLM_MAX_NUM_SEQS": "4"}
     with share_server(
         variant.load(SERVED).with_lines(served_as), port=free_port(), log=tmp_path / "vllm.log"
