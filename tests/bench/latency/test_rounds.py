@@ -155,14 +155,21 @@ def test_whole_rounds_of_an_interrupted_run_are_not_sent_again(measure, add_serv
     assert measure(whole, dying, rounds=3)[1] == ["whole", "dying"] * 3
 
 
-def test_a_run_of_other_rounds_or_another_workload_begins_anew(measure, add_served, stand_in, write_workload):
+def test_a_run_of_other_rounds_or_another_workload_begins_anew(
+    measure, add_served, stand_in, write_workload, tmp_path
+):
+    def records_folders(name):
+        """Others than the variants' own: records of the same second have the same name."""
+        return {"records_folders": [tmp_path / name / "whole", tmp_path / name / "dying"]}
+
     whole_server, dying_server = stand_in(), stand_in(lives_for=9)
     whole, dying = add_served("whole", whole_server), add_served("dying", dying_server)
     with pytest.raises(shared_server.ServerLostError):
         measure(whole, dying)
     dying_server.lives_for = None
-    assert len(measure(whole, dying, rounds=3)[1]) == 6
-    assert len(measure(whole, dying, workload=write_workload(seed=2))[1]) == 4
+    assert len(measure(whole, dying, rounds=3, **records_folders("rounds"))[1]) == 6
+    other = write_workload(seed=2)
+    assert len(measure(whole, dying, workload=other, **records_folders("workload"))[1]) == 4
     assert len(measure(whole, dying)[1]) == 2
 
 
