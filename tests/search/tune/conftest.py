@@ -42,12 +42,8 @@ def subject(add_variant: Callable[..., Path], tmp_path: Path) -> Variant:
     own.joinpath("prompts.jsonl").write_text(
         "".join(json.dumps({"prompt": each, "output_tokens": 4}) + "\n" for each in PROMPTS)
     )
-    for name in ("own.yaml", "known_trouble.yaml", "workloads"):
+    for name in ("own.yaml", "gates", "known_trouble.yaml", "workloads"):
         (tmp_path / "eval" / name).symlink_to(ROOT / "eval" / name)
-    gate = yaml.safe_load((ROOT / "eval" / "gates" / "tinyworld.yaml").read_text())
-    gate["engine"] |= {"lengths": 4, "output_tokens": 6}  # fewer responses to compare
-    (tmp_path / "eval" / "gates").mkdir()
-    (tmp_path / "eval" / "gates" / "tinyworld.yaml").write_text(yaml.safe_dump(gate))
     return variant.load("v", tmp_path)
 
 
@@ -120,6 +116,17 @@ class Servers:
         option = "--speculative-config"
         arm = Arm(json.loads(words[words.index(option) + 1])) if option in words else UNDRAFTED
         return self.refused.get(arm.name, "")
+
+
+@pytest.fixture
+def few_responses(subject: Variant) -> None:
+    """Fewer responses are compared than a real engine's noise needs."""
+    gates = subject.root / "eval" / "gates"
+    gates.unlink()
+    gates.mkdir()
+    gate = yaml.safe_load((ROOT / "eval" / "gates" / "tinyworld.yaml").read_text())
+    gate["engine"] |= {"lengths": 4, "output_tokens": 6}
+    gates.joinpath("tinyworld.yaml").write_text(yaml.safe_dump(gate))
 
 
 @pytest.fixture

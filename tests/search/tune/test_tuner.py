@@ -24,7 +24,7 @@ Run = Callable[..., tuple[Tune, Path]]
 
 
 @pytest.fixture
-def run(subject: Variant, servers: Servers, monkeypatch: pytest.MonkeyPatch) -> Run:
+def run(subject: Variant, servers: Servers, few_responses: None, monkeypatch: pytest.MonkeyPatch) -> Run:
     """Tune the variant over some arms; the record and its file."""
 
     def tune(
