@@ -158,9 +158,7 @@ def weight_files(folder: Path) -> list[Path]:
         names = sorted({str(name) for name in _weight_map(index).values()})
         for name in names:
             if not (folder / name).is_file():
-                raise CorruptCheckpointError(
-                    f"{folder} lacks the file {name}, which {index.name} names; download it again"
-                )
+                raise CorruptCheckpointError(f"{index} lists {name}, which is missing")
         return [folder / name for name in names]
     files = sorted(folder.glob("*.safetensors"))
     if not files:
