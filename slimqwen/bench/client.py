@@ -18,6 +18,7 @@ import httpx
 from slimqwen.captured_log import capture_output
 from slimqwen.host_load import Watch
 from slimqwen.serving import metrics
+from slimqwen.serving.http_client import open_async_client
 from slimqwen.serving.server import RunningServer
 from slimqwen.serving.shared_server import ServerLostError, get_response, server_lost
 from slimqwen.text.prompts import Tokens
@@ -95,24 +96,10 @@ def send_requests(
             return counters(server.base_url)
         return {}
 
-    async def abandon(request: tuple[Tokens, int], lines: int) -> None:
-        prompt, output_tokens = request
-        fields = {"model": server.model, "prompt": prompt, "max_tokens": output_tokens, "ignore_eos": True}
-        body = {**fields, "stream": True, **sampling}
-        # No time limit: it may wait for all others. For `verify` see `serving.http_client`.
-        client = httpx.AsyncClient(headers=authorization(), timeout=None, trust_env=False, verify=False)
-        url = f"{server.base_url}/v1/completions"
-        async with client, client.stream("POST", url, json=body) as response:
-            if response.is_error:
-                raise server_lost(server, f"measuring {name}", f"HTTP {response.status_code}")
-            stream = response.aiter_lines()
-            for _ in range(lines):
-                await anext(stream, None)
-
     async def run_benchmark() -> dict[str, Any]:
         async with watch.client():
             leaving = [
-                asyncio.create_task(abandon(request, lines))
+                asyncio.create_task(_abandon_request(server, request, lines, sampling, name))
                 for request, lines in zip(abandoned, itertools.cycle(_READ_LINES), strict=False)
             ]
             answers: dict[str, Any] = await benchmark(
@@ -158,6 +145,31 @@ def send_requests(
     if result["completed"] == 0:
         raise server_lost(server, f"measuring {name}", last_line(result["errors"][0]))
     return result
+
+
+async def _abandon_request(
+    server: RunningServer,
+    request: tuple[Tokens, int],
+    lines: int,
+    sampling: Mapping[str, float],
+    name: str,
+) -> None:
+    """Send a request, and close the connection after some lines of the streamed response.
+
+    Raises:
+        ServerLostError: the server refuses it.
+    """
+    prompt, output_tokens = request
+    fields = {"model": server.model, "prompt": prompt, "max_tokens": output_tokens, "ignore_eos": True}
+    body = {**fields, "stream": True, **sampling}
+    client = open_async_client(None)  # it may wait for all others
+    url = f"{server.base_url}/v1/completions"
+    async with client, client.stream("POST", url, json=body) as response:
+        if response.is_error:
+            raise server_lost(server, f"measuring {name}", f"HTTP {response.status_code}")
+        stream = response.aiter_lines()
+        for _ in range(lines):
+            await anext(stream, None)
 
 
 def last_line(error: str) -> str:

@@ -17,6 +17,11 @@ def open_client(timeout_s: float, base_url: str = "") -> httpx.Client:
     )
 
 
+def open_async_client(timeout_s: float | None) -> httpx.AsyncClient:
+    """As `open_client`, for coroutines; without a timeout it waits as long as the server does."""
+    return httpx.AsyncClient(headers=authorization(), timeout=timeout_s, trust_env=False, verify=False)
+
+
 def bypass_proxy(host: str) -> None:
     """Have the clients of libraries, vLLM's benchmark and lm-eval, reach a host without the shell's proxy.
 

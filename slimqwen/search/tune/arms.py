@@ -32,7 +32,7 @@ _LOOKUPS: Mapping[str, Mapping[str, Any]] = {
 _PROBABILISTIC = {"draft_sample_method": "probabilistic"}
 _BLOCK = {"rejection_sample_method": "block"}
 _SAMPLING: tuple[Mapping[str, str], ...] = (_PROBABILISTIC, _BLOCK, {**_PROBABILISTIC, **_BLOCK})
-"""Other settings than vLLM's defaults for sampled requests: how draft tokens are drawn, and how they are verified."""
+"""Settings of draft sampling and rejection sampling for requests above temperature 0; vLLM's defaults are left out."""
 
 _OF_AN_ARM = (_DEPTH, f"{_DEPTH}_per_batch_size", *_PROBABILISTIC, *_BLOCK, "enable_adaptive_verification")
 _UNNAMED = ("method", "model", _DEPTH, "prompt_lookup_max", "prompt_lookup_min")

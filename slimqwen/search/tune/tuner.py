@@ -168,7 +168,7 @@ class _Tuner:
         self._subject, self._journal = subject, journal
         self._even_if_busy, self._progress = even_if_busy, progress
         self._log = subject.variant.root / "logs" / f"tune-{subject.variant.name}.log"
-        # How draft tokens are drawn makes no difference to greedy requests: arms vary it above temperature 0 alone.
+        # Draft sampling and rejection sampling make no difference to greedy requests: only sampled ones vary them.
         self._temperature = subject.workload.sampling.get("temperature", 0.0)
         arms = list_arms(subject.served)
         sampled = [one for arm in arms if arm.is_sampled and self._temperature for one in vary_sampling(arm)]
