@@ -50,8 +50,8 @@ def clone(tmp_path: Path) -> Path:
         .splitlines(keepends=True)
     )
     (own / "texts.jsonl").write_text(
-        "".join(passages[: len(passages) // 5]), encoding="utf-8"
-    )  # 56,000 tokens
+        "".join(passages[: len(passages) // 8]), encoding="utf-8"
+    )  # about 35,000 tokens
     asked = [
         json.loads(line) for line in (tasks / "twohop.jsonl").read_text(encoding="utf-8").splitlines()[:50]
     ]

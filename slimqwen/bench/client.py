@@ -97,6 +97,8 @@ def send_requests(
         return {}
 
     async def run_benchmark() -> dict[str, Any]:
+        # An interrupted vLLM client leaves its session open, which aiohttp reports to the loop and that to the terminal.
+        asyncio.get_running_loop().set_exception_handler(_report_but_open_sessions)
         async with watch.client():
             leaving = [
                 asyncio.create_task(_abandon_request(server, request, lines, sampling, name))
@@ -145,6 +147,11 @@ def send_requests(
     if result["completed"] == 0:
         raise server_lost(server, f"measuring {name}", last_line(result["errors"][0]))
     return result
+
+
+def _report_but_open_sessions(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+    if not context["message"].startswith("Unclosed"):
+        loop.default_exception_handler(context)
 
 
 async def _abandon_request(

@@ -195,6 +195,7 @@ def test_the_committed_checkpoint_and_others_that_no_recipe_made_get_no_card(one
     assert promoted.card is None
     assert sorted((ROOT / "weights" / "tiny").iterdir()) == before
     assert store.read_measurements(flags.folder).status == "promoted"
+    assert not promotion.promote_variant(variant.load("flags", one.root)).changed
 
 
 def refused(one, message):

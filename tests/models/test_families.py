@@ -4,7 +4,7 @@ from itertools import pairwise
 
 import pytest
 
-from slimqwen.models.families import FAMILIES, FamilyError, find_family, find_kind
+from slimqwen.models.families import FAMILIES, FamilyError, find_family, find_kind, unshared_heads
 
 
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
@@ -73,3 +73,32 @@ def test_each_further_draft_is_accepted_less_often(family):
 )
 def test_a_tensor_is_of_the_kind_that_its_name_says(tensor: str, kind: str):
     assert find_kind(tensor) == kind
+
+
+@pytest.mark.parametrize(
+    ("gpus", "unshared"),
+    [
+        (1, None),
+        (2, None),
+        (4, None),  # each KV head on two GPUs
+        (3, "16 heads (num_attention_heads)"),
+        (8, "4 heads (linear_num_key_heads)"),
+    ],
+)
+def test_fewer_kv_heads_than_gpus_are_copied_and_other_heads_are_shared_evenly(
+    gpus: int, unshared: str | None
+) -> None:
+    heads = {
+        "num_attention_heads": 16,
+        "num_key_value_heads": 2,
+        "linear_num_key_heads": 4,
+        "linear_num_value_heads": 8,
+    }
+    assert unshared_heads(heads, gpus) == unshared
+
+
+def test_kv_heads_that_are_no_divisor_of_the_gpus_cannot_be_copied_evenly() -> None:
+    assert (
+        unshared_heads({"num_attention_heads": 8, "num_key_value_heads": 3}, 4)
+        == "3 heads (num_key_value_heads)"
+    )

@@ -12,7 +12,13 @@ from slimqwen.checkpoint.config import read_config, write_config
 from slimqwen.checkpoint.errors import UnsupportedFormatError
 from slimqwen.models import hidden_states
 from slimqwen.models.hidden_states import store_hidden_states
-from slimqwen.models.language_model import load_language_model, load_layer, read_embeddings, run_layer
+from slimqwen.models.language_model import (
+    build_empty_model,
+    load_language_model,
+    load_layer,
+    read_embeddings,
+    run_layer,
+)
 from slimqwen.models.mtp_head import load_drafting_model
 from slimqwen.progress import silent
 from tests.checkpoints import TINY, count_layers_in_memory, edited_tensors
@@ -54,6 +60,16 @@ def test_other_families_load_into_their_own_class(name: str, kind: str, tmp_path
     model = load_language_model(ANIMALS[name].build(tmp_path / name), torch.bfloat16)
     assert type(model).__name__ == f"{kind}ForCausalLM"
     assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
+
+
+def test_an_empty_model_has_the_class_and_the_parameters_of_the_checkpoint_and_no_numbers(
+    state_of_tiny: dict[str, torch.Tensor],
+) -> None:
+    model = build_empty_model(TINY)
+    assert type(model).__name__ == "Qwen3_5ForCausalLM"
+    shapes = {name: parameter.shape for name, parameter in model.state_dict().items()}
+    assert shapes == {name: tensor.shape for name, tensor in state_of_tiny.items()}
+    assert all(parameter.is_meta for parameter in model.parameters())
 
 
 def lose(tensors: dict[str, torch.Tensor]) -> None:

@@ -1,4 +1,5 @@
 import contextlib
+import gc
 import itertools
 import json
 import math
@@ -21,6 +22,8 @@ from slimqwen.report import tables
 from slimqwen.serving import checks, shared_server
 from slimqwen.serving.errors import ServingError
 from slimqwen.variant import Variant, load, repository_root
+
+pytestmark = pytest.mark.usefixtures("stamps")
 
 WORKLOAD = """\
 documents: book.txt
@@ -155,21 +158,26 @@ def test_whole_rounds_of_an_interrupted_run_are_not_sent_again(measure, add_serv
     assert measure(whole, dying, rounds=3)[1] == ["whole", "dying"] * 3
 
 
-def test_a_run_of_other_rounds_or_another_workload_begins_anew(
-    measure, add_served, stand_in, write_workload, tmp_path
-):
-    def records_folders(name):
-        """Others than the variants' own: records of the same second have the same name."""
-        return {"records_folders": [tmp_path / name / "whole", tmp_path / name / "dying"]}
+def test_an_interrupt_leaves_nothing_on_the_terminal(measure, add_served, stand_in, capfd):
+    def interrupt(activity, done, total):
+        if done:
+            raise KeyboardInterrupt
 
+    with pytest.raises(KeyboardInterrupt):
+        measure(add_served("tiny", stand_in()), progress=interrupt)
+    gc.collect()
+    assert capfd.readouterr() == ("", "")
+
+
+def test_a_run_of_other_rounds_or_another_workload_begins_anew(measure, add_served, stand_in, write_workload):
     whole_server, dying_server = stand_in(), stand_in(lives_for=9)
     whole, dying = add_served("whole", whole_server), add_served("dying", dying_server)
     with pytest.raises(shared_server.ServerLostError):
         measure(whole, dying)
     dying_server.lives_for = None
-    assert len(measure(whole, dying, rounds=3, **records_folders("rounds"))[1]) == 6
+    assert len(measure(whole, dying, rounds=3)[1]) == 6
     other = write_workload(seed=2)
-    assert len(measure(whole, dying, workload=other, **records_folders("workload"))[1]) == 4
+    assert len(measure(whole, dying, workload=other)[1]) == 4
     assert len(measure(whole, dying)[1]) == 2
 
 

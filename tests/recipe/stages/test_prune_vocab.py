@@ -13,6 +13,7 @@ import pytest
 import torch
 import transformers
 from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32
+from pydantic import ValidationError
 from safetensors.torch import save_file
 from tinyworld.documents import LONG_MIX, DocumentSampler
 from tinyworld.model import TinyShape, build, write_checkpoint
@@ -297,6 +298,12 @@ def test_every_twentieth_document_is_held_out_and_says_what_pruning_costs(source
     assert facts["inflation"] == pytest.approx(after / len(before), abs=1e-6)
     report = json.loads((destination / prune_vocab.REPORT).read_text())
     assert report == {"schema": "prune_vocab/1", **facts}
+
+
+@pytest.mark.parametrize("size", ["many", "0%", "101%", 0, True])
+def test_a_size_is_a_number_of_tokens_or_a_share(size: object):
+    with pytest.raises(ValidationError, match="or a share such as 50%"):
+        PruneVocabParameters.model_validate({"size": size, "corpus": FEW.model_dump()})
 
 
 def test_what_does_not_fit_is_refused_before_anything_is_written(source: Path, tmp_path: Path):

@@ -10,10 +10,12 @@ import psutil
 import pytest
 
 from slimqwen.records import provenance
-from slimqwen.search import SearchError
+from slimqwen.search import SearchError, measurements
 from slimqwen.search.executors import Failure, Resources, Result, Task
 from slimqwen.search.executors import ray as executor_ray
 from slimqwen.search.executors.ray import NodeReport, RayExecutor
+from slimqwen.search.proof import prove_finalists
+from tests.evals.gate_checks import Checks
 from tests.search.executors import tasks
 
 pytest.importorskip("ray", reason="Ray is an extra: `make install EXTRAS=ray`")
@@ -67,6 +69,20 @@ def test_tasks_run_on_nodes_with_their_resources_and_each_end_is_reported(
     assert failures["refused"].reason == "no such thing; name another"
     assert "SIGSEGV" in failures["crash"].reason
     assert not list((tmp_path / ".cache" / "cluster").iterdir())
+
+
+def test_a_check_that_dies_on_a_node_ends_its_finalist_and_not_the_proof(
+    cluster: Any, root: Path, checks: Checks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(measurements, "measure_check", tasks.crash)
+    proof = prove_finalists(
+        ["lucky"], RayExecutor(root, cluster.address), root, command=("slimqwen", "search")
+    )
+    (lucky,) = proof.finalists
+    assert lucky.verdict == "fail"
+    assert lucky.reason is not None
+    assert "SIGSEGV" in lucky.reason
+    assert list(root.glob("experiments/*/gate_*")) == []
 
 
 def test_a_lost_node_gives_its_tasks_to_the_others_and_is_left_out_of_the_next_run(
