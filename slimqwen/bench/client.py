@@ -97,7 +97,7 @@ def send_requests(
         return {}
 
     async def run_benchmark() -> dict[str, Any]:
-        # An interrupted vLLM client leaves its session open, which aiohttp reports to the loop and that to the terminal.
+        # An interrupted vLLM client leaves its session open, which aiohttp reports to the loop, and that prints it.
         asyncio.get_running_loop().set_exception_handler(_report_but_open_sessions)
         async with watch.client():
             leaving = [
