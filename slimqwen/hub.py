@@ -240,7 +240,8 @@ def explained_errors(repository: Repository) -> Iterator[None]:
     try:
         yield
     except errors.OfflineModeIsEnabled:
-        message = f"HF_HUB_OFFLINE or TRANSFORMERS_OFFLINE forbids asking the hub; unset it and run {command}"
+        offline = "HF_HUB_OFFLINE or TRANSFORMERS_OFFLINE"
+        message = f"{offline} forbids asking the hub for {name}; unset it and run {command}"
     except errors.GatedRepoError:
         page = f"{hub}/{'datasets/' if repository.kind == 'dataset' else ''}{name}"
         message = f"{name} is gated: accept its terms at {page}, then {token}"

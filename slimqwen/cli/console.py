@@ -6,6 +6,7 @@ import logging
 import os
 import signal
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -49,6 +50,9 @@ errors = Console(stderr=True, highlight=False, soft_wrap=True)
 
 EXIT_CODES = {"pass": 0, "fail": 1, "inconclusive": 2}
 """Exit codes of verbs that give a verdict; 3 is their exit code for an error."""
+
+_LINE_S = 60.0
+"""Time between two lines about one activity, where output is a file, seconds."""
 
 _UNEXPECTED, _REFUSED, _REFUSED_BY_JUDGE, _INTERRUPTED, _TERMINATED = 1, 2, 3, 130, 143
 
@@ -203,7 +207,7 @@ def table(text: Sequence[str], figures: Sequence[str]) -> Table:
 
 @contextmanager
 def progress_bar() -> Iterator[progress.Progress]:
-    """A bar per activity with the time left; where output is a file, one line per activity."""
+    """A bar per activity with the time left; where output is a file, a line per activity, and one a minute."""
     with _bars() if console.is_terminal else _lines() as show:
         yield show
 
@@ -235,13 +239,19 @@ def _bars() -> Iterator[progress.Progress]:
 
 @contextmanager
 def _lines() -> Iterator[progress.Progress]:
-    begun: set[str] = set()
+    begun: dict[str, float] = {}
+    said: dict[str, float] = {}
 
     def show(activity: str, done: float, total: float) -> None:
+        now = time.monotonic()
         if activity not in begun:
-            begun.add(activity)
+            begun[activity] = said[activity] = now
             if not total or done < total:
                 say(f"{activity} …")
+        elif 0 < done < total and now - said[activity] >= _LINE_S:
+            said[activity] = now
+            left_s = (now - begun[activity]) * (total - done) / done
+            say(f"{activity}: {done / total:.0%}, about {left_s / 60:.0f} min left")
 
     yield show
 

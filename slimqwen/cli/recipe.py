@@ -60,7 +60,7 @@ def run_variant_recipe(
         rows.add_row(
             outcome.stage,
             "reused" if outcome.reused else "done",
-            f"{outcome.manifest.wall_seconds:.0f} s",
+            "" if outcome.reused else f"{outcome.manifest.wall_seconds:.0f} s",
             f"{outcome.manifest.peak_memory_bytes / 1e9:.2f} GB",
             f"{outcome.bytes_before / 1e6:.1f} MB",
             f"{outcome.bytes_after / 1e6:.1f} MB",
@@ -75,6 +75,8 @@ def run_variant_recipe(
     for outcome in outcomes:
         if not outcome.reused:
             say(f"log of {outcome.stage}: {relative(outcome.log)}")
+    if is_complete and variant.baseline:
+        say(f"next: `slimqwen gate {variant.name}`")
 
 
 @app.command()

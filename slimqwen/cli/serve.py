@@ -13,6 +13,9 @@ from slimqwen.variant import making_command
 if TYPE_CHECKING:
     from slimqwen.serving.command import CompileCache
 
+_USED = ("VLLM_API_KEY", "VLLM_LOGGING_LEVEL")
+"""Variables of the shell that reach the server, or that this process has set for itself."""
+
 
 def serve(
     variant: VariantOption,
@@ -51,6 +54,12 @@ def serve(
     variant = variant.with_lines({key: value for key, value in options.items() if value})
     with errors.status("reading vLLM's flags"):
         command = ServerCommand.resolve(variant, port=port, platform=platform)
+    if unused := sorted(key for key in os.environ if key.startswith("VLLM_") and key not in _USED):
+        errors.print(
+            f"Not used, because config.env alone says how {variant.name} is served: {', '.join(unused)} of this shell"
+            f"{' (--port N sets a port)' if 'VLLM_PORT' in unused else ''}.",
+            markup=False,
+        )
     if command.platform != machine.detect():
         errors.print(
             f"This is the command for platform {command.platform}; this machine is {machine.detect()}."

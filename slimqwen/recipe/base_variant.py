@@ -32,6 +32,7 @@ class CheckpointFacts:
         mtp_head: `16 bits`, `quantised` or None.
         template_file: file of its chat template; None without one.
         takes_tools: whether that template reads tools.
+        thinks: whether that template knows thinking.
         num_tokens: tokens of its tokenizer; None where that is of another kind than BPE.
     """
 
@@ -44,6 +45,7 @@ class CheckpointFacts:
     mtp_head: str | None
     template_file: Path | None
     takes_tools: bool
+    thinks: bool
     num_tokens: int | None
 
     @classmethod
@@ -66,6 +68,7 @@ class CheckpointFacts:
             mtp_head=_mtp_head(outline),
             template_file=template.file if template else None,
             takes_tools=bool(template and "tools" in template.text),
+            thinks=bool(template and "<think>" in template.text),
             num_tokens=outline.num_tokens,
         )
 
@@ -95,6 +98,8 @@ class CheckpointFacts:
             f"{self.mtp_head}; drafts {_DEPTH} tokens" if self.mtp_head else "none, so no drafts",
         )
         tools = "takes tools" if self.takes_tools else "without tools"
+        if self.thinks:
+            tools += "; VLLM_REASONING_PARSER=qwen3 in config.env has its thinking in a field of its own"
         yield "chat template", f"{self.template_file.name}, {tools}" if self.template_file else "none"
 
     def settings(self) -> dict[str, str]:

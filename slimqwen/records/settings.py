@@ -61,14 +61,13 @@ class Settings(BaseModel):
         if cls.own_file and not file.is_file() and (root / OWN / name).is_dir():
             return cls._load_own(name, root)
         known = sorted(path.stem for path in file.parent.glob("*.yaml"))
+        missing = "does not exist"
         if cls.own_file:
             known += sorted(path.name for path in (root / OWN).glob("*/"))
+            missing += f", nor does {OWN / name}"
+        cure = f"choose one of: {', '.join(known)}, or write that file" if known else "write it"
         return read_yaml(
-            file,
-            root,
-            lambda content: cls._from_content(content, name),
-            missing="does not exist; "
-            + (f"choose one of: {', '.join(known)}, or write that file" if known else "write it"),
+            file, root, lambda content: cls._from_content(content, name), missing=f"{missing}; {cure}"
         )
 
     @classmethod
@@ -133,9 +132,10 @@ def read_yaml(file: Path, root: Path, build: Callable[[Any], Content], *, missin
     except ValidationError as error:
         first = error.errors()[0]
         field = ".".join(map(str, first["loc"]))
-        raise SettingsError(
-            f"{location}: {field + ': ' if field else ''}{first['msg']}; correct it"
-        ) from None
+        fault = f"{field}: {first['msg']}" if field else first["msg"]
+        if first["type"] == "extra_forbidden":
+            fault = f"unknown key {field}"
+        raise SettingsError(f"{location}: {fault}; correct it") from None
     except (yaml.YAMLError, TypeError, AttributeError, ValueError) as error:
         raise SettingsError(
             f"{location}: unusable ({' '.join(str(error).split())[:200]}); correct it"

@@ -108,8 +108,9 @@ class PromptCutter:
             while len(tokens) < length:
                 text = next(self._texts, None)
                 if text is None:
+                    lacking = (count - len(prompts)) * length - len(tokens)
                     raise CorpusError(
-                        f"{self._source} is used up: {count} prompts of {length} tokens do not fit in its rest; add "
+                        f"{self._source} is used up: {count} prompts of {length} tokens lack {lacking:,} tokens; add "
                         "text, or ask for fewer or shorter prompts"
                     )
                 self.documents_used += 1

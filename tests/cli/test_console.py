@@ -108,3 +108,13 @@ def test_a_file_gets_a_line_for_what_begins_and_none_for_what_has_ended(capsys, 
         show("quality of tiny: generating answers", 5, 10)
         show("quality of tiny: ended", 1, 1)
     assert lines == ["quality of tiny: generating answers …"]
+
+
+def test_a_file_gets_a_line_a_minute_with_the_time_left(monkeypatch):
+    lines, clock = [], iter([0.0, 30.0, 90.0, 100.0, 160.0])
+    monkeypatch.setattr(console, "say", lines.append)
+    monkeypatch.setattr(console.time, "monotonic", lambda: next(clock))
+    with console._lines() as show:
+        for done in (0, 20, 60, 65, 100):
+            show("reading texts", done, 100)
+    assert lines == ["reading texts …", "reading texts: 60%, about 1 min left"]

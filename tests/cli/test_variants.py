@@ -74,7 +74,7 @@ def test_a_new_variant_is_of_a_checkpoint_or_of_a_base(root: Path, given: str) -
         ("weights/mymodl", r"no checkpoint in .*/weights/mymodl; give the folder of a checkpoint"),
         (
             "weights/mymodel --evaluation other",
-            r"eval/suites/other\.yaml does not exist; choose one of: own, or",
+            r"eval/suites/other\.yaml does not exist, nor does eval/own/other; choose one of: own, or",
         ),
     ],
 )

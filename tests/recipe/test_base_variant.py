@@ -42,10 +42,16 @@ def test_the_context_is_the_checkpoints_own_where_that_is_short_and_tools_are_th
     folder = ANIMALS["text"].build(tmp_path / "text")
     facts = CheckpointFacts.read(folder)
     assert (facts.context, facts.takes_tools) == (4096, False)
-    (folder / "chat_template.jinja").write_text(
-        "{{ tools }}{% for message in messages %}{{ message }}{% endfor %}"
+    body = "{% for message in messages %}{{ message }}{% endfor %}"
+    (folder / "chat_template.jinja").write_text(f"{{{{ tools }}}}{body}")
+    facts = CheckpointFacts.read(folder)
+    assert (facts.takes_tools, facts.thinks) == (True, False)
+    assert ("chat template", "chat_template.jinja, takes tools") in facts.lines()
+    (folder / "chat_template.jinja").write_text(f"{body}<think>")
+    assert (
+        "without tools; VLLM_REASONING_PARSER=qwen3"
+        in dict(CheckpointFacts.read(folder).lines())["chat template"]
     )
-    assert CheckpointFacts.read(folder).takes_tools
     (folder / "chat_template.jinja").unlink()
     assert ("chat template", "none") in CheckpointFacts.read(folder).lines()
 

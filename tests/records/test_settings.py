@@ -45,7 +45,7 @@ def test_a_section_of_a_file_is_read_by_its_name(folder: Path, tmp_path: Path) -
         (None, r"eval/limits/bad\.yaml does not exist; choose one of: good"),
         ("{", "unusable"),
         ("most: 0", "most: .*greater than 0"),
-        ("most: 1\nleast: 1", "least: Extra inputs"),
+        ("most: 1\nleast: 1", "unknown key least; correct it"),
     ],
     ids=["missing", "no YAML", "out of range", "unknown field"],
 )
