@@ -67,6 +67,14 @@ def test_the_script_that_serves_is_the_verb(run_here):
     assert "vllm" in script.stdout
 
 
+def test_variables_of_the_shell_that_do_not_serve_a_variant_are_named(run_here, monkeypatch):
+    monkeypatch.setenv("VLLM_PORT", "8311")
+    code, said, warned = run_here("serve", "--variant", "tiny", "--dry-run")
+    assert (code, "--port 8080" in said) == (0, True)
+    assert "VLLM_PORT" in warned
+    assert "--port N sets a port" in warned
+
+
 def test_the_command_of_a_missing_checkpoint_is_shown_with_what_makes_it(run_here):
     code, said, warned = run_here("serve", "--variant", "qwen3.5-4b-best", "--dry-run")
     assert (code, "vllm" in said) == (0, True)
