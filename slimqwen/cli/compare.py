@@ -39,11 +39,13 @@ def compare_variants(
 
 
 def _say_what_to_serve() -> None:
-    from slimqwen.records import provenance
+    from slimqwen.evals.gate import Gate
+    from slimqwen.records import provenance, store
     from slimqwen.report import choice
 
+    root = variants.repository_root()
     here = provenance.hardware_name(provenance.hardware())
-    choices = choice.collect_choices(variants.repository_root())
+    choices = choice.collect_choices(root)
     measured_here = [each for each in choices if each.hardware == here]
     for each in measured_here:
         for sentence in each.advice:
@@ -56,3 +58,10 @@ def _say_what_to_serve() -> None:
         )
     if others:
         say(f"Measured on other machines: {'; '.join(others)}; `slimqwen report` has what to serve there.")
+    made_here = (
+        one for one in map(variants.load, variants.names(root)) if one.baseline and one.weights.is_dir()
+    )
+    if unjudged := [one.name for one in made_here if not any(store.records(one.folder, Gate))]:
+        say(
+            f"Not judged yet: {', '.join(unjudged)}; `slimqwen gate {unjudged[0]}` compares it with its baseline."
+        )
