@@ -28,12 +28,16 @@ def start(tmp_path: Path) -> Iterator[Start]:
     def run(*words: str, kind: str = "forked") -> dict[str, psutil.Process]:
         folder = tmp_path / kind
         folder.mkdir()
+        before = signal.signal(
+            signal.SIGHUP, signal.SIG_DFL
+        )  # a test run under nohup would hand on that it is ignored
         command = subprocess.Popen(
             [sys.executable, "-m", "tests.light_command", folder, *words],
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
             start_new_session=True,
         )
+        signal.signal(signal.SIGHUP, before)
         started["command"] = psutil.Process(command.pid)
         assert command.stdout is not None
         with command.stdout as lines:
