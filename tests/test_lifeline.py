@@ -28,9 +28,8 @@ def start(tmp_path: Path) -> Iterator[Start]:
     def run(*words: str, kind: str = "forked") -> dict[str, psutil.Process]:
         folder = tmp_path / kind
         folder.mkdir()
-        before = signal.signal(
-            signal.SIGHUP, signal.SIG_DFL
-        )  # a test run under nohup would hand on that it is ignored
+        # A test run under nohup would hand on that it is ignored.
+        before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
         command = subprocess.Popen(
             [sys.executable, "-m", "tests.light_command", folder, *words],
             stdout=subprocess.PIPE,

@@ -39,8 +39,7 @@ def compare_variants(
 
 
 def _say_what_to_serve() -> None:
-    from slimqwen.evals.gate import Gate
-    from slimqwen.records import provenance, store
+    from slimqwen.records import provenance
     from slimqwen.report import choice
 
     root = variants.repository_root()
@@ -58,10 +57,7 @@ def _say_what_to_serve() -> None:
         )
     if others:
         say(f"Measured on other machines: {'; '.join(others)}; `slimqwen report` has what to serve there.")
-    made_here = (
-        one for one in map(variants.load, variants.names(root)) if one.baseline and one.weights.is_dir()
-    )
-    if unjudged := [one.name for one in made_here if not any(store.records(one.folder, Gate))]:
+    if unjudged := choice.list_unjudged(root):
         say(
             f"Not judged yet: {', '.join(unjudged)}; `slimqwen gate {unjudged[0]}` compares it with its baseline."
         )

@@ -239,18 +239,18 @@ def _bars() -> Iterator[progress.Progress]:
 
 @contextmanager
 def _lines() -> Iterator[progress.Progress]:
-    begun: dict[str, float] = {}
-    said: dict[str, float] = {}
+    lines: dict[str, tuple[float, float]] = {}  # when an activity had its last line, and what was done then
 
     def show(activity: str, done: float, total: float) -> None:
         now = time.monotonic()
-        if activity not in begun:
-            begun[activity] = said[activity] = now
-            if not total or done < total:
-                say(f"{activity} …")
-        elif 0 < done < total and now - said[activity] >= _LINE_S:
-            said[activity] = now
-            left_s = (now - begun[activity]) * (total - done) / done
+        if activity not in lines and (not total or done < total):
+            say(f"{activity} …")
+        at, before = lines.setdefault(activity, (now, done))
+        if done < before or done >= total:  # it begins anew, or has ended
+            lines[activity] = now, done
+        elif done > before and now - at >= _LINE_S:
+            lines[activity] = now, done
+            left_s = (now - at) * (total - done) / (done - before)
             say(f"{activity}: {done / total:.0%}, about {left_s / 60:.0f} min left")
 
     yield show

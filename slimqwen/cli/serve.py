@@ -13,9 +13,6 @@ from slimqwen.variant import making_command
 if TYPE_CHECKING:
     from slimqwen.serving.command import CompileCache
 
-_USED = ("VLLM_API_KEY", "VLLM_LOGGING_LEVEL")
-"""Variables of the shell that reach the server, or that this process has set for itself."""
-
 
 def serve(
     variant: VariantOption,
@@ -43,7 +40,7 @@ def serve(
     from slimqwen.plan import start
     from slimqwen.serving import checks, cuda_toolkit
     from slimqwen.serving import platform as machine
-    from slimqwen.serving.command import ServerCommand
+    from slimqwen.serving.command import ServerCommand, is_stray
     from slimqwen.serving.server import prepare
 
     options = {
@@ -54,7 +51,9 @@ def serve(
     variant = variant.with_lines({key: value for key, value in options.items() if value})
     with errors.status("reading vLLM's flags"):
         command = ServerCommand.resolve(variant, port=port, platform=platform)
-    if unused := sorted(key for key in os.environ if key.startswith("VLLM_") and key not in _USED):
+    # VLLM_LOGGING_LEVEL is this process's own, and imports have set variables of inductor.
+    named = (key for key in os.environ if key.startswith("VLLM_") and key != "VLLM_LOGGING_LEVEL")
+    if unused := sorted(filter(is_stray, named)):
         errors.print(
             f"Not used, because config.env alone says how {variant.name} is served: {', '.join(unused)} of this shell"
             f"{' (--port N sets a port)' if 'VLLM_PORT' in unused else ''}.",

@@ -6,8 +6,9 @@ from pathlib import Path
 
 from slimqwen import variant as variants
 from slimqwen.bench.latency import Latency
+from slimqwen.evals.gate import Gate
 from slimqwen.evals.quality import Quality
-from slimqwen.records import collection, registry
+from slimqwen.records import collection, registry, store
 from slimqwen.report.leaderboard import Row, margins, rows_of, sort_rows, speed_up
 
 
@@ -79,6 +80,13 @@ def collect_choices(root: Path) -> list[Choice]:
     """What to serve by the records of a repository, as `choose_variants`."""
     records = collection.collect(root)
     return choose_variants([row for name in variants.names(root) for row in rows_of(records, name)[0]])
+
+
+def list_unjudged(root: Path) -> list[str]:
+    """Variants with a baseline whose checkpoint is here and that no gate has judged."""
+    loaded = (variants.load(name, root) for name in variants.names(root))
+    made = (one for one in loaded if one.baseline and one.weights.is_dir())
+    return [one.name for one in made if not any(store.records(one.folder, Gate))]
 
 
 def choose_variants(rows: Sequence[Row]) -> list[Choice]:

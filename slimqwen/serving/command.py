@@ -211,11 +211,7 @@ class ServerCommand:
         Raises:
             ServingError: that toolkit cannot be composed.
         """
-        inherited = {
-            key: value
-            for key, value in os.environ.items()
-            if not key.startswith(("VLLM_", "TORCHINDUCTOR_")) or key == "VLLM_API_KEY"
-        }
+        inherited = {key: value for key, value in os.environ.items() if not is_stray(key)}
         if self.platform == "cpu":
             inherited |= machine.preloaded_libraries(inherited)
         else:
@@ -266,6 +262,11 @@ def _compile_cache(
         if not differences:
             name = f"baked-{baked.archive_sha256[:16]}"
     return CompileCache(variant.root / ".cache" / name, baked, differences, variant.require_baked)
+
+
+def is_stray(key: str) -> bool:
+    """Whether a variable of the shell is kept from servers, `ServerCommand.process_environment` says why."""
+    return key.startswith(("VLLM_", "TORCHINDUCTOR_")) and key != "VLLM_API_KEY"
 
 
 def _environment(

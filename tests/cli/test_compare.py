@@ -31,9 +31,8 @@ def test_no_name_says_what_to_serve_on_this_machine_and_where_else_was_measured(
     assert f"Serve tiny on {here}" in said
     assert "Serve tiny on 1 NVIDIA A10G" not in said
     assert "Measured on other machines: 1 NVIDIA A10G;" in said
-    assert (
-        "Not judged yet: tiny-mtp4; `slimqwen gate tiny-mtp4`" in said
-    )  # of those whose checkpoint a clone has
+    # Of those whose checkpoint a clone has.
+    assert "Not judged yet: tiny-mtp4; `slimqwen gate tiny-mtp4`" in said
 
 
 def test_a_machine_without_measurements_is_told_how_to_make_them(compare, monkeypatch):

@@ -118,3 +118,13 @@ def test_a_file_gets_a_line_a_minute_with_the_time_left(monkeypatch):
         for done in (0, 20, 60, 65, 100):
             show("reading texts", done, 100)
     assert lines == ["reading texts …", "reading texts: 60%, about 1 min left"]
+
+
+def test_an_activity_that_begins_anew_has_the_time_left_of_its_present_run(monkeypatch):
+    lines, clock = [], iter([0.0, 50.0, 500.0, 560.0])
+    monkeypatch.setattr(console, "say", lines.append)
+    monkeypatch.setattr(console.time, "monotonic", lambda: next(clock))
+    with console._lines() as show:
+        for done in (0, 100, 0, 50):
+            show("reading texts", done, 100)
+    assert lines == ["reading texts …", "reading texts: 50%, about 1 min left"]
