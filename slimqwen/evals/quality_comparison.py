@@ -14,9 +14,9 @@ from slimqwen.stats import intervals, non_inferiority
 from slimqwen.stats.estimates import Difference
 
 VERDICT_NOTE = (
-    "Verdict: pass if the interval (exact for right-or-wrong answers) rules out a loss beyond the non-inferiority "
-    "margin, which the suite's authors wrote into its file before any variant was measured; in brackets, the items "
-    "that an inconclusive verdict lacks."
+    "Pass: the interval rules out a loss beyond the margin, which the suite's authors wrote into its file before any "
+    "variant was measured. Intervals of right-or-wrong answers are exact. Inconclusive: in brackets, the items still "
+    "needed."
 )
 
 _Items = list[dict[str, Any]]
