@@ -25,6 +25,7 @@ from slimqwen.records.settings import SettingsName
 from slimqwen.records.split import Side, SplitRecord
 from slimqwen.serving import spawner, speed_only
 from slimqwen.serving.command import ServerCommand
+from slimqwen.stats import intervals
 from slimqwen.stats.verdict import Verdict, overall
 from slimqwen.variant import Variant
 
@@ -244,6 +245,12 @@ def gate_p_value(path: Path) -> float:
     )
 
 
+def _fidelity_p_value(estimate: Estimate, limit: float) -> float:
+    return intervals.p_value(
+        estimate.value, estimate.standard_error, estimate.count, limit, higher_is_better=False
+    )
+
+
 def _fidelity_findings(record: Fidelity) -> Iterator[Finding]:
     """One finding for each figure: its largest value over the modes that were compared."""
     for figure in FIGURE_NAMES:
@@ -259,7 +266,7 @@ def _fidelity_findings(record: Fidelity) -> Iterator[Finding]:
             high=high,
             limit=limit,
             verdict=overall([verdicts[figure] for verdicts in record.verdicts.values()]),
-            p_value=max(each.p_value(limit) if each else 1.0 for each in estimates),
+            p_value=max(_fidelity_p_value(each, limit) if each else 1.0 for each in estimates),
         )
     if unchanged := record.unchanged:
         for row in unchanged.ratios:

@@ -9,8 +9,8 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from slimqwen.progress import Progress
+from slimqwen.recipe.sampled_outputs import Output
 from slimqwen.recipe.stage import Parameters, StageError
-from slimqwen.recipe.stages.sample_outputs import Output
 
 _Text = tuple[Output, Any]
 """What the target said, and its hidden states."""

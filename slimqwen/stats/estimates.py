@@ -33,12 +33,6 @@ class Estimate:
         """Its 95 % interval under the normal approximation."""
         return self.value - Z * self.standard_error, self.value + Z * self.standard_error
 
-    def p_value(self, limit: float) -> float:
-        """One-sided p-value of the hypothesis that it lies at a limit or above."""
-        from slimqwen.stats import intervals
-
-        return intervals.p_value(self.value, self.standard_error, self.count, limit, higher_is_better=False)
-
     def __format__(self, spec: str) -> str:
         return f"{self.value:{spec}} ± {self.standard_error:{spec}}"
 

@@ -6,7 +6,7 @@ import rich.console
 
 from slimqwen import variant
 from slimqwen.bench.latency import Latency
-from slimqwen.bench.latency import tables as latency_tables
+from slimqwen.bench.latency import record as latency_record
 from slimqwen.bench.latency.speedups import LATENCY_MEASURES
 from slimqwen.bench.workload import FIGURES, Workload
 from slimqwen.evals import acceptance
@@ -163,7 +163,7 @@ def test_a_workload_says_which_figures_its_table_has(repository, latency):
 def test_every_workload_asks_for_figures_that_have_a_heading():
     for file in (variant.repository_root() / "eval" / "workloads").glob("*.yaml"):
         for column in Workload.load(file.stem, variant.repository_root()).columns:
-            assert latency_tables.heading(column)
+            assert latency_record.heading(column)
 
 
 def test_each_workload_has_a_table_of_its_own(repository, latency):

@@ -78,4 +78,5 @@ def test_a_figure_that_a_p_value_rejects_has_passed() -> None:
     for value, error in ((0.001, 0.0005), (0.003, 0.0001), (0.003, 0.0004), (0.0033, 0.0), (0.004, 0.0)):
         estimate = Estimate(value=value, standard_error=error, count=9)
         verdict = Verdict.from_interval(*estimate.interval, 0.0033, higher_is_better=False)
-        assert (estimate.p_value(0.0033) <= ALPHA) == (verdict is Verdict.PASS)
+        p_value = intervals.p_value(value, error, 9, 0.0033, higher_is_better=False)
+        assert (p_value <= ALPHA) == (verdict is Verdict.PASS)

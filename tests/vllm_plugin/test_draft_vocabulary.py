@@ -20,10 +20,10 @@ from slimqwen.checkpoint.config import write_config
 from slimqwen.evals.engine import compare_tokens
 from slimqwen.evals.engine_process import Request, Response, generate_responses
 from slimqwen.models.mtp_head import count_served_steps, load_drafting_model, summarise_acceptance
+from slimqwen.recipe.sampled_outputs import OUTPUTS
 from slimqwen.recipe.stages import quantise_lm_head, trim_draft_vocab
 from slimqwen.recipe.stages.quantise_lm_head import QuantiseLmHeadParameters
 from slimqwen.recipe.stages.redistill_mtp import AGREEMENT
-from slimqwen.recipe.stages.sample_outputs import OUTPUTS
 from slimqwen.recipe.stages.trim_draft_vocab import TrimDraftVocabParameters
 from slimqwen.serving.in_process import counter, engine, vector
 from slimqwen.vllm_plugin.errors import PluginError

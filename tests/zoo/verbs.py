@@ -17,8 +17,8 @@ from slimqwen.models.outline import Outline
 from slimqwen.recipe import variant_recipe
 from slimqwen.recipe.recipe_file import Step
 from slimqwen.recipe.registry import STAGES
+from slimqwen.recipe.sampled_outputs import OUTPUTS
 from slimqwen.recipe.stage import require_fit
-from slimqwen.recipe.stages.sample_outputs import OUTPUTS
 from slimqwen.serving import checks, in_process
 from slimqwen.serving.command import ServerCommand
 from slimqwen.serving.server import free_port

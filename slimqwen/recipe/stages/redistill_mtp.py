@@ -26,8 +26,8 @@ from slimqwen.checkpoint.tensors import NewTensor, TensorInfo, from_torch, list_
 from slimqwen.models.outline import Outline
 from slimqwen.progress import Progress
 from slimqwen.recipe.head_training import POSITIONS, HeadTraining, Training
+from slimqwen.recipe.sampled_outputs import Output, read_outputs
 from slimqwen.recipe.stage import TORCH_ENVIRONMENT, Facts, Fault, Needs, Stage, StageError, require_fit
-from slimqwen.recipe.stages.sample_outputs import Output, read_outputs
 
 CURVE = "redistill_mtp.json"
 """File beside the checkpoint: the learning curve, and the acceptance before and after."""
@@ -279,7 +279,7 @@ STAGE = Stage(
         "slimqwen.models.language_model",
         "slimqwen.models.mtp_head",
         "slimqwen.recipe.head_training",
-        "slimqwen.recipe.stages.sample_outputs",
+        "slimqwen.recipe.sampled_outputs",
         "slimqwen.serving.draft_counts",
         "slimqwen.serving.in_process",
     ),

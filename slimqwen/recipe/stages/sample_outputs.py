@@ -12,7 +12,6 @@ import itertools
 import json
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -21,13 +20,12 @@ from pydantic import Field
 from slimqwen.checkpoint.files import carry_all
 from slimqwen.models.outline import Outline
 from slimqwen.progress import Progress
+from slimqwen.recipe.sampled_outputs import OUTPUTS
 from slimqwen.recipe.stage import TORCH_ENVIRONMENT, Facts, Fault, Needs, Parameters, Stage
 from slimqwen.recipe.text_check import inspect_text
 from slimqwen.text.chats import ChatRenderer, require_text_or_chat
 from slimqwen.text.corpus import TextPath, TextSource, file_digest
-from slimqwen.text.files import CorpusError, TextFile, read_json_lines
-
-OUTPUTS = "sampled_outputs.jsonl"
+from slimqwen.text.files import CorpusError, TextFile
 
 _ENGINE_BYTES = 3 * 2**30
 """Resident size of vLLM with KV cache and activations; measured: 2.1 GiB for a small model."""
@@ -67,15 +65,6 @@ class SampleOutputsParameters(Parameters):
     temperature: Annotated[float, Field(gt=0, le=2)] = 0.7
     chunk: Annotated[int, Field(ge=1)] = 64
     threads: Annotated[int, Field(ge=1)] = 2
-
-
-@dataclass(frozen=True)
-class Output:
-    """One continuation by the target, in token ids."""
-
-    prompt: tuple[int, ...]
-    continuation: tuple[int, ...]
-    held_out: bool
 
 
 def write_sampled_outputs(
@@ -131,20 +120,6 @@ def write_sampled_outputs(
                 lines.write(json.dumps(row) + "\n")
                 num_tokens += len(continuation)
     return {"continuations": total, "tokens": num_tokens}
-
-
-def read_outputs(folder: Path) -> Iterator[Output]:
-    """The continuations beside a checkpoint, the held-out ones first.
-
-    Raises:
-        CorpusError: there are none.
-    """
-    file = folder / OUTPUTS
-    if not file.is_file():
-        raise CorpusError(f"{folder} has no {OUTPUTS}; put the stage sample_outputs before this one")
-    with file.open("rb") as lines:
-        for _, row in read_json_lines(lines, file):
-            yield Output(tuple(row["prompt"]), tuple(row["continuation"]), row["held_out"])
 
 
 def needs(outline: Outline, parameters: SampleOutputsParameters) -> Needs:

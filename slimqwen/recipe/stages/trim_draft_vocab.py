@@ -38,9 +38,9 @@ from slimqwen.checkpoint.weights import Weight, read_weights
 from slimqwen.models.outline import Outline
 from slimqwen.models.vocabulary import Ids
 from slimqwen.progress import Progress
+from slimqwen.recipe.sampled_outputs import OUTPUTS, Output, read_outputs
 from slimqwen.recipe.stage import D, Facts, Fault, Needs, Parameters, Stage, StageError, require_fit
 from slimqwen.recipe.stages.prune_vocab import VocabularySize, named_ids, rows_of
-from slimqwen.recipe.stages.sample_outputs import OUTPUTS, Output, read_outputs
 
 REPORT = "trim_draft_vocab.json"
 """File beside the checkpoint: coverage of the held-out continuations, by size."""
@@ -242,7 +242,7 @@ STAGE = Stage(
         "slimqwen.checkpoint.tensors",
         "slimqwen.checkpoint.weights",
         "slimqwen.recipe.stages.prune_vocab",
-        "slimqwen.recipe.stages.sample_outputs",
+        "slimqwen.recipe.sampled_outputs",
     ),
     packages=("numpy", "torch", "compressed-tensors"),
 )

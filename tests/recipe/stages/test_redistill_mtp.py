@@ -16,16 +16,11 @@ from slimqwen.checkpoint.files import file_records
 from slimqwen.models.mtp_head import DraftHead
 from slimqwen.recipe import head_training, variant_recipe
 from slimqwen.recipe.recipe_file import Step
+from slimqwen.recipe.sampled_outputs import OUTPUTS, read_outputs
 from slimqwen.recipe.stage import StageError
 from slimqwen.recipe.stages import redistill_mtp, sample_outputs
 from slimqwen.recipe.stages.redistill_mtp import CURVE, RedistillParameters
-from slimqwen.recipe.stages.sample_outputs import (
-    OUTPUTS,
-    CorpusError,
-    Prompts,
-    SampleOutputsParameters,
-    read_outputs,
-)
+from slimqwen.recipe.stages.sample_outputs import CorpusError, Prompts, SampleOutputsParameters
 from tests.checkpoints import TINY, edited_tensors, stage_output, stored
 from tests.zoo.animals import ANIMALS
 

@@ -18,10 +18,10 @@ from slimqwen.errors import SlimqwenError
 from slimqwen.models.outline import Outline
 from slimqwen.recipe import recipe_file, runner, variant_recipe
 from slimqwen.recipe.recipe_file import RecipeError, Step
+from slimqwen.recipe.sampled_outputs import OUTPUTS
 from slimqwen.recipe.stage import StageError
 from slimqwen.recipe.stages import trim_draft_vocab
 from slimqwen.recipe.stages.prune_vocab import VOCAB_MAP
-from slimqwen.recipe.stages.sample_outputs import OUTPUTS
 from slimqwen.recipe.stages.trim_draft_vocab import REPORT, TrimDraftVocabParameters
 from slimqwen.text.corpus import CorpusError
 from tests.checkpoints import TINY, edited_tensors, stage_output, stored, with_manifest
