@@ -1,4 +1,4 @@
-"""The command `slimqwen`: a module per group of verbs; the only part of the library that prints."""
+"""The command `slimqwen`: one module for each verb or group of verbs; the only part of the library that prints."""
 
 from slimqwen.cli.unexpected import install_hooks
 

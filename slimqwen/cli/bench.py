@@ -25,11 +25,13 @@ def latency(
     against: Annotated[
         list[Variant] | None,
         typer.Option(
-            metavar="NAME", help="further variant, on fresh servers in turns; repeat it", parser=variants.load
+            metavar="NAME",
+            help="further variant to time in turns, each on fresh servers; may be repeated",
+            parser=variants.load,
         ),
     ] = None,
     baseline: Annotated[
-        bool, typer.Option("--baseline", help="time the variant's baseline in turns with it, baseline first")
+        bool, typer.Option("--baseline", help="time the variant's baseline, too, in turns and first")
     ] = False,
     workload: WorkloadName = None,
     rounds: Annotated[int | None, typer.Option(help="rounds, instead of the workload's")] = None,
@@ -37,14 +39,14 @@ def latency(
     port: Port = None,
     even_if_busy: EvenIfBusy = False,
 ) -> None:
-    """Time variants over a workload, in turns: TTFT, TPOT, ITL, end-to-end latency, throughput."""
+    """Time variants in turns over a workload: TTFT, TPOT, ITL, end-to-end latency, throughput."""
     from slimqwen.bench import latency
     from slimqwen.bench.workload import Workload, name_workload
 
     subjects = [variant, *(against or ())]
     if baseline:
         if len(subjects) > 1 or subjects[0].baseline is None:
-            raise typer.BadParameter("--baseline takes one variant, and one that has a baseline")
+            raise typer.BadParameter("--baseline needs exactly one variant, which has a baseline")
         subjects.insert(0, variants.load(subjects[0].baseline))
     with progress_bar() as progress:
         paths = latency.measure_latency(
@@ -64,7 +66,7 @@ def latency(
 
 @app.command()
 def startup(variant: VariantOption, rounds: Rounds = 6, even_if_busy: EvenIfBusy = False) -> None:
-    """Time a start phase by phase: cold, warm, from the baked compile cache."""
+    """Time the phases of server starts: cold, warm, and from the baked compile cache."""
     from slimqwen.bench import start_up
 
     log = variant.root / "logs" / f"start-up-{variant.name}.log"

@@ -1,4 +1,4 @@
-"""`slimqwen compare`: what to serve here, or two measured variants, paired."""
+"""`slimqwen compare`: what to serve on this machine, or a comparison of two measured variants."""
 
 from typing import Annotated
 
@@ -20,7 +20,7 @@ def compare_variants(
     ] = None,
     records_dir: RecordsFolder = None,
 ) -> None:
-    """Say what to serve on this machine; or pair two variants: scores by item, latency as ratios, size."""
+    """Say what to serve on this machine; or compare two variants: scores paired by item, latency ratios, size."""
     from slimqwen.report import tables
 
     if not names:

@@ -38,7 +38,7 @@ logging.getLogger("vllm").setLevel(logging.ERROR)  # vLLM warns before it reads 
 
 class _Terminal(Console):
     def on_broken_pipe(self) -> None:
-        """End quietly where nobody reads on, as after `| head`, with the code of a command that SIGPIPE ended."""
+        """End quietly if the reader of a pipe has closed it, as `head` does, with the exit code of SIGPIPE."""
         with suppress(SystemExit):
             super().on_broken_pipe()
         raise SystemExit(128 + signal.SIGPIPE)
@@ -49,19 +49,19 @@ console = _Terminal(highlight=False, file=sys.stdout, width=None if sys.stdout.i
 errors = Console(stderr=True, highlight=False, soft_wrap=True)
 
 EXIT_CODES = {"pass": 0, "fail": 1, "inconclusive": 2}
-"""Exit codes of verbs that give a verdict; 3 is their exit code for an error."""
+"""Exit codes of verbs whose exit code is a verdict; their exit code for an error is 3."""
 
 _LINE_S = 60.0
-"""Time between two lines about one activity, where output is a file, seconds."""
+"""Seconds between two progress lines about one activity, if output goes to a file."""
 
 _UNEXPECTED, _REFUSED, _REFUSED_BY_JUDGE, _INTERRUPTED, _TERMINATED = 1, 2, 3, 130, 143
 
 
 class Judge(TyperCommand):
-    """A verb whose exit code is a verdict, so that an error has an exit code of its own."""
+    """A verb whose exit code is a verdict: 1 means fail and 2 inconclusive, so an error ends with 3."""
 
     def make_context(self, *arguments: Any, **keywords: Any) -> Any:
-        """Read the command line; a usage error ends with exit code 3."""
+        """Parse the command line; a usage error ends with exit code 3."""
         with _errors_of_judge():
             return super().make_context(*arguments, **keywords)
 
@@ -101,15 +101,15 @@ def run_command_line(app: typer.Typer, name: str) -> None:
         interrupt_code = _TERMINATED
         raise KeyboardInterrupt
 
-    before = signal.signal(signal.SIGTERM, terminate)  # ends as Ctrl-C does, which leaves nothing behind
+    before = signal.signal(signal.SIGTERM, terminate)  # ends as Ctrl-C does, which stops child processes
     gc.set_threshold(GARBAGE_THRESHOLD)
     if allowed_cpus() < len(os.sched_getaffinity(0)):
-        # torch takes a thread for each CPU of the machine, and a container may have the time of a few.
+        # torch starts a thread for each CPU of the machine, but a container may have the time of only a few CPUs.
         os.environ.setdefault("OMP_NUM_THREADS", str(physical_cores()))
     os.environ.update(user_variables(os.environ, variant.repository_root()))
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="replace")  # a terminal may have no "…"
+            stream.reconfigure(errors="replace")  # a terminal may be unable to show "…"
     try:
         code = app(prog_name=name, standalone_mode=False)
     except SlimqwenError as error:
@@ -132,11 +132,11 @@ def run_command_line(app: typer.Typer, name: str) -> None:
 
 
 def _flush_output() -> int:
-    """Write what is left of the output; the exit code if that fails, as where a disk is full."""
+    """Flush stdout; returns 0, or the exit code if that fails, for example because the disk is full."""
     try:
         sys.stdout.flush()
     except OSError as error:
-        # Python flushes once more at its end, and would print a traceback.
+        # Python flushes stdout once more at exit and would print a traceback.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         report_unexpected(error)
         return _UNEXPECTED
@@ -155,26 +155,27 @@ def show_usage_error(error: typer.TyperException) -> None:
 
 
 def say(text: str) -> None:
-    """Print text as it is: no markup, no line breaks of its own."""
+    """Print text unchanged: markup is not interpreted, and no line breaks are added."""
     console.print(text, markup=False, soft_wrap=True)
 
 
 def command() -> list[str]:
-    """The command line for the provenance of records."""
+    """The command line of this process, as the provenance of records states it."""
     return ["slimqwen", *sys.argv[1:]]
 
 
 def relative(path: Path) -> Path:
-    """A path relative to the repository where it lies in it."""
+    """The path relative to the repository if it lies in it, else unchanged."""
     root = variant.repository_root()
     return path.relative_to(root) if path.is_relative_to(root) else path
 
 
 def show_record(path: Path, log: Path | None = None) -> Any:
-    """Print the tables and the paths of a new record; returns the record.
+    """Print the tables and the path of a new record; returns the record.
 
     Args:
-        log: log of the measurement, where there is one.
+        path: file of the record.
+        log: log of the measurement, whose path is printed, too; None for none.
     """
     from slimqwen.records import store
 
@@ -182,7 +183,7 @@ def show_record(path: Path, log: Path | None = None) -> Any:
     for shown in record.tables(path):
         console.print(shown.as_rich())
     if record.provenance.host_was_busy:
-        say("the host was busy: this record is marked, and no comparison uses it")
+        say("The host was busy: this record is marked, and no comparison uses it.")
     files = {"record": path, "log": log}
     say(", ".join(f"{name}: {relative(file)}" for name, file in files.items() if file))
     return record
@@ -190,7 +191,7 @@ def show_record(path: Path, log: Path | None = None) -> Any:
 
 @contextmanager
 def measuring(log: Path) -> Iterator[progress.Progress]:
-    """A progress bar, while everything that libraries print goes into a log."""
+    """Show a progress bar during a `with` block; everything that libraries print in it goes into a log."""
     from slimqwen.captured_log import capture_output
 
     with progress_bar() as shown, capture_output(log):
@@ -198,7 +199,7 @@ def measuring(log: Path) -> Iterator[progress.Progress]:
 
 
 def table(text: Sequence[str], figures: Sequence[str]) -> Table:
-    """An empty table without lines: left-aligned columns of text, then right-aligned columns of figures."""
+    """An empty table without rules: left-aligned columns with headings `text`, then right-aligned `figures`."""
     empty = Table(*text, box=None, pad_edge=False)
     for heading in figures:
         empty.add_column(heading, justify="right")
@@ -207,7 +208,7 @@ def table(text: Sequence[str], figures: Sequence[str]) -> Table:
 
 @contextmanager
 def progress_bar() -> Iterator[progress.Progress]:
-    """A bar per activity with the time left; where output is a file, a line per activity, and one a minute."""
+    """Show a bar per activity with the time left; if output is a file, a line per activity, then one each minute."""
     with _bars() if console.is_terminal else _lines() as show:
         yield show
 
@@ -226,7 +227,7 @@ def _bars() -> Iterator[progress.Progress]:
         tasks: dict[str, tuple[str, TaskID]] = {}
 
         def show(activity: str, done: float, total: float) -> None:
-            # A bar for each subject ("quality of tiny: ..."), which shows its present activity alone.
+            # One bar for each subject, such as "quality of tiny: …"; it shows only the subject's present activity.
             subject = activity.partition(": ")[0] if ": " in activity else ""
             if subject in tasks and tasks[subject][0] != activity:
                 bars.remove_task(tasks.pop(subject)[1])
@@ -239,14 +240,14 @@ def _bars() -> Iterator[progress.Progress]:
 
 @contextmanager
 def _lines() -> Iterator[progress.Progress]:
-    lines: dict[str, tuple[float, float]] = {}  # when an activity had its last line, and what was done then
+    lines: dict[str, tuple[float, float]] = {}  # activity -> time of its last line, and progress at that time
 
     def show(activity: str, done: float, total: float) -> None:
         now = time.monotonic()
         if activity not in lines and (not total or done < total):
             say(f"{activity} …")
         at, before = lines.setdefault(activity, (now, done))
-        if done < before or done >= total:  # it begins anew, or has ended
+        if done < before or done >= total:  # the activity begins again, or has ended
             lines[activity] = now, done
         elif done > before and now - at >= _LINE_S:
             lines[activity] = now, done
@@ -257,9 +258,9 @@ def _lines() -> Iterator[progress.Progress]:
 
 
 def silence_hub_client() -> None:
-    """Keep the hub's client from printing bars and warnings of its own and from sending telemetry.
+    """Keep huggingface_hub from printing its own bars and warnings and from sending telemetry.
 
-    It reads these variables when it is imported.
+    Must be called before it is imported, because it reads these variables at import.
     """
     for name, value in (
         ("HF_HUB_VERBOSITY", "error"),

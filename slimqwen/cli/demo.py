@@ -1,4 +1,4 @@
-"""`slimqwen demo`: the whole pipeline on the embedded model, and its verdict on the variant."""
+"""`slimqwen demo`: runs the whole pipeline on the embedded model and gives a verdict on the variant."""
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -54,17 +54,17 @@ def demo(
     say(f"records: {site.DEMO}/{_BASELINE}, {site.DEMO}/{_VARIANT}; all variants: {relative(report.index)}")
     if broken := [name for name, reason in result.missing.items() if reason.startswith(_FAILED)]:
         raise SearchError(
-            f"failed: {', '.join(broken)}; the lines above say why; run `slimqwen demo` again, which keeps the rest"
+            f"failed: {', '.join(broken)}; read why above, then run `slimqwen demo` again, which reuses the rest"
         )
 
 
 @dataclass(frozen=True)
 class DemoRecords:
-    """The records of the demo.
+    """The records of the demo; its parts are the gate's checks and the speed.
 
     Attributes:
-        records: by part, which is a check or the speed; of pairs the baseline's first.
-        missing: why a part has none, by its name.
+        records: records of each part by its name; if the baseline has one, it is first.
+        missing: reason why a part has no record, by the part's name.
     """
 
     records: Mapping[str, Sequence[Path]]
@@ -72,7 +72,7 @@ class DemoRecords:
 
 
 def _measure(root: Path, rounds: int) -> DemoRecords:
-    """Make, judge and time the variant; prints the age of stages and records that still hold and are reused.
+    """Make, judge and time the variant; print the age of reused stages and records.
 
     Raises:
         SearchError: a stage failed.
@@ -123,7 +123,7 @@ def _measure(root: Path, rounds: int) -> DemoRecords:
 
 
 def _sort_outcomes(parts: Mapping[str, Sequence["Outcome"]]) -> DemoRecords:
-    """The records of each part, or why it has none."""
+    """Separate the parts with records from those that failed."""
     from slimqwen.host_load import HostBusyError
     from slimqwen.search.executors import Failure
 
@@ -143,7 +143,7 @@ def _sort_outcomes(parts: Mapping[str, Sequence["Outcome"]]) -> DemoRecords:
 
 
 def _conclude(found: DemoRecords) -> Iterator[str]:
-    """A line on each part, and one on the variant to serve."""
+    """Yield a line on each part, then one on the variant to serve."""
     from slimqwen.stats.verdict import Verdict, overall
 
     verdicts = {part: _judge(part, paths) for part, paths in found.records.items()}
@@ -168,7 +168,7 @@ def _conclude(found: DemoRecords) -> Iterator[str]:
 
 
 def _judge(part: str, paths: Sequence[Path]) -> "Verdict":
-    """The verdict on a part from its records; the speed passes where the variant is surely faster over all requests."""
+    """Verdict on a part; the speed passes if the interval of the speed-up over all requests is wholly above 1."""
     from slimqwen.bench.latency import speedups
     from slimqwen.evals import acceptance_share, quality_comparison
     from slimqwen.evals.fidelity import Fidelity
@@ -189,7 +189,7 @@ def _judge(part: str, paths: Sequence[Path]) -> "Verdict":
 
 
 def _age(path: Path) -> str:
-    """Time since a file or folder was written, in its largest unit."""
+    """Time since a file or folder was written, as text in the largest unit that fits."""
     seconds = max(0.0, time.time() - path.stat().st_mtime)
     for unit, length in (("days", 86400), ("hours", 3600), ("minutes", 60)):
         if seconds >= 2 * length:

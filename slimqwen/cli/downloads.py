@@ -9,7 +9,7 @@ from slimqwen.variant import Variant
 
 
 def download(variant: OptionalVariant = None, suite: SuiteName = None) -> None:
-    """Download a variant's checkpoint from the model hub, or the data sets of a suite (gated ones need HF_TOKEN)."""
+    """Download a variant's checkpoint from the model hub, or a suite's data sets (gated ones need HF_TOKEN)."""
     if (variant is None) == (suite is None):
         raise typer.BadParameter("name a variant with --variant, or a suite with --suite")
     silence_hub_client()
@@ -41,7 +41,7 @@ def _download_datasets(suite: str) -> None:
     root = variants.repository_root()
     tasks = Suite.load(suite, root)
     if not (tasks.datasets or tasks.nltk):
-        say(f"suite {tasks.name} needs nothing that is not in this repository")
+        say(f"suite {tasks.name} needs no download: all its data are in this repository")
     with progress_bar() as progress:
         for line in datasets.fetch_datasets(tasks.datasets, tasks.nltk, root, progress):
             say(line)

@@ -31,7 +31,8 @@ def quality(
     variant: VariantOption,
     suite: SuiteName = None,
     limit: Annotated[
-        int | None, typer.Option(help="items per task (default: as many as decide at the margins)")
+        int | None,
+        typer.Option(help="items per task (default: as many as a verdict needs, by power analysis)"),
     ] = None,
     full: Annotated[bool, typer.Option("--full", help="every item")] = False,
     records_dir: RecordsFolder = None,
@@ -42,7 +43,7 @@ def quality(
     from slimqwen.evals.suites.suite import AUTO, Limit, Suite
 
     if full and limit is not None:
-        raise typer.BadParameter("--full and --limit exclude each other; give one")
+        raise typer.BadParameter("--full and --limit exclude each other; give only one")
     extent: Limit = None if full else AUTO if limit is None else limit
     with progress_bar() as progress:
         path = quality.measure_quality(
@@ -67,7 +68,7 @@ def fidelity(
 ) -> None:
     """Compare a variant's next-token distributions with its baseline's.
 
-    Exit code 0: every figure within its limit, 1: one beyond, 2: inconclusive, 3: error.
+    Exit code 0: every figure is within its limit, 1: a figure is beyond its limit, 2: inconclusive, 3: error.
     """
     from slimqwen.evals import fidelity
 
@@ -88,9 +89,9 @@ def fidelity(
 def engine(
     variant: VariantOption, settings: GateSettingsName = None, records_dir: RecordsFolder = None
 ) -> None:
-    """Compare the greedy tokens of the served flags and their neighbours with a plain reference engine's.
+    """Compare the greedy tokens of the served engine and its neighbours with a plain reference engine's.
 
-    Exit code 0: those of the served flags are equal but for near ties, 1: wrong, 2: inconclusive, 3: error.
+    Exit code 0: the served engine's tokens are equal but for near ties, 1: wrong, 2: inconclusive, 3: error.
     """
     from slimqwen.evals import engine
 
@@ -112,14 +113,14 @@ def acceptance(
     variant: VariantOption,
     settings: GateSettingsName = None,
     depth: Annotated[
-        list[int] | None, typer.Option(help="num_speculative_tokens K; repeat it (default: 1 to 7)")
+        list[int] | None, typer.Option(help="num_speculative_tokens K; may be repeated (default: 1 to 7)")
     ] = None,
     greedy: Annotated[
-        bool, typer.Option("--greedy", help="leave out the settings' temperatures above 0")
+        bool, typer.Option("--greedy", help="leave out temperatures above 0 of the settings")
     ] = False,
     records_dir: RecordsFolder = None,
 ) -> None:
-    """Measure the acceptance length of drafts for each K by class and temperature."""
+    """Measure the acceptance length of drafts for each K, prompt class and temperature."""
     from slimqwen.evals import acceptance
 
     log = variant.root / "logs" / f"acceptance-{variant.name}.log"

@@ -1,4 +1,4 @@
-"""`slimqwen fit`: whether a model fits on a GPU and how fast it could be there, in seconds and on any machine."""
+"""`slimqwen fit`: computes in seconds, on any machine, whether a model fits on a GPU and how fast it could be there."""
 
 import shutil
 import subprocess
@@ -22,7 +22,7 @@ def fit(
     gpu: Annotated[
         str | None,
         typer.Option(
-            metavar="NAME", help="GPU of eval/devices.yaml (default: this machine's, else a table of all)"
+            metavar="NAME", help="GPU of eval/devices.yaml (default: this machine's GPU, else a table of all)"
         ),
     ] = None,
     context: Annotated[
@@ -33,10 +33,10 @@ def fit(
         int | None, typer.Option(min=1, help="requests at a time (default: the variant's, else 1)")
     ] = None,
 ) -> None:
-    """Say whether a model fits on a GPU, as stored and after each recipe, and how fast it could be: arithmetic alone.
+    """Compute whether a model fits on a GPU, as stored and after each recipe, and how fast it could be there.
 
-    It loads no weights and needs no CUDA; of a hub repository it reads config.json and the safetensors index. Exit code
-    1: it does not fit on that GPU as stored.
+    This is arithmetic: it loads no weights and needs no CUDA; of a hub repository it reads config.json and the
+    safetensors index. Exit code 1: as stored, the model does not fit on that GPU.
     """
     from slimqwen.fit import tables
     from slimqwen.fit.memory import ServerSettings
@@ -64,7 +64,7 @@ def fit(
 
 
 def _find_gpu_here(root: Path) -> str | None:
-    """The first GPU that nvidia-smi shows, by its name in eval/devices.yaml; None without one that is listed."""
+    """Name in eval/devices.yaml of the first GPU that nvidia-smi shows; None without a GPU or if it is not listed."""
     from slimqwen.plan.gpu_model import find_name
 
     if shutil.which("nvidia-smi") is None:

@@ -8,7 +8,7 @@ from slimqwen.cli.plan import find_recorded_plan
 
 
 def gate(variant: VariantOption, settings: GateSettingsName = None) -> None:
-    """Gate a variant by fidelity, acceptance, quality and engine: one page, one verdict.
+    """Judge a variant by the four checks fidelity, acceptance, quality and engine: one page, one verdict.
 
     Exit code 0: pass, 1: fail, 2: inconclusive, 3: error.
     """

@@ -1,4 +1,4 @@
-"""`slimqwen image`: build a variant's container image, and verify it."""
+"""`slimqwen image`: builds a variant's container image, and verifies it."""
 
 from pathlib import Path
 from typing import Annotated, Literal
@@ -13,7 +13,7 @@ app = typer.Typer(help="Build and verify container images.", no_args_is_help=Tru
 
 ToolName = Annotated[
     Literal["docker", "podman", "buildah"] | None,
-    typer.Option(help="default: the first of them that works here"),
+    typer.Option(help="tool that builds or runs the image (default: the first that works here)"),
 ]
 Tag = Annotated[
     str | None, typer.Option(help="name of the image (default: localhost/slimqwen:NAME-PLATFORM)")
@@ -25,16 +25,18 @@ def build_variant_image(
     variant: VariantOption,
     platform: PlatformName = None,
     base_image: Annotated[
-        str | None, typer.Option(help="name@sha256:…, a local image, or debootstrap")
+        str | None, typer.Option(help="image to build on: name@sha256:…, a local image, or debootstrap")
     ] = None,
     container_tool: ToolName = None,
     tag: Tag = None,
     wheelhouse: Annotated[
-        Path | None, typer.Option(help="folder of the lock's wheels, to install from it alone")
+        Path | None, typer.Option(help="install only from this folder, which has every wheel of the lock")
     ] = None,
     cache: Annotated[
         Path | None,
-        typer.Option(help="compile_cache.tar.gz from another host, with both its manifests beside it"),
+        typer.Option(
+            help="compile_cache.tar.gz made on another host; compile_cache.json and manifest.json must be beside it"
+        ),
     ] = None,
 ) -> None:
     """Build the container image of a variant: library, environment, checkpoint, compile cache, flags."""

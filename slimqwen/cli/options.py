@@ -1,4 +1,4 @@
-"""Options that several verbs share. Nothing here imports code that measures: `--help` and completion stay quick."""
+"""Options that several verbs share. Imports no code that measures, so that `--help` and completion stay quick."""
 
 from pathlib import Path
 from typing import Annotated, Literal
@@ -9,7 +9,7 @@ from slimqwen import variant
 
 
 def matching_variants(incomplete: str) -> list[str]:
-    """Names of variants that complete the beginning of one."""
+    """Names of variants that begin with `incomplete`, for the shell's completion."""
     return [name for name in variant.names() if name.startswith(incomplete)]
 
 
@@ -19,12 +19,12 @@ def _stems(folder: str, incomplete: str) -> list[str]:
 
 
 def _settings_file(folder: str, default: str, *names: str) -> typer.models.OptionInfo:
-    """An option that names a file of eval/<folder>/, completed from the files there.
+    """An option whose value names a file of eval/<folder>/; the shell completes it from the files there.
 
     Args:
         folder: folder in eval/.
-        default: text of the help on the default.
-        names: names of the option instead of its parameter's.
+        default: text of the help about the default value.
+        names: names of the option; by default that of its parameter.
     """
     option: typer.models.OptionInfo = typer.Option(
         *names,
@@ -41,7 +41,7 @@ _OWN = " (default: the variant's EVALUATION in config.env)"
 _VARIANT = typer.Option(
     "--variant",
     metavar="NAME",
-    help="folder of experiments/; its name alone will do",
+    help="folder of experiments/; works without the option, too",
     autocompletion=matching_variants,
     parser=variant.load,
 )
@@ -56,17 +56,19 @@ WorkloadName = Annotated[
 RecordsFolder = Annotated[
     Path | None,
     typer.Option(
-        "--records-dir", metavar="FOLDER", help="write FOLDER/<variant>/, not experiments/<variant>/"
+        "--records-dir",
+        metavar="FOLDER",
+        help="write records to FOLDER/<variant>/, not experiments/<variant>/",
     ),
 ]
-Port = Annotated[int | None, typer.Option(help="TCP port of the running server, or of the one to be started")]
+Port = Annotated[int | None, typer.Option(help="TCP port of the server that runs or is to be started")]
 PlatformName = Annotated[
-    Literal["cpu", "cuda"] | None, typer.Option(help="platform, instead of the variant's or this machine's")
+    Literal["cpu", "cuda"] | None, typer.Option(help="platform instead of the variant's or this machine's")
 ]
 Rounds = Annotated[int, typer.Option(min=2, help="server starts of each kind; 6 give a 95 % interval")]
 EvenIfBusy = Annotated[
     bool,
     typer.Option(
-        "--even-if-busy", help="measure on a busy host too; the record is marked and never compared"
+        "--even-if-busy", help="measure even on a busy host; such a record is marked and never compared"
     ),
 ]

@@ -1,4 +1,4 @@
-"""`slimqwen plan`: predicts how vLLM will be configured; other verbs look up its records to warn or to refuse."""
+"""`slimqwen plan`: predicts vLLM's configuration; other verbs look up its records to warn or to refuse a start."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated
@@ -19,7 +19,9 @@ def plan(
     variant: VariantOption,
     gpu: Annotated[
         list[str] | None,
-        typer.Option(metavar="GPU", help="GPU model of eval/devices.yaml; repeat it (default: six of them)"),
+        typer.Option(
+            metavar="GPU", help="GPU model of eval/devices.yaml; may be repeated (default: six of them)"
+        ),
     ] = None,
     kernels: Annotated[
         bool,
@@ -32,16 +34,17 @@ def plan(
         bool,
         typer.Option(
             "--compile",
-            help="compile what a first start on the GPU compiles, and pack it in .cache/compiled/VARIANT-GPU",
+            help="compile what a first start on the GPU would compile, and pack it in .cache/compiled/VARIANT-GPU",
         ),
     ] = False,
     record: Annotated[
-        bool, typer.Option("--record", help="keep the plans in results/, where a start looks for them")
+        bool,
+        typer.Option("--record", help="write the plans as records into results/, where starts look for them"),
     ] = False,
 ) -> None:
     """Predict how vLLM will be configured for a variant on a GPU: backends, graphs, KV cache, known trouble.
 
-    It needs no GPU and loads no weights. Exit code 1: the server would not be started on one of the GPUs.
+    A prediction needs no GPU and loads no weights. Exit code 1: on one of the GPUs a start would be refused.
     """
     from slimqwen.plan import record as plans
     from slimqwen.plan import trouble
@@ -54,11 +57,13 @@ def plan(
         gpus = plans.DEFAULT_GPUS if variant.platform == "cuda" or machine.is_gpu_build() else (plans.CPU,)
     if compile_:
         if len(gpus) != 1 or gpus == (plans.CPU,):
-            raise typer.BadParameter("--compile takes one GPU: name it with --gpu")
+            raise typer.BadParameter("--compile works for one GPU at a time; name it with --gpu")
         _compile_ahead(variant, gpus[0])
         return
     if kernels and plans.CPU in gpus:
-        raise typer.BadParameter("a CPU runs no Triton kernels: name a GPU, or leave --kernels out")
+        raise typer.BadParameter(
+            "a CPU runs no Triton kernels; name a GPU with --gpu, or leave --kernels out"
+        )
     started, known = provenance.utc_now(), trouble.read_known_trouble(variant.root)
     with progress_bar() as progress:
         made = plans.make_plans(variant, gpus, kernels=kernels, progress=progress)
@@ -73,9 +78,9 @@ def plan(
 
 
 def _compile_ahead(variant: Variant, gpu: str) -> None:
-    """Compile the FlashInfer libraries and Triton kernels of a first start in advance, without a GPU, and pack them.
+    """Compile FlashInfer libraries and Triton kernels for a first start on a GPU, without a GPU, and pack them.
 
-    `slimqwen image build --cache` takes the archive; beside the checkpoint, `slimqwen serve` finds it.
+    `slimqwen image build --cache` puts the archive into an image; `slimqwen serve` finds it beside the checkpoint.
     """
     from slimqwen.plan import archive
     from slimqwen.serving import baked_cache
@@ -89,17 +94,18 @@ def _compile_ahead(variant: Variant, gpu: str) -> None:
     say(f"Triton kernels: {len(packed.baked.kernels)} forms")
     uncompiled = ", ".join(module.module for module in packed.plan.jit if not module.libraries)
     if uncompiled:
-        say(f"cannot be compiled ahead, and is compiled at its first use: {uncompiled}")
+        say(f"cannot be compiled ahead; the server compiles it at its first use: {uncompiled}")
     say(f"packed: {destination / baked_cache.ARCHIVE}")
 
 
 def find_recorded_plan(server: "ServerCommand") -> "tuple[Plan | None, Sequence[Trouble]]":
-    """Look up the plan of a start on this machine.
+    """Look up the recorded plan of a start on this machine.
 
-    Prints one line for each known cost of the start, or one line where no plan fits a start on a GPU.
+    Prints one line for each known trouble that only costs time or memory, or one if no plan fits a start on a GPU.
 
     Returns:
-        The plan, and the known trouble that prevents the start; without a plan that which flags alone decide.
+        The plan (None without one), and the known trouble for which the start is refused; without a plan only trouble
+        that follows from the flags.
 
     Raises:
         ServingError: there is no plan, and REQUIRE_PLAN=1.
@@ -111,8 +117,8 @@ def find_recorded_plan(server: "ServerCommand") -> "tuple[Plan | None, Sequence[
         found = start.find_plan(server, start.name_gpu_here(server))
     except start.MissingPlanError as error:
         if server.variant.require_plan:
-            raise ServingError(f"REQUIRE_PLAN=1, and {error}") from None
-        # What is known of a CPU is known by the flags, so a plan would change nothing of a start there.
+            raise ServingError(f"REQUIRE_PLAN=1, but {error}") from None
+        # Known trouble on a CPU follows from the flags, so a start there needs no plan.
         if server.platform != "cpu":
             errors.print(f"{error}.", markup=False)
         return None, start.match_flag_trouble(server).dies

@@ -1,4 +1,4 @@
-"""`slimqwen recipe`: make a checkpoint by stages, verify it, clean up."""
+"""`slimqwen recipe`: makes a checkpoint by stages, verifies it, deletes unused outputs."""
 
 import re
 from pathlib import Path
@@ -21,21 +21,26 @@ app = typer.Typer(help="Make a variant's checkpoint stage by stage.", no_args_is
 def run_variant_recipe(
     variant: VariantOption,
     until: Annotated[
-        str | None, typer.Option(metavar="STAGE", help="last stage to run (the first of this name)")
+        str | None,
+        typer.Option(
+            metavar="STAGE", help="last stage to run; if the recipe has several of this name, the first"
+        ),
     ] = None,
     shape: Annotated[
         bool,
-        typer.Option(help="run no stage: write its final dimensions to weights/shape-NAME, to time them"),
+        typer.Option(
+            help="run no stage; write a checkpoint's dimensions without weights to weights/shape-NAME, to time them"
+        ),
     ] = False,
     dry_run: Annotated[
         bool,
         typer.Option(
             "--dry-run",
-            help="run no stage: show memory, disk, time, and which would be reused",
+            help="run no stage; show memory, disk and time of each, and which outputs would be reused",
         ),
     ] = False,
 ) -> None:
-    """Run recipe.yaml into weights/NAME: resumes an interrupted run, reuses the stages that are up to date."""
+    """Run recipe.yaml and write weights/NAME; resumes an interrupted run and reuses outputs that are up to date."""
     if dry_run:
         _show_dry_run(variant)
         return
@@ -81,7 +86,7 @@ def run_variant_recipe(
 
 @app.command()
 def verify(variant: VariantOption) -> None:
-    """Re-hash the checkpoint, check its tensors against its config.json, load it in vLLM."""
+    """Check a checkpoint: hash its files, compare its tensors with its config.json, load it in vLLM."""
     from slimqwen import checkpoint
     from slimqwen.captured_log import capture_output
     from slimqwen.checkpoint import promise
@@ -97,7 +102,7 @@ def verify(variant: VariantOption) -> None:
             in_process.try_out(variant.weights)
     size = sum(record.bytes for record in manifest.files.values())
     unknown = promise.unknown_format(variant.weights)
-    exception = f" (the parts of weights in the format {unknown} are not checked)" if unknown else ""
+    exception = f" (except tensors in the format {unknown}, which are not checked)" if unknown else ""
     say(
         f"{relative(variant.weights)}: {len(manifest.files)} files, {size / 1e6:.1f} MB, as its manifest says; "
         f"its tensors are those its config.json promises{exception}; vLLM loads it and answers (log: {relative(log)})"
@@ -120,14 +125,14 @@ def corpus(
         list[str],
         typer.Option(
             metavar="NAME=FILE[:WEIGHT]",
-            help="a .txt or .jsonl file or a folder of parquet or .jsonl files; repeat it",
+            help="a .txt or .jsonl file, or a folder of parquet or .jsonl files; may be repeated",
         ),
     ],
-    tokens: Annotated[int, typer.Option(help="tokens of all sources together")],
+    tokens: Annotated[int, typer.Option(help="number of tokens over all sources")],
     output: Annotated[Path, typer.Option(metavar="FILE.jsonl", help="file to write")],
-    seed: Annotated[int, typer.Option(help="seed of the order of documents")] = 0,
+    seed: Annotated[int, typer.Option(help="seed for the order of the documents")] = 0,
 ) -> None:
-    """Mix a calibration text, counted by the variant's tokenizer and rendered by its chat template."""
+    """Mix a calibration text; the variant's tokenizer counts the tokens, its chat template renders chats."""
     from slimqwen import checkpoint
     from slimqwen.text import calibration_mix
 
@@ -145,14 +150,14 @@ def corpus(
     console.print(rows)
     for row in manifest["sources"]:
         if row["ran_out"]:
-            say(f"{row['name']} ran out; the other sources fill its share")
+            say(f"{row['name']} has too little text; the other sources fill its share")
     if manifest["tokens"] < manifest["tokens_wanted"]:
-        say(f"all sources ran out at {manifest['tokens']} of {manifest['tokens_wanted']} tokens")
+        say(f"all sources together have only {manifest['tokens']} of {manifest['tokens_wanted']} tokens")
     say(f"text: {output}, manifest: {calibration_mix.manifest_path(output)}")
 
 
 def _show_dry_run(variant: Variant) -> None:
-    """Show what each stage would take, and whether a run would reuse its output, and why."""
+    """Show memory, disk and time of each stage, and whether a run would reuse its output or what has changed."""
     from slimqwen.models.outline import Outline
     from slimqwen.plan import shapes
     from slimqwen.recipe import inspection, variant_recipe
@@ -161,7 +166,7 @@ def _show_dry_run(variant: Variant) -> None:
     base = variant_recipe.base_outline(variant)
     is_here = base is not None and base.folder.joinpath("tokenizer.json").is_file()
     if base is None:
-        # Before its download, the dimensions of a published checkpoint are known from eval/shapes/.
+        # The dimensions of a published checkpoint that is not downloaded yet are in eval/shapes/.
         first = variants.load(variant_recipe.read_recipe(variant).base, variant.root)
         base = Outline.of_shape(shapes.variant_shape(first), first.weights)
     faults, costs = variant_recipe.inspect_recipe(variant, base)
@@ -181,7 +186,7 @@ def _show_dry_run(variant: Variant) -> None:
         for change in forecast.changes if forecast else ():
             rows.add_row(*[""] * 6, f"{change.ingredient}: {_short(change.before)} -> {_short(change.after)}")
     console.print(rows)
-    say("Upper bounds of memory and disk; times by arithmetic are right within a factor of about three.")
+    say("Memory and disk are upper bounds; computed times are right within a factor of about three.")
     say(f"Times are for {inspection.describe_processor()}.")
     if faults:
         raise RecipeError.of_faults(faults)
@@ -196,7 +201,7 @@ def _duration(seconds: float) -> str:
 
 
 def _parse_source(text: str) -> "Source":
-    """Parse NAME=FILE, or the NAME of a text in eval/texts, either with :WEIGHT at the end."""
+    """Parse NAME=FILE, or the NAME of a text in eval/texts; :WEIGHT may follow either."""
     from slimqwen.text.calibration_mix import Source
     from slimqwen.text.corpus import resolve_text
 

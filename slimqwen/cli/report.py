@@ -1,4 +1,4 @@
-"""`slimqwen report`: the page of all records; with an option, their check, their tables or their export instead."""
+"""`slimqwen report`: builds the page of all records; options check, tabulate or export the records instead."""
 
 from pathlib import Path
 from typing import Annotated, Any
@@ -22,17 +22,18 @@ def report(
     check: Annotated[
         bool,
         typer.Option(
-            "--check", help="check all records, and the tables made from them; exit code 1: a fault"
+            "--check", help="check all records and the tables made from them; exit code 1: there is a fault"
         ),
     ] = False,
     tables: Annotated[
         bool,
         typer.Option(
-            "--tables", help="rewrite the tables of the Markdown files, docs/commands.md and stages.md"
+            "--tables", help="rewrite the tables in Markdown files, docs/commands.md and docs/stages.md"
         ),
     ] = False,
     newest: Annotated[
-        bool, typer.Option("--newest", help="with --tables: newer records replace those that a table names")
+        bool,
+        typer.Option("--newest", help="with --tables: replace the records that a table names by newer ones"),
     ] = False,
     mlflow: Annotated[
         str | None,
@@ -42,12 +43,12 @@ def report(
     ] = None,
     schemas: Annotated[
         bool,
-        typer.Option("--schemas", help="write slimqwen/records/schemas.json from the models of the kinds"),
+        typer.Option("--schemas", help="write slimqwen/records/schemas.json from the record kinds"),
     ] = False,
 ) -> None:
     """Build report/index.html: what to serve, the leaderboard, each variant; or do what the options say instead."""
     if newest and not tables:
-        raise typer.BadParameter("--newest goes with --tables")
+        raise typer.BadParameter("--newest works only with --tables; give both")
     root = variant.repository_root()
     if schemas:
         _write_schemas()
@@ -62,13 +63,13 @@ def report(
 
 
 def update_list(root: Path) -> None:
-    """Rewrite the list of variants; print the cause where that fails."""
+    """Rewrite the list of variants; if that fails, print the cause and go on."""
     from slimqwen.report import markdown
 
     try:
         changed_files = markdown.update_tables(root, ["variants"])
     except SlimqwenError as error:
-        say(f"list of variants left as it is: {error}")
+        say(f"the list of variants was not rewritten: {error}")
         return
     for file in changed_files:
         say(f"rewritten: {relative(file)}")
@@ -96,7 +97,7 @@ def _check_records(root: Path) -> None:
         shown = table(["file", "what is wrong", "what to do"], [])
         for fault in result.faults:
             shown.add_row(*map(escape, (fault.location, fault.fault, fault.cure)))
-        shown.columns[0].overflow = "fold"  # a path that is cut cannot be opened
+        shown.columns[0].overflow = "fold"  # a shortened path could not be opened
         console.print(shown)
     for note in result.notes:
         say(note)

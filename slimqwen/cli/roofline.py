@@ -1,4 +1,4 @@
-"""`slimqwen roofline`: the fastest that a variant could run on a GPU, computed."""
+"""`slimqwen roofline`: computes the fastest speed that a variant could reach on a GPU."""
 
 from dataclasses import replace
 from typing import Annotated
@@ -12,16 +12,18 @@ from slimqwen.variant import Variant
 
 def roofline(
     variant: VariantOption,
-    gpu: Annotated[str, typer.Option(metavar="NAME", help="name in eval/devices.yaml, such as a10g")],
+    gpu: Annotated[str, typer.Option(metavar="NAME", help="GPU of eval/devices.yaml, such as a10g")],
     context: Annotated[
-        list[int] | None, typer.Option(help="context length in tokens; repeat it (default: 128, 2048, 8192)")
+        list[int] | None,
+        typer.Option(help="context length in tokens; may be repeated (default: 128, 2048, 8192)"),
     ] = None,
     acceptance_length: Annotated[
-        float | None, typer.Option(help="assumed where no record of `slimqwen eval acceptance` has one")
+        float | None,
+        typer.Option(help="acceptance length to assume if no record of `slimqwen eval acceptance` fits"),
     ] = None,
     keep: Annotated[bool, typer.Option("--record", help="write the roofline into results/")] = False,
 ) -> None:
-    """Bound a variant's speed on a GPU, optimisation by optimisation, from the dimensions of its tensors."""
+    """Compute an upper bound of a variant's speed on a GPU, for each optimisation, from its tensors' dimensions."""
     from slimqwen.records import store
     from slimqwen.roofline import bounds
 
@@ -46,7 +48,7 @@ def roofline(
 
 
 def _newest_acceptance_length(variant: Variant) -> tuple[float | None, str]:
-    """The acceptance length of this checkpoint at the variant's K, and its record or why there is none."""
+    """The newest acceptance length of this checkpoint at the variant's K and its source; or None and the reason."""
     from slimqwen import checkpoint
     from slimqwen.evals.acceptance import Acceptance
     from slimqwen.records import store

@@ -1,4 +1,4 @@
-"""`slimqwen search` and `slimqwen tune`: what is fastest, on a GPU within a quality budget; here, among drafts."""
+"""`slimqwen search`: the fastest variant on a GPU in a quality budget; `slimqwen tune`: the fastest drafts here."""
 
 import math
 import re
@@ -20,38 +20,43 @@ Width = Annotated[
     int | None,
     typer.Option(
         min=1,
-        help="tasks at a time (default: one per core here, one on a GPU; every node of a Ray cluster)",
+        help="tasks at a time (default: one per core on a CPU, one on a GPU, one per node of a Ray cluster)",
     ),
 ]
 RayAddress = Annotated[
     str | None,
-    typer.Option(metavar="ADDRESS", help="Ray cluster, host:port or auto (default: this machine alone)"),
+    typer.Option(
+        metavar="ADDRESS", help="address of a Ray cluster, host:port or auto (default: only this machine)"
+    ),
 ]
 
 
 def search(
     base: Annotated[str, typer.Option("--base", "--variant", metavar="NAME", help="variant to start from")],
-    gpu: Annotated[str, typer.Option(metavar="NAME", help="GPU of eval/devices.yaml to serve on")],
+    gpu: Annotated[
+        str, typer.Option(metavar="NAME", help="GPU of eval/devices.yaml that the variant is to be served on")
+    ],
     budget: Annotated[
         str | None,
         typer.Option(metavar="NAME", help="limits of eval/gates/ (default: the base's EVALUATION)"),
     ] = None,
     space: Annotated[
-        str | None, typer.Option(metavar="NAME", help="file of eval/search/ (default: that of the budget)")
+        str | None,
+        typer.Option(metavar="NAME", help="file of eval/search/ (default: the one named as the budget)"),
     ] = None,
     trials: Annotated[
-        int | None, typer.Option(min=1, help="candidates, instead of the space's number")
+        int | None, typer.Option(min=1, help="number of candidates (default: the space's)")
     ] = None,
     minutes: Annotated[
         float | None, typer.Option(min=0, help="begin no candidate after this many minutes")
     ] = None,
     finalists: Annotated[
-        int | None, typer.Option(min=0, help="candidates to prove, instead of the space's number")
+        int | None, typer.Option(min=0, help="number of candidates to prove (default: the space's)")
     ] = None,
     ray: RayAddress = None,
     width: Width = None,
 ) -> None:
-    """Find the fastest variant within a quality budget among recipes and flags, cheap checks before expensive ones.
+    """Search recipes and flags for the fastest variant within a quality budget, with cheap checks first.
 
     Ctrl-C keeps what has been measured; the same command continues.
     """
@@ -81,31 +86,33 @@ def tune(
     load: Annotated[
         str | None,
         typer.Option(
-            metavar="N,…", help="concurrent requests (default: 1, 4 and 16, as far as they run at a time)"
+            metavar="N,…",
+            help="numbers of concurrent requests (default: those of 1, 4 and 16 that the variant runs at a time)",
         ),
     ] = None,
-    minutes: Annotated[float, typer.Option(min=1, help="begin no server after so many")] = 30,
+    minutes: Annotated[float, typer.Option(min=1, help="start no server after this many minutes")] = 30,
     temperature: Annotated[
         float | None,
         typer.Option(
-            min=0, help="of the timed requests (default: the workload's); above 0 drafts can be drawn"
+            min=0,
+            help="temperature of the timed requests (default: the workload's); above 0 drafts can be sampled",
         ),
     ] = None,
     apply: Annotated[
-        str | None, typer.Option(metavar="NAME", help="write the chosen settings into a new variant")
+        str | None, typer.Option(metavar="NAME", help="name of a new variant that gets the chosen settings")
     ] = None,
     port: Port = None,
     even_if_busy: EvenIfBusy = False,
 ) -> None:
     """Find the fastest way to speculate for a variant on this machine: MTP depths, prompt lookup, drafters, none.
 
-    Each is measured in turns with the undrafted server; one with wrong responses is out. The same command continues.
+    Each way takes turns with the undrafted server; wrong responses end it. The same command continues.
     """
     from slimqwen.search.tune import tune_variant
     from slimqwen.variant import scaffold
 
     if load is not None and not re.fullmatch(r"[1-9]\d*(,[1-9]\d*)*", load):
-        raise typer.BadParameter(f"--load {load}: give numbers such as 1,4,16")
+        raise typer.BadParameter(f"--load {load}: give numbers of concurrent requests, such as 1,4,16")
     if apply is not None:
         scaffold.require_new(apply, variant.root)
     with progress_bar() as progress:
@@ -123,10 +130,14 @@ def tune(
     if apply is None:
         return
     if not record.lines:
-        why = "nothing is decided yet" if record.chosen is None else "no settings would change"
-        say(f"{apply} is not written: {why}")
+        why = (
+            "the verdict is inconclusive"
+            if record.chosen is None
+            else "the variant has the chosen settings already"
+        )
+        say(f"{apply} was not written: {why}")
         return
-    hypothesis = f"{variant.name} is faster with {record.chosen} and responds alike."
+    hypothesis = f"{variant.name} is faster with {record.chosen} and gives the same responses."
     folder = scaffold.create(apply, variant.name, hypothesis, lines=record.lines, root=variant.root)
     say(f"written: {relative(folder)}; next: `slimqwen gate --variant {apply}`")
     update_list(variant.root)

@@ -1,4 +1,4 @@
-"""`slimqwen serve`: read a variant's config.env, check it, and become vLLM."""
+"""`slimqwen serve`: reads a variant's config.env, checks it, and replaces itself with vLLM."""
 
 import os
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -16,10 +16,10 @@ if TYPE_CHECKING:
 
 def serve(
     variant: VariantOption,
-    port: Annotated[int | None, typer.Option(min=1, max=65535, help="TCP port, instead of VLLM_PORT")] = None,
+    port: Annotated[int | None, typer.Option(min=1, max=65535, help="TCP port instead of VLLM_PORT")] = None,
     platform: PlatformName = None,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="print environment and command, start nothing")
+        bool, typer.Option("--dry-run", help="print environment and command, but start nothing")
     ] = False,
     require_baked: Annotated[
         Literal["1"] | None,
@@ -28,7 +28,8 @@ def serve(
     require_plan: Annotated[
         Literal["1"] | None,
         typer.Option(
-            envvar="REQUIRE_PLAN", help="refuse to serve without a plan, or where the engine differs from it"
+            envvar="REQUIRE_PLAN",
+            help="refuse to serve without a plan, or if the engine differs from its plan",
         ),
     ] = None,
     allow_unsafe: Annotated[
@@ -36,7 +37,7 @@ def serve(
         typer.Option(help="serve despite known trouble, as ALLOW_UNSAFE=1 does"),
     ] = None,
 ) -> None:
-    """Serve a variant with vLLM, under the name "default"."""
+    """Serve a variant with vLLM, as the model "default"."""
     from slimqwen.plan import start
     from slimqwen.serving import checks, cuda_toolkit
     from slimqwen.serving import platform as machine
@@ -51,11 +52,11 @@ def serve(
     variant = variant.with_lines({key: value for key, value in options.items() if value})
     with errors.status("reading vLLM's flags"):
         command = ServerCommand.resolve(variant, port=port, platform=platform)
-    # VLLM_LOGGING_LEVEL is this process's own, and imports have set variables of inductor.
+    # Not the shell's: this process sets VLLM_LOGGING_LEVEL, and imports set TORCHINDUCTOR variables.
     named = (key for key in os.environ if key.startswith("VLLM_") and key != "VLLM_LOGGING_LEVEL")
     if unused := sorted(filter(is_stray, named)):
         errors.print(
-            f"Not used, because config.env alone says how {variant.name} is served: {', '.join(unused)} of this shell"
+            f"Not used, because only config.env decides how {variant.name} is served: {', '.join(unused)} of this shell"
             f"{' (--port N sets a port)' if 'VLLM_PORT' in unused else ''}.",
             markup=False,
         )
@@ -74,7 +75,7 @@ def serve(
         weights = command.variant.weights
         if weights.is_dir():
             checks.check_weights(command)
-        else:  # the command can be shown without it
+        else:  # the command can be shown without weights
             errors.print(
                 f"{relative(weights)} is missing: {making_command(weights, command.variant.root)}",
                 markup=False,
@@ -89,8 +90,8 @@ def serve(
     environment = command.process_environment()
     if command.platform == "cuda" and (missing := cuda_toolkit.missing(environment)):
         errors.print(
-            f"This host has no {' and no '.join(missing)}: a kernel that FlashInfer compiles at its first use fails; "
-            "Debian: apt-get install g++.",
+            f"This host has no {' and no '.join(missing)}: kernels that FlashInfer compiles at first use would "
+            "fail. On Debian: apt-get install g++.",
             markup=False,
         )
     os.execve(command.argv[0], list(command.argv), environment)
@@ -98,7 +99,7 @@ def serve(
 
 def _fitness(cache: "CompileCache") -> str:
     if cache.usable and not cache.usable.graphs:
-        return "fits this machine and these flags; it holds no graphs, which vLLM compiles"
+        return "fits this machine and these flags, but has no graphs: vLLM compiles them"
     if cache.usable:
-        return "fits this machine and these flags; the log says graph by graph whether it was loaded"
-    return f"not used, vLLM will compile: {'; '.join(cache.differences)}"
+        return "fits this machine and these flags; the log says for each graph whether it was loaded"
+    return f"not used, so vLLM compiles: {'; '.join(cache.differences)}"

@@ -1,6 +1,6 @@
-"""What a command prints of an exception that is no SlimqwenError: the cause on one line, and the log of its traceback.
+"""Report of an exception that is no SlimqwenError: one line with its cause and the log that has the traceback.
 
-Standard library only, because it also reports what goes wrong while the others are imported.
+Imports only the standard library, because it also reports what goes wrong while other modules are imported.
 """
 
 import contextlib
@@ -16,7 +16,7 @@ from types import TracebackType
 
 _ROOT = Path(__file__).resolve().parents[2]
 
-_READ_ONLY = "make it writable for this user, or work in a clone of your own"
+_READ_ONLY = "make it writable for this user, or work in your own clone of the repository"
 _FULL = "free some disk space"
 _OPEN_FILES = "allow more open files, such as `ulimit -n 4096`"
 _CURES = {
@@ -32,7 +32,7 @@ _CURES = {
 
 
 def install_hooks() -> None:
-    """Report what nobody has caught, in this and in other threads, and give a process without output an output."""
+    """Report uncaught exceptions of all threads; open /dev/null as stdout or stderr of a process without them."""
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:  # closed by the shell: `>&-`
             setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_WRONLY), "w", encoding="utf-8"))
@@ -48,7 +48,7 @@ def _report_uncaught(kind: type[BaseException], error: BaseException, trace: Tra
 
 
 def report_unexpected(error: BaseException) -> None:
-    """Write the traceback of an exception into a log, and print its cause and that log on one line."""
+    """Write the traceback of an exception into a log, and print one line with the cause and the log's path."""
     log = _write_log(error)
     place = f"the traceback is in {log}" if log else "its traceback could not be written"
     _print(f"error: {describe_cause(error)}; {place}")
@@ -59,7 +59,7 @@ def describe_cause(error: BaseException) -> str:
     words = " ".join(str(error).split())
     cause = f"unexpected {type(error).__name__}{f': {words[:500]}' if words else ''}"
     if isinstance(error, ImportError):
-        return f"{cause}; `make install` repairs .venv"
+        return f"{cause}; run `make install` to repair .venv"
     number = (
         error.errno
         if isinstance(error, OSError)

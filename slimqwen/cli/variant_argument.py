@@ -1,6 +1,6 @@
-"""A variant named without its option: `slimqwen serve mine` is `slimqwen serve --variant mine`.
+"""Accepts a variant's name without its option: `slimqwen serve mine` is `slimqwen serve --variant mine`.
 
-A new one too: `slimqwen variant new mine --base tiny` is `slimqwen variant new --name mine --base tiny`.
+Likewise `slimqwen variant new mine --base tiny` is `slimqwen variant new --name mine --base tiny`.
 """
 
 from collections.abc import Sequence
@@ -8,10 +8,11 @@ from typing import Any
 
 
 def with_variant_option(command: Any, arguments: Sequence[str]) -> list[str]:
-    """Words of a command line, the first that is no option after `--variant` or `--name`, whichever the verb takes.
+    """Insert `--variant` or `--name`, whichever the verb has, before the first word that is not an option.
 
     Args:
         command: the group of all verbs, as typer builds it.
+        arguments: words of the command line.
     """
     words, at = list(arguments), 0
     while hasattr(command, "commands") and at < len(words) and words[at] in command.commands:

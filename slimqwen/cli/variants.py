@@ -1,4 +1,4 @@
-"""`slimqwen variant`: list, create and promote variants."""
+"""`slimqwen variant`: lists, creates and promotes variants."""
 
 import re
 from pathlib import Path
@@ -16,7 +16,7 @@ app = typer.Typer(help="List, create and promote variants.", no_args_is_help=Tru
 
 @app.command("list")
 def list_variants() -> None:
-    """List the variants: hypothesis, baseline, state of the weights, latest figures."""
+    """List all variants: hypothesis, baseline, state of the weights, latest figures."""
     from slimqwen.report import tables
 
     console.print(tables.variants_table(variants.repository_root(), with_weights=True).as_rich())
@@ -26,42 +26,43 @@ def list_variants() -> None:
 def new(
     name: Annotated[str, typer.Option(metavar="NAME", help="name of the new folder in experiments/")],
     base: Annotated[
-        str | None, typer.Option(metavar="NAME", help="variant whose flags and checkpoint it starts from")
+        str | None,
+        typer.Option(metavar="NAME", help="variant whose flags and checkpoint the new one starts from"),
     ] = None,
     checkpoint: Annotated[
         str | None,
         typer.Option(
             metavar="FOLDER|OWNER/NAME[@COMMIT]",
-            help="a baseline of this checkpoint instead: a folder, or a repository of the hub, which is downloaded",
+            help="create a baseline of this checkpoint instead: a folder, or a hub repository, which is downloaded",
         ),
     ] = None,
     hypothesis: Annotated[
         str | None,
-        typer.Option(help="what it is expected to show, one sentence that can be refuted"),
+        typer.Option(help="what the variant is expected to show, in one sentence that can be refuted"),
     ] = None,
     stage: Annotated[
         list[str] | None,
-        typer.Option(help="stage of its own recipe; repeat it in the order of the stages"),
+        typer.Option(help="stage of the variant's own recipe; may be repeated, in order"),
     ] = None,
     evaluation: Annotated[
         str | None,
         typer.Option(
             metavar="NAME",
-            help="what judges it: a folder of eval/own/, or a name of eval/suites/ (default: the base's; core)",
+            help="what judges the variant: folder of eval/own/, or name of eval/suites/ (default: the base's; core)",
         ),
     ] = None,
 ) -> None:
-    """Create experiments/NAME: a baseline of a checkpoint, or a variant of another, ready for its flags or recipe."""
+    """Create experiments/NAME: a baseline of a checkpoint, or a variant of another one, to add flags or a recipe."""
     from slimqwen.evals.suites.suite import Suite
     from slimqwen.recipe import template
     from slimqwen.variant import scaffold
 
     if (base is None) == (checkpoint is None) or (checkpoint and stage):
         raise typer.BadParameter(
-            "give --checkpoint FOLDER for a baseline, or --base NAME for a variant of it with its --stage"
+            "give --checkpoint FOLDER for a baseline, or --base NAME for a variant of that base"
         )
     if evaluation:
-        # A name that nothing has is found here, not at the gate.
+        # Checks that the evaluation exists now, not only at the gate.
         Suite.load(evaluation, variants.repository_root())
     if checkpoint:
         folder = _create_baseline(name, checkpoint, hypothesis or _BASELINE, evaluation or "core")
@@ -91,7 +92,7 @@ _BASELINE = "The checkpoint as it is published: what every variant of it has to 
 
 
 def _create_baseline(name: str, checkpoint: str, hypothesis: str, evaluation: str) -> Path:
-    """Write a baseline variant of a folder or of a hub repository, and say what is in the checkpoint."""
+    """Write a baseline variant of a folder or hub repository, and print what was found in the checkpoint."""
     from slimqwen.recipe.base_variant import CheckpointFacts
     from slimqwen.variant import scaffold
 
@@ -99,7 +100,7 @@ def _create_baseline(name: str, checkpoint: str, hypothesis: str, evaluation: st
     scaffold.require_new(name, root)
     source: dict[str, str] = {}
     weights = Path(checkpoint).expanduser().resolve()
-    # A path below a folder that is here is a misspelt folder, and no repository of the hub.
+    # A path whose parent folder exists is a misspelt folder, not a hub repository.
     is_path = weights.exists() or ("@" not in checkpoint and weights.parent.is_dir())
     if not is_path and re.fullmatch(r"[\w.-]+/[\w.-]+(@[0-9a-f]{40})?", checkpoint):
         weights, source = _download_copy(name, checkpoint)
@@ -112,7 +113,7 @@ def _create_baseline(name: str, checkpoint: str, hypothesis: str, evaluation: st
 
 
 def _download_copy(name: str, checkpoint: str) -> tuple[Path, dict[str, str]]:
-    """Download a repository, owner/name[@commit], into weights/<name>: the folder, and its lines of config.env."""
+    """Download a repository, owner/name[@commit], into weights/<name>; return the folder and lines for config.env."""
     silence_hub_client()
     from slimqwen import hub
 
@@ -127,15 +128,15 @@ def _download_copy(name: str, checkpoint: str) -> tuple[Path, dict[str, str]]:
 
 @app.command()
 def promote(variant: VariantOption) -> None:
-    """Mark a variant as promoted and write its model card, if its gate passed on its present checkpoint."""
+    """Mark a variant as promoted and write its model card, if its gate passed with its present checkpoint."""
     from slimqwen.evals import promotion
 
     promoted = promotion.promote_variant(variant)
     gate = relative(promoted.gate)
     if not promoted.changed:
-        say(f"{variant.name} is promoted already, by {gate}; nothing changed")
+        say(f"{variant.name} is promoted already by {gate}; nothing changed")
         return
-    say(f"{variant.name} is promoted, by {gate}")
+    say(f"{variant.name} was promoted by {gate}")
     if promoted.card:
         say(f"model card: {relative(promoted.card)}")
     else:

@@ -37,7 +37,9 @@ class ClassAcceptance(Block):
     temperature: NonNegative
     drafts: Count
     length: Estimate = Field(description="Acceptance length, 1 + accepted / drafts, tokens.")
-    rates: tuple[Estimate, ...] = Field(description="Share of the drafts accepted up to each position.")
+    rates: tuple[Estimate, ...] = Field(
+        description="Share of the drafts accepted up to and with each position."
+    )
 
 
 class Depth(Block):
@@ -49,7 +51,7 @@ class Depth(Block):
 
 
 class Acceptance(SplitRecord):
-    """How long a variant's drafts are accepted, by depth, prompt class and temperature."""
+    """How many drafted tokens of a variant are accepted, by depth, prompt class and temperature."""
 
     kind = "acceptance"
     version = 4
@@ -57,7 +59,7 @@ class Acceptance(SplitRecord):
     deciding_flags = fidelity.WEIGHT_FLAGS
     leaderboard_columns: ClassVar[Mapping[str, str]] = {"acceptance_length": "acceptance length, tokens"}
 
-    settings_name: SettingsName = Field(description="Name of the settings in eval/gates/.")
+    settings_name: SettingsName = Field(description="Name of the settings file in eval/gates/.")
     gate_depth: Positive = Field(description="The K at which the gate compares variant and baseline.")
     least_share: float = Field(description="Smallest share of the baseline's acceptance length that passes.")
     classes: dict[str, Positive] = Field(min_length=1, description="Longest prompt of each class, tokens.")
@@ -65,7 +67,7 @@ class Acceptance(SplitRecord):
     depths: tuple[Depth, ...] = Field(min_length=1)
 
     def figures(self) -> Mapping[str, Figure]:
-        """All numbers, and the acceptance length at the gate's depth (else the deepest) as `acceptance_length`."""
+        """All numbers; `acceptance_length` is of the gate's depth, or of the deepest if the gate's was not measured."""
         lengths = {row.depth: row.length for row in self.depths}
         length = lengths[self.gate_depth if self.gate_depth in lengths else max(lengths)]
         figure = Figure(length.value, "tokens", length.standard_error, count=length.count)
@@ -106,11 +108,11 @@ def measure_acceptance(
 
     Args:
         depths: tokens drafted at a time (K).
-        gate_depth: K at which the record is compared with another; None for that of the settings.
+        gate_depth: K at which the gate compares two records; None for the K that the settings name.
         greedy_only: whether to leave out temperatures above 0.
 
     Raises:
-        ServingError: the variant is measured for speed and memory only.
+        ServingError: the variant's weights are random, or its acceptance length is set by a flag.
         EvalError: the checkpoint has no MTP head, or the engine drafts nothing.
     """
     speed_only.refuse_speed_only(variant, "acceptance")
@@ -159,11 +161,11 @@ def measure_acceptance(
 def cut_class_prompts(
     variant: Variant, settings: AcceptanceSettings, depth: int, split: Split | None = None
 ) -> dict[str, list[list[int]]]:
-    """Prompts of each class in the variant's token ids, as `drafting.cut_prompts`, for drafts of up to `depth` tokens.
+    """Cut prompts of each class by `drafting.cut_prompts`, short enough for drafts of up to `depth` tokens.
 
     Raises:
-        EvalError: a checkpoint is missing or the variant's has no MTP head, or the context holds no prompt.
-        CorpusError: the documents are missing, malformed or used up.
+        EvalError: a checkpoint is missing, the variant has no MTP head, or the context is too short for a prompt.
+        CorpusError: the documents are missing, malformed or too few.
     """
     baseline = variants.load(variant.baseline, variant.root) if variant.baseline else variant
     for side in (variant, baseline):
@@ -174,7 +176,7 @@ def cut_class_prompts(
 
 
 def summarise_items(items: Sequence[Item]) -> tuple[Depth, ...]:
-    """The figures of each depth, estimated over groups."""
+    """Estimate the figures of each depth, with groups of prompts as independent observations."""
     rows = []
     for depth in dict.fromkeys(item["depth"] for item in items):
         depth_items = [item for item in items if item["depth"] == depth and item["drafts"]]

@@ -24,7 +24,7 @@ class AcceptanceShare:
         second: acceptance length of the variant, tokens.
         ratio: second / first, with its interval over groups of prompts.
         least_share: smallest ratio that passes.
-        p_value: one-sided, of the hypothesis that the ratio is the least share or below.
+        p_value: one-sided, of the hypothesis that the ratio is at most `least_share`.
     """
 
     depth: int
@@ -40,10 +40,10 @@ class AcceptanceShare:
 def pair_acceptance_records(
     first: Path, second: Path, digests: Sequence[str] | None = None
 ) -> tuple[Path, Path]:
-    """Find the newest acceptance records of two variants that count the same prompts at the gate's depth.
+    """Find the newest acceptance records of two variants that used the same prompts at the gate's depth.
 
     Args:
-        digests: digests of the two checkpoints; by default any.
+        digests: digests of the two checkpoints; None accepts records of any checkpoint.
 
     Raises:
         MissingRecordError: a variant has no such record.
@@ -68,10 +68,10 @@ def comparison_key(record: Acceptance) -> dict[str, Any]:
 
 
 def compare_acceptance(first: Path, second: Path) -> AcceptanceShare:
-    """Compare two acceptance records, the baseline's first, at the gate's depth of the second.
+    """Compare two acceptance records, the baseline's first, at the gate depth that the second record names.
 
     Raises:
-        NotComparableError: they are of different splits, or share too few groups of prompts at that depth.
+        NotComparableError: the records are of different splits, or share too few groups of prompts at that depth.
         RecordError: a record or its items are damaged.
     """
     baseline_record, record = (store.read_record(path, Acceptance) for path in (first, second))
@@ -86,14 +86,14 @@ def compare_acceptance(first: Path, second: Path) -> AcceptanceShare:
 def compare_drafts(
     first: Sequence[Item], second: Sequence[Item], *, depth: int, least_share: float
 ) -> AcceptanceShare:
-    """Compare the items of two acceptance records by the groups of greedy prompts that both have.
+    """Compare the items of two acceptance records over the groups of greedy prompts that are in both.
 
     Args:
         depth: tokens drafted at a time (K).
         least_share: smallest share of the baseline's acceptance length that passes.
 
     Raises:
-        NotComparableError: they share too few groups at that depth.
+        NotComparableError: the records share fewer than two groups at that depth.
     """
     groups = [_greedy_groups(items, depth) for items in (first, second)]
     shared = sorted(groups[0].keys() & groups[1].keys())

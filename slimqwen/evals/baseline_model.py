@@ -1,4 +1,4 @@
-"""A baseline's next-token distributions by transformers in float32, its hidden states kept for the next comparison."""
+"""A baseline's next-token distributions, computed by transformers in float32 from hidden states that are kept."""
 
 import hashlib
 import json
@@ -16,21 +16,21 @@ from slimqwen import checkpoint
 from slimqwen.models.language_model import load_in_float32
 
 KEPT_STATES = Path(".cache") / "baseline_states"
-"""Folder of a repository with the hidden states of baselines; deleted states are computed again."""
+"""Folder with the kept hidden states of baselines, relative to the repository; deleted states are computed again."""
 
 _STATES = "hidden_states"
 
 
 class BaselineModel:
-    """The baseline in transformers, float32: inputs are not rounded, whatever its quantization_config asks for.
+    """The baseline in transformers and float32: activations are not quantised, even if quantization_config asks for it.
 
-    Transformers has no fused kernel for Gated DeltaNet on a CPU, so it reads the texts more slowly than the engine that
-    is compared with it. All variants of a baseline, in all modes, are therefore compared with the same kept states: for
-    each text the input of the output head, tokens x hidden size x 4 bytes, keyed by the checkpoint's content.
+    Transformers has no fused kernel for Gated DeltaNet on a CPU, so it reads texts more slowly than vLLM does. All
+    variants of a baseline, in all modes, are therefore compared with the same kept states. The state of a text is the
+    input of the output head, tokens x hidden size x 4 bytes; its key is the content of checkpoint and text.
     """
 
     def __init__(self, weights: Path, cache: Path) -> None:
-        """Load a checkpoint, its quantised weights unpacked. Raises as `load_language_model`."""
+        """Load a checkpoint and dequantise its weights; raises what `load_language_model` raises."""
         self._model = load_in_float32(weights)
         self._cache = cache
         self._origin = (
@@ -63,7 +63,7 @@ class BaselineModel:
 
 
 def _read(file: Path) -> Tensor | None:
-    """Kept states; None where the file is missing or incomplete."""
+    """Read the kept states of one text; None if the file is missing or incomplete."""
     try:
         return load_file(file)[_STATES]
     except (FileNotFoundError, SafetensorError, KeyError):
@@ -72,7 +72,7 @@ def _read(file: Path) -> Tensor | None:
 
 def _write(file: Path, states: Tensor) -> None:
     file.parent.mkdir(parents=True, exist_ok=True)
-    # By rename, because another evaluation may read the same text at the same time.
+    # Published by rename, because another evaluation may read or write the same text's states at the same time.
     unfinished = file.with_suffix(f".{os.getpid()}")
     save_file({_STATES: states.contiguous()}, unfinished)
     unfinished.rename(file)

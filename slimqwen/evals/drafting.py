@@ -1,6 +1,6 @@
-"""Drafts of vLLM's MTP head, measured: settings, prompts of each class, and counts of accepted drafts.
+"""Measurement of MTP drafts in vLLM: settings, prompts of each class, and counts of accepted draft tokens.
 
-`slimqwen.evals.acceptance` makes estimates and a record of the counts.
+`slimqwen.evals.acceptance` turns the counts into estimates and a record.
 """
 
 import dataclasses
@@ -33,7 +33,7 @@ class AcceptanceSettings(Settings):
     """Section acceptance of eval/gates/<name>.yaml; tinyworld.yaml explains each field.
 
     Attributes:
-        gate_depth: tokens drafted at a time (K) at which the gate compares; 0: those that are served.
+        gate_depth: tokens drafted at a time (K) at which the gate compares; 0 for the variant's served K.
     """
 
     folder: ClassVar[str] = "gates"
@@ -56,30 +56,32 @@ class AcceptanceSettings(Settings):
     def _groups_have_prompts(self) -> Self:
         fewest = min(self.prompts, self.proof_prompts or self.prompts)
         if fewest < self.groups:
-            raise ValueError(f"{fewest} prompts do not make {self.groups} groups")
+            raise ValueError(f"{fewest} prompts cannot be divided into {self.groups} groups; raise prompts")
         return self
 
     def depth_of(self, variant: Variant) -> int:
-        """The K at which the gate compares a variant with its baseline; 4 for one that is served without drafts."""
+        """The K at which the gate compares a variant with its baseline; 4 if the variant is served without drafts."""
         if self.gate_depth:
             return self.gate_depth
         served = ServerCommand.resolve(variant).flags.get("speculative-config") or {}
         return int(served.get("num_speculative_tokens") or _UNSERVED_DEPTH)
 
     def at_depth_of(self, variant: Variant) -> Self:
-        """The settings with `depth_of` a variant as their depth."""
+        """A copy of the settings whose `gate_depth` is `depth_of(variant)`."""
         return self.model_copy(update={"gate_depth": self.depth_of(variant)})
 
     def prompt_count(self, split: Split | None) -> int:
-        """Prompts of each class; `proof_prompts` gives their number on the proof's side of a split."""
+        """Number of prompts in each class: `proof_prompts`, if set, on the proof's side of a split, else `prompts`."""
         is_proof = split is not None and split.side == "proof"
         return self.proof_prompts if is_proof and self.proof_prompts else self.prompts
 
 
 def require_mtp_head(variant: Variant) -> None:
-    """Raise an EvalError if the checkpoint of a variant has nothing that drafts."""
+    """Raise an EvalError if the checkpoint of a variant has no MTP head."""
     if not has_mtp_head(variant.weights):
-        raise EvalError(f"{variant.name} has no MTP head, so nothing is drafted; take a checkpoint with one")
+        raise EvalError(
+            f"{variant.name} has no MTP head, so nothing is drafted; use a checkpoint with an MTP head"
+        )
 
 
 def cut_prompts(
@@ -89,24 +91,24 @@ def cut_prompts(
     max_tokens: int,
     split: Split | None = None,
 ) -> dict[str, list[list[int]]]:
-    """Prompts of each class in the variant's token ids.
+    """Cut prompts of each class from the documents and return them in the variant's token ids.
 
-    Both sides get the same text: the baseline's tokenizer cuts it to length, also for a pruned variant.
+    Variant and baseline get the same text: the baseline's tokenizer cuts it to length, also for a pruned variant.
 
     Args:
         max_tokens: longest prompt, in tokens of the variant.
-        split: side of the split that the documents are on; None for both.
+        split: side of the split whose documents are used; None for both sides.
 
     Raises:
-        CorpusError: the documents are missing, malformed or used up.
-        EvalError: the context holds no prompt.
+        CorpusError: the documents are missing, malformed or too few.
+        EvalError: the context is too short for a prompt.
     """
     import transformers
 
     if max_tokens < 1:
         raise EvalError(
-            f"the context of {variant.name} holds no prompt beside {settings.tokens} tokens and their drafts; raise "
-            "VLLM_MAX_MODEL_LEN in its config.env"
+            f"the context of {variant.name} is too short for a prompt, {settings.tokens} output tokens and their "
+            "drafts; raise VLLM_MAX_MODEL_LEN in its config.env"
         )
     variant_tokenizer, baseline_tokenizer = (
         transformers.AutoTokenizer.from_pretrained(side.weights, local_files_only=True)
@@ -141,7 +143,7 @@ def measure_drafts(
     flags: Mapping[str, Any],
     progress: Progress = silent,
 ) -> list[dict[str, Any]]:
-    """Have vLLM continue the prompts of each class, group by group, in an engine that drafts.
+    """Have a vLLM engine with MTP drafts continue the prompts of each class, group by group.
 
     Args:
         classes: class name -> prompts in token ids.
@@ -149,7 +151,7 @@ def measure_drafts(
         flags: vLLM's flags, by name without dashes.
 
     Returns:
-        Items of a record.
+        Items of an acceptance record, one per class, temperature and group.
 
     Raises:
         EvalError: the engine drafts nothing.
@@ -161,7 +163,7 @@ def measure_drafts(
         weights,
         num_speculative_tokens=depth,
         max_model_len=draft_counts.needed_context(longest, depth),
-        # CUDA graphs decide a GPU's speed. On a CPU only counts matter, and compiling costs minutes.
+        # On a GPU the measured times need CUDA graphs. On a CPU only the counts matter, and compiling costs minutes.
         enforce_eager=platforms.detect() == "cpu",
         **{name.replace("-", "_"): value for name, value in flags.items()},
     ) as llm:
@@ -187,6 +189,6 @@ def measure_drafts(
 
 
 def acceptance_lengths(items: Sequence[Item]) -> tuple[list[float], list[int]]:
-    """The acceptance length of each group, and its weight: the number of drafts."""
+    """Acceptance length of each item, and the number of its drafts as its weight."""
     drafts = [item["drafts"] for item in items]
     return [1 + sum(item["accepted_per_position"]) / item["drafts"] for item in items], drafts

@@ -1,10 +1,10 @@
-"""Engine check: the greedy tokens of the flags that are served, compared with those of a plain reference engine.
+"""Engine check: greedy tokens of an engine with the served flags, compared with those of a plain reference engine.
 
 The reference engine has the same weights and number formats, and nothing else that could change its tokens: one request
-at a time, whole prompts, eager execution, no drafts, no prefix cache. The served flags and their neighbours (drafts
-and prefix cache the other way) respond to prompts of consecutive lengths, alone, from the prefix cache and together,
-and at each turn of several sessions at once. Each engine runs in a process of its own, so that a crash or hang of vLLM
-becomes a result.
+at a time, whole prompts, eager execution, no drafts, no prefix cache. Compared with it are the served engine and two
+neighbours: one with the prefix cache switched, one with drafts switched. They get prompts of consecutive lengths, each
+alone, again from the prefix cache and all together, and then the turns of several concurrent sessions. Each engine runs
+in its own process, so that a crash or hang of vLLM becomes a result.
 """
 
 import os
@@ -58,30 +58,30 @@ _END_S = 60.0  # a finished engine may still release a GPU
 
 
 class CheckedEngine(Block):
-    """One engine, and its responses compared with the reference engine's."""
+    """One engine, and how its responses compare with the reference engine's."""
 
     name: EngineName
     draft_tokens: Count = Field(description="num_speculative_tokens of MTP, 0 without.")
     prefix_caching: bool
-    sequences: Count = Field(description="Requests at a time; 0 where the engine broke down.")
+    sequences: Count = Field(description="Most requests at a time; 0 if the engine broke down.")
     responses: Count
-    near_ties: Count = Field(description="Responses that differ where either token is correct.")
+    near_ties: Count = Field(description="Responses that differ only by a near tie: either token is correct.")
     wrong: dict[Way, tuple[Count, ...]] = Field(
-        description="Prompt lengths whose response differs where the two tokens are no near tie."
+        description="Prompt lengths in tokens whose response differs from the reference engine's by no near tie."
     )
     cached_tokens: Count = Field(description="Prompt tokens found in the prefix cache.")
     accepted_drafts: Count
-    failure: str | None = Field(description="Why the engine broke down; null where it did not.")
+    failure: str | None = Field(description="Why the engine broke down; null if it did not.")
     seconds: NonNegative
 
     @property
     def wrong_responses(self) -> int:
-        """Number of wrong responses, in all ways."""
+        """Number of wrong responses over all ways of sending the prompts."""
         return sum(map(len, self.wrong.values()))
 
     @property
     def verdict(self) -> Verdict:
-        """Fail with a wrong response or a breakdown; inconclusive where drafts or prefix cache had no effect."""
+        """Fail on a wrong response or breakdown; inconclusive if no draft was accepted or no prefix was cached."""
         if self.wrong or self.failure:
             return Verdict.FAIL
         has_idle_drafts = self.draft_tokens > 0 and self.accepted_drafts == 0
@@ -90,19 +90,21 @@ class CheckedEngine(Block):
 
 
 class EngineCheck(ServedRecord):
-    """Greedy tokens of a variant's served flags and their neighbours, compared with a plain reference engine's."""
+    """Greedy tokens of a variant's served engine and its neighbours, compared with a plain reference engine's."""
 
     kind = "engine"
     version = 2
     verb = "eval engine"
 
-    settings_name: SettingsName = Field(description="Name of the settings in eval/gates/.")
+    settings_name: SettingsName = Field(description="Name of the settings file in eval/gates/.")
     near_tie_nats: float = Field(
         ge=0,
         description="Log-probability gap of the reference engine up to which either token is correct: a multiple of "
         "the noise of such gaps in the same run.",
     )
-    engines: tuple[CheckedEngine, ...] = Field(min_length=1, description="The served one first.")
+    engines: tuple[CheckedEngine, ...] = Field(
+        min_length=1, description="The engine with the served flags is first."
+    )
 
     @property
     def served(self) -> CheckedEngine:
@@ -111,7 +113,7 @@ class EngineCheck(ServedRecord):
 
     @property
     def verdict(self) -> Verdict:
-        """The verdict on the served flags; no server of the variant runs with a neighbour's."""
+        """The verdict on the served engine alone, because no server runs with the flags of a neighbour."""
         return self.served.verdict
 
     def tables(self, path: Path) -> list[Table]:
@@ -146,9 +148,9 @@ class TokenComparison:
 
     Attributes:
         same: number of equal tokens before the first difference.
-        near_tie: whether it differs where either token is correct.
-        gap_nats: log-probability gap between the two tokens for the reference engine; None where the other token is
-            not among its likeliest, or nothing differs.
+        near_tie: whether the two tokens of the first difference are equally likely up to rounding noise.
+        gap_nats: log-probability of the reference engine's token minus that of the other one, both by the reference
+            engine; None if nothing differs or the other token is not among its likeliest.
     """
 
     same: int
@@ -171,7 +173,7 @@ def measure_engine(
         records_folder: folder of the record instead of the variant's.
 
     Raises:
-        EvalError: the reference engine fails, or a process was killed.
+        EvalError: the reference engine fails, or the process of an engine was killed from outside.
         ServingError: the variant needs a GPU and there is none.
     """
     started = provenance.utc_now()
@@ -183,7 +185,7 @@ def measure_engine(
     log = variant.root / "logs" / f"engine-{variant.name}.log"
     flags_by_name = list_engines(server, settings)
     runs: dict[EngineName, tuple[EngineRun | str, float]] = {}
-    # Chosen by the first engine that runs, which knows its block and token budget.
+    # The first engine that runs chooses the requests, because it knows its block size and token budget.
     requests: list[Request] | None = None
     with EngineProcesses.started(server, settings.timeout_s, log) as processes:
         for name, flags in flags_by_name.items():
@@ -196,7 +198,7 @@ def measure_engine(
         requests = requests or cut_requests(
             settings, variant.weights, variant.root, SHORTEST, server.max_model_len
         )
-        # Engines that respond alike have the same sessions.
+        # Engines with equal responses share requests, also the session turns that contain earlier responses.
         answered = (
             request for run, _ in runs.values() if isinstance(run, EngineRun) for _, request in run.responses
         )
@@ -205,7 +207,9 @@ def measure_engine(
             run_reference, (reference_flags(server), requests), "reference engine", progress
         )
     if isinstance(reference, str):
-        raise EvalError(f"{variant.name}: the reference engine fails ({reference}); its log says why: {log}")
+        raise EvalError(
+            f"{variant.name}: the reference engine failed ({reference}); read why in its log: {log}"
+        )
     responses, noise_nats = reference
     by_request = dict(zip(requests, responses, strict=True))
     near_tie_nats = settings.noise_factor * noise_nats
@@ -235,9 +239,9 @@ def measure_engine(
 
 
 def list_engines(server: ServerCommand, settings: EngineSettings) -> dict[EngineName, dict[str, Any]]:
-    """Flags of the served engine and of its neighbours, which run several requests at a time in any case."""
+    """Flags of the served engine and of its neighbours; the neighbours always run several requests at a time."""
     served = dict(server.flags)
-    # Sizes of CUDA graphs fit the served depth and number of requests.
+    # The sizes of the served CUDA graphs fit the served K and number of requests, not a neighbour's.
     neighbour = {name: value for name, value in served.items() if name != "cudagraph-capture-sizes"}
     if "max-num-seqs" in neighbour:
         neighbour["max-num-seqs"] = max(neighbour["max-num-seqs"], settings.concurrency)
@@ -257,14 +261,14 @@ def list_engines(server: ServerCommand, settings: EngineSettings) -> dict[Engine
 
 
 def _ways(name: EngineName, flags: Mapping[str, Any]) -> tuple[Way, ...]:
-    """All ways for the served engine; for each neighbour, to save time, those that its prefix cache suggests."""
+    """Ways in which prompts are sent to an engine: all for the served one; to save time, fewer for a neighbour."""
     if name == "served":
         return ("alone", "cached", "together", "session")
     return ("alone", "cached", "session") if flags.get("enable-prefix-caching") else ("together",)
 
 
 def reference_flags(server: ServerCommand) -> dict[str, Any]:
-    """The served flags without everything that could change a token but weights and number formats."""
+    """Flags of the reference engine: weights and number formats as served, nothing else that could change a token."""
     left_out = ("speculative-config", "compilation-config", "cudagraph-capture-sizes")
     plain = {name: value for name, value in server.flags.items() if name not in left_out}
     return plain | {
@@ -287,11 +291,11 @@ def compare_engine(
     """Compare the responses of an engine with the reference engine's.
 
     Args:
-        run: the reason where the engine broke down.
+        run: the engine's responses, or the reason if it broke down.
         reference: the reference engine's responses.
 
     Returns:
-        The engine, and one item per response; where tokens differ it has them.
+        The engine, and one item per response; an item has the tokens if they differ from the reference engine's.
     """
     made = run if isinstance(run, EngineRun) else EngineRun([], {}, False, 0, 0, 0)
     items: list[dict[str, Any]] = []
@@ -322,7 +326,7 @@ def compare_engine(
 
 
 def compare_tokens(reference: Response, tokens: Sequence[int], near_tie_nats: float) -> TokenComparison:
-    """Compare tokens with the reference engine's up to the first difference; later tokens depend on it."""
+    """Compare tokens with the reference engine's up to the first difference, on which all later tokens depend."""
     pairs = enumerate(zip(reference.tokens, tokens, strict=False))
     first = next((position for position, (expected, token) in pairs if expected != token), None)
     if first is None:
@@ -336,13 +340,13 @@ def compare_tokens(reference: Response, tokens: Sequence[int], near_tie_nats: fl
 
 @dataclass(frozen=True)
 class EngineProcesses:
-    """Processes of a variant's engines, one after the other.
+    """Runs a variant's engines one after the other, each in its own process.
 
     Attributes:
-        server: command of the variant's server, whose environment they have.
-        timeout_s: time limit of each, seconds.
-        log: file for their output, named in errors.
-        worker: process that has imported vLLM; the engines' processes are forked from it.
+        server: command of the variant's server; the processes get its environment.
+        timeout_s: time limit of each process, seconds.
+        log: file for the output of the processes; errors name it.
+        worker: process that has imported vLLM; each engine's process is a fork of it.
     """
 
     server: ServerCommand
@@ -353,7 +357,7 @@ class EngineProcesses:
     @classmethod
     @contextmanager
     def started(cls, server: ServerCommand, timeout_s: float, log: Path) -> Iterator[Self]:
-        """Import vLLM for the length of a `with` block; the log's folder is made."""
+        """Start the process that imports vLLM, and stop it at the end of the `with` block; makes the log's folder."""
         log.parent.mkdir(parents=True, exist_ok=True)
         environment = _environment(server, is_served=True)
         with log.open("ab") as output, warm_worker.started(environment, output) as worker:
@@ -371,13 +375,13 @@ class EngineProcesses:
         """Call function(weights, the log's folder, task, progress) in a process of its own.
 
         Args:
-            function: reports progress before anything else, because a process that ends before its first report
+            function: must report progress before it starts the engine: a process that ends before its first report
                 says nothing about the engine.
-            title: of the progress.
-            is_served: whether it has the compile cache that a server would have.
+            title: name of the engine in progress and errors.
+            is_served: whether the process uses the compile cache that a server would use.
 
         Returns:
-            What the function returns; one line of text where it raised, crashed or hung.
+            What the function returns; one line of text if it raised, crashed or hung.
 
         Raises:
             EvalError: the process ended before its first report, or was killed from outside, as by the kernel when
@@ -406,26 +410,28 @@ class EngineProcesses:
                     refusal = result if kind == "refused" else None
                     deadline = time.monotonic() + _END_S
         except (EOFError, BrokenPipeError):
-            raise EvalError(f"the process that starts engines died; its log says why: {self.log}") from None
+            raise EvalError(
+                f"the process that starts engines died; read why in its log: {self.log}"
+            ) from None
         if isinstance(refusal, SlimqwenError):
             raise refusal
         if result is not None:
             return result
         if timed_out:
-            return f"{activity or 'starting'}: no end within {self.timeout_s:.0f} s"
+            return f"{activity or 'starting'}: not finished within {self.timeout_s:.0f} s"
         (exit_code,) = content
         death = death_cause(exit_code)
         if exit_code == -signal.SIGKILL or not activity:
             place = activity or "before its first report"
-            raise EvalError(f"{title}: the process ended {place} ({death}); its log says why: {self.log}")
+            raise EvalError(f"{title}: the process ended {place} ({death}); read why in its log: {self.log}")
         return f"{activity}: the process died ({death})"
 
 
 def _environment(server: ServerCommand, *, is_served: bool) -> dict[str, str]:
-    """Environment of an engine's process: the server's; neighbours and reference share a compile cache.
+    """Environment of an engine's process: that of the server, but neighbours and reference share a compile cache.
 
-    vLLM's own cache has a folder of torch's cache for every set of flags, so each engine would compile the same graphs
-    again. Without vLLM's cache torch finds the graphs by their content.
+    vLLM keeps a separate torch cache for every set of flags, so each engine would compile the same graphs again.
+    With vLLM's cache disabled, torch finds the graphs in one shared cache by their content.
     """
     environment = server.process_environment()
     environment.pop(compile_watch.VARIABLE, None)

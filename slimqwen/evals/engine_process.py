@@ -1,7 +1,7 @@
-"""What the process of one engine does: it responds to prompts of consecutive lengths, and measures the noise of ties.
+"""Code that runs in the process of one engine: it responds to prompts and measures the rounding noise of near ties.
 
 Each engine is vLLM without HTTP, with its scheduler in the same process (`slimqwen.serving.in_process`), so that every
-run gives the same tokens. Features of a server alone, such as asynchronous scheduling, are not covered.
+run gives the same tokens. Features that only a server has, such as asynchronous scheduling, are not covered.
 `slimqwen.evals.engine` starts the processes and compares the responses.
 """
 
@@ -23,28 +23,28 @@ from slimqwen.text.files import CorpusError
 Tokens = tuple[int, ...]
 
 Way = Literal["alone", "cached", "together", "session"]
-"""How a prompt is sent: alone; again, its prefix in the cache; with all the others; as a turn of a session, with other
-sessions, the context before it in the cache. An engine may lack all but the first."""
+"""How a prompt is sent: `alone`, with an empty prefix cache; `cached`, again, with its prefix in the cache; `together`
+with all other prompts; as a turn of a `session`, beside other sessions. An engine may support fewer ways."""
 
 _TOP_LOGPROBS = 20
 """Log-probabilities per position that the reference engine returns: vLLM's default limit."""
 
 _CLOSE_NATS = math.log(100)
-"""Largest gap of two tokens that noise is measured on; further apart, nothing ties."""
+"""Largest log-probability gap of two tokens at which noise is measured; tokens further apart never tie."""
 
 _REREAD_TOKENS = 1024
-"""Longest prompt with response that is reread: the log-probabilities of all its positions are in memory at once."""
+"""Most tokens of prompt and response that are reread: log-probabilities of all positions are in memory at once."""
 
 _REREAD_RESPONSES = 48
 
 SHORTEST = range(1, 17)
-"""Prompt lengths of which some are always short enough to be reread, whatever the size of a block."""
+"""Shortest prompt lengths, always among the lengths: with any block size some responses are short enough to reread."""
 
 
 class EngineSettings(Settings):
     """Section engine of eval/gates/<name>.yaml; tinyworld.yaml explains each field.
 
-    `concurrency` is also the number of sessions at once.
+    `concurrency` is also the number of concurrent sessions.
     """
 
     folder: ClassVar[str] = "gates"
@@ -74,7 +74,8 @@ class Response:
     """The greedy continuation of a prompt.
 
     Attributes:
-        log_probabilities: natural logarithms for the likeliest tokens, by position; empty unless requested.
+        log_probabilities: for each position, natural logarithms by token id of the likeliest tokens; empty unless
+            requested.
     """
 
     tokens: Tokens
@@ -87,9 +88,9 @@ class EngineRun:
 
     Attributes:
         requests: prompts of all lengths.
-        responses: tokens by way and request; the turns of sessions depend on the responses before them.
-        prefix_caching: whether it has a prefix cache.
-        sequences: requests that it runs at a time.
+        responses: tokens by way and request; a turn of a session is a request that contains the earlier responses.
+        prefix_caching: whether the engine has a prefix cache.
+        sequences: most requests that the engine runs at a time.
         cached_tokens: prompt tokens found in the prefix cache.
         accepted_drafts: tokens drafted by MTP that the model accepted.
     """
@@ -105,15 +106,15 @@ class EngineRun:
 def choose_lengths(
     settings: EngineSettings, *, block_size: int, token_budget: int, context_len: int
 ) -> list[int]:
-    """Prompt lengths in tokens: the shortest, consecutive ones, and those at the token budget and the context's end.
+    """Choose prompt lengths in tokens: the shortest, consecutive ones, around the token budget, at the context's end.
 
-    A hybrid model keeps a recurrent state at the ends of blocks alone, so a fault of its copies breaks one length in
-    every block or in 128; a handful of lengths misses it. The consecutive lengths begin at two blocks, because with
-    drafts vLLM leaves out the last block of a prefix hit.
+    A hybrid model saves its recurrent state only at the ends of blocks, so a fault in copying it breaks one length in
+    every block or in 128; a handful of lengths would miss it. The consecutive lengths begin at two blocks, because with
+    drafts vLLM does not reuse the last block of a prefix hit.
 
     Args:
         block_size: tokens in a block of the KV cache.
-        token_budget: most tokens in a step; longer prompts are computed in chunks.
+        token_budget: most tokens that one engine step computes; longer prompts are computed in chunks.
         context_len: most tokens of prompt and response together.
     """
     first = max(1, min(2 * block_size - 1, context_len - settings.lengths))
@@ -126,9 +127,9 @@ def choose_lengths(
 def cut_requests(
     settings: EngineSettings, weights: Path, root: Path, lengths: Sequence[int], context_len: int
 ) -> list[Request]:
-    """A request for each length: the first tokens of the same text, and as much output as the context has room for.
+    """A request for each length: the first tokens of one text, with `output_tokens` or as many as the context allows.
 
-    A text shorter than the longest prompt is repeated: any tokens show whether two engines give the same ones.
+    A text shorter than the longest prompt is repeated; it need not make sense to show whether two engines agree.
 
     Raises:
         CorpusError: the text is missing, malformed or empty.
@@ -143,7 +144,7 @@ def cut_requests(
         if len(text) >= longest:
             break
     if not text:
-        raise CorpusError(f"{settings.text} has no text to cut prompts from; add some")
+        raise CorpusError(f"{settings.text} has no text to cut prompts from; add documents to it")
     repeated = tuple(text * -(-longest // len(text)))
     return [
         Request(repeated[:length], min(settings.output_tokens, context_len - length)) for length in lengths
@@ -194,10 +195,10 @@ def run_reference(
     """Respond to each request with the reference engine.
 
     Args:
-        task: flags of the engine, requests.
+        task: flags of the engine, and the requests.
 
     Returns:
-        Responses with log-probabilities in the order of the requests, and the noise of ties in the first of them.
+        Responses with log-probabilities in the order of the requests, and the result of `measure_tie_noise` in nats.
     """
     flags, requests = task
     progress("starting", 0, 0)
@@ -216,10 +217,10 @@ def run_engine(
     task: tuple[EngineSettings, Mapping[str, Any], Sequence[Way], list[Request] | None, Path],
     progress: Progress,
 ) -> EngineRun:
-    """Respond to prompts in those of the ways that an engine has.
+    """Start an engine and respond to prompts in each of the given ways that the engine supports.
 
     Args:
-        task: settings, flags of the engine, ways, requests or None to choose them, the repository.
+        task: settings, flags of the engine, ways, requests (None to choose them), and the repository.
     """
     settings, flags, ways, requests, root = task
     progress("starting", 0, 0)
@@ -267,7 +268,7 @@ def _respond(
     if config.scheduler_config.max_num_seqs > 1 and "together" in ways:
         progress("together", 0, 1)
         llm.reset_prefix_cache()
-        # The shortest come last and join requests that run: vLLM schedules a prompt of one token otherwise then.
+        # The shortest prompts come last, to join running requests: vLLM then schedules a one-token prompt differently.
         last_first = requests[::-1]
         for request, response in zip(last_first, generate_responses(llm, last_first), strict=True):
             responses["together", request] = response.tokens
@@ -275,9 +276,9 @@ def _respond(
 
 
 def choose_turns(output_tokens: int, *, block_size: int, context_len: int) -> list[int]:
-    """Prompt lengths of the turns of a session, tokens: responses cross the ends of blocks, the last one the context's.
+    """Choose the prompt lengths of a session's turns, tokens: responses cross block ends, the last the context's end.
 
-    Beside drafts a turn finds all whole blocks of the turn before in the prefix cache but the last.
+    With drafts a turn finds all whole blocks of the previous turn but the last one in the prefix cache.
     """
     last = context_len - output_tokens
     turns = [blocks * block_size - output_tokens // 2 for blocks in (2, 3, 4)]
@@ -287,10 +288,10 @@ def choose_turns(output_tokens: int, *, block_size: int, context_len: int) -> li
 def _respond_in_sessions(
     llm: Any, text: Tokens, settings: EngineSettings, lengths: Sequence[int], progress: Progress
 ) -> dict[Request, Tokens]:
-    """Respond at each turn of several sessions at once: a prompt is the one before, the response to it and new text.
+    """Respond to the turns of concurrent sessions: each prompt is the previous prompt, its response and new text.
 
     Args:
-        text: tokens of the longest context; each session has them from another one on.
+        text: tokens of the longest context; each session starts at another token and continues from the first.
         lengths: prompt lengths of the turns, tokens.
     """
     starts = [number * len(text) // settings.concurrency for number in range(settings.concurrency)]
@@ -309,20 +310,20 @@ def _respond_in_sessions(
 def measure_tie_noise(
     llm: Any, requests: Sequence[Request], responses: Sequence[Response], progress: Progress = silent
 ) -> float:
-    """How far the gap of the two likeliest tokens moves where the engine rereads its responses, each in a prompt.
+    """Measure how far the gap of the two likeliest tokens moves if a response is reread as part of a prompt.
 
-    An engine rounds differently where it computes a token step by step, several drafted ones at once, or as part of a
-    prompt. Compiled graphs and drafts move the gaps about as far as rereading (weights/tiny on AMX: root mean square
-    0.027 nats reread, 0.031 compiled, 0.027 with drafts and four at a time; all at most 0.19).
+    An engine rounds differently when it computes tokens one by one, several drafted tokens at once, or a whole prompt.
+    Compiled graphs and drafts move the gap about as far as rereading (weights/tiny on AMX: root mean square
+    0.027 nats reread, 0.031 compiled, 0.027 with drafts and four requests at a time; all at most 0.19).
 
     Args:
-        responses: with log-probabilities, in the order of the requests.
+        responses: with log-probabilities, in the order of `requests`.
 
     Returns:
         The largest shift of a log-probability gap, nats.
 
     Raises:
-        EvalError: no response is short enough, or nowhere are two tokens close.
+        EvalError: no response is short enough to reread, or no position has two tokens within `_CLOSE_NATS`.
     """
     from vllm import SamplingParams
 
@@ -347,7 +348,7 @@ def measure_tie_noise(
                 shifts.append(abs(gap - (position[first].logprob - position[second].logprob)))
     if not shifts:
         raise EvalError(
-            f"two likely tokens are nowhere close in {len(pairs)} responses, so the noise of a gap is unknown; ask for "
+            f"no position of {len(pairs)} responses has two close tokens, so the rounding noise is unknown; ask for "
             "more or shorter responses in the section engine of eval/gates/"
         )
     return max(shifts)

@@ -1,11 +1,11 @@
 """Fidelity: how far a variant's next-token distributions are from its baseline's, token by token on fixed texts.
 
-The baseline is evaluated by transformers in float32, the variant by vLLM as it is served. At every position of the same
-texts the whole distributions are compared, not only the top k. One minute detects differences that task scores need
-thousands of responses to detect.
+Transformers evaluates the baseline in float32; vLLM evaluates the variant as it is served. In process, the whole
+distributions are compared at every position of the texts, not only the top k. One minute detects differences that task
+scores need thousands of responses to detect.
 
-A pruned variant is compared on the texts whose tokens it kept, against the baseline's distribution over the kept
-tokens. Bits per byte are compared on every text, because they do not depend on the vocabulary.
+A variant with a pruned vocabulary is compared on the texts whose tokens it kept, with the baseline's distribution over
+the kept tokens. Bits per byte are compared on every text, because they do not depend on the vocabulary.
 """
 
 from collections.abc import Mapping, Sequence
@@ -37,13 +37,13 @@ from slimqwen.serving.command import ServerCommand
 from slimqwen.stats.verdict import overall
 from slimqwen.variant import Variant
 
-_HEADINGS = {**FIGURE_NAMES, "joined_kl_nats": "KL of the texts joined, nats a token"}
+_HEADINGS = {**FIGURE_NAMES, "joined_kl_nats": "KL of all texts joined into one, nats a token"}
 WEIGHT_FLAGS = ("dtype", "kv-cache-dtype", "mamba-ssm-cache-dtype", "quantization")
-"""The vLLM flags that decide the distributions of a prompt."""
+"""The vLLM flags that affect the next-token distributions of a prompt."""
 
 
 class Unchanged(Block):
-    """Distances of a variant with the baseline's checkpoint and dtypes, over those of the plain engine."""
+    """Distances of a variant with the baseline's checkpoint and dtypes, divided by the plain engine's distances."""
 
     limit: NonNegative = Field(description="Largest ratio that passes.")
     ratios: tuple[NoiseRatio, ...]
@@ -56,12 +56,16 @@ class Fidelity(SplitRecord):
     version = 3
     verb = "eval fidelity"
 
-    baseline: VariantName = Field(description="The variant itself if it has none.")
-    settings_name: SettingsName = Field(description="Name of the settings in eval/gates/.")
+    baseline: VariantName = Field(
+        description="Name of the baseline; of the variant itself if it has no baseline."
+    )
+    settings_name: SettingsName = Field(description="Name of the settings file in eval/gates/.")
     limits: FidelityLimits
-    unchanged: Unchanged | None = Field(description="null where checkpoint or dtypes are not the baseline's.")
+    unchanged: Unchanged | None = Field(
+        description="null if checkpoint or dtypes differ from the baseline's."
+    )
     modes: dict[str, Figures] = Field(min_length=1)
-    verdicts: dict[str, dict[str, Verdict]] = Field(description="By mode and figure.")
+    verdicts: dict[str, dict[str, Verdict]] = Field(description="Verdict of each figure in each mode.")
     verdict: Verdict
 
     def tables(self, path: Path) -> list[Table]:
@@ -79,14 +83,14 @@ class Fidelity(SplitRecord):
             "of all texts."
         ]
         notes += [
-            f"{mode}: over HTTP; KL of the likeliest {figures.top_k} tokens and of all others as one."
+            f"{mode}: over HTTP; KL over the likeliest {figures.top_k} tokens, with all other tokens as one bucket."
             for mode, figures in self.modes.items()
             if figures.top_k is not None
         ]
         if self.unchanged:
             notes.append(
-                f"Noise ratio: checkpoint and dtypes are those of {self.baseline}; distance from it in float32, over "
-                f"that of the mode {PLAIN}."
+                f"Noise ratio: checkpoint and dtypes are those of {self.baseline}; distance from it in float32, "
+                f"divided by that of the mode {PLAIN}."
             )
             for ratio in self.unchanged.ratios:
                 interval = "" if ratio.low is None else f" [{ratio.low:.2f}, {ratio.high:.2f}]"
@@ -98,7 +102,7 @@ class Fidelity(SplitRecord):
 
 
 def weight_flags(flags: Mapping[str, Any]) -> dict[str, Any]:
-    """The vLLM flags that decide the distributions of a prompt, as far as they are set."""
+    """Select those of vLLM's `flags` that affect the next-token distributions of a prompt."""
     return {name: flags[name] for name in WEIGHT_FLAGS if name in flags}
 
 
@@ -115,12 +119,12 @@ def measure_fidelity(
     """Compare a variant with its baseline, or a baseline with itself, and write its fidelity record.
 
     Args:
-        variant: compared twice: its weights, dtype and KV cache in an engine without compilation, then all of its
-            config.env by its server.
+        variant: compared twice: in process, an engine without compilation that has its weights, dtype and KV cache
+            dtype; then its server with the whole config.env.
         port: TCP port of the server instead of the variant's own.
 
     Raises:
-        ServingError: the variant is measured for speed and memory only.
+        ServingError: the variant's weights are random, or its acceptance length is set by a flag.
         EvalError: the checkpoints, texts or settings allow no comparison.
         ServerLostError: the server died or refused a request; nothing is recorded.
     """
@@ -182,7 +186,7 @@ def measure_fidelity(
 
 
 def _has_same_model(variant: Variant, baseline: Variant) -> bool:
-    """Whether both have one checkpoint and the same dtypes, so that only roundings can differ."""
+    """Whether both have the same checkpoint and dtypes, so that they can differ only by rounding."""
     first, second = (weight_flags(ServerCommand.resolve(side).flags) for side in (variant, baseline))
     return first == second and checkpoint.digest(variant.weights) == checkpoint.digest(baseline.weights)
 

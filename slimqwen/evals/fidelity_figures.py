@@ -1,9 +1,10 @@
 """Figures of fidelity: the comparison of each text, its summary over texts, and the limits.
 
 A person wrote the limits: what a change of weights may cost. A variant with its baseline's own checkpoint and dtypes
-may cost nothing, but two engines round differently, and by how much depends on the machine. Its distance from the
-baseline in float32 is therefore divided by that of the plainest engine (`PLAIN`: one text at a time, eager) on the same
-texts in the same run, and the ratio must lie below `unchanged_ratio`. The noise of a machine is in both and cancels.
+may cost nothing, but two engines round differently, by an amount that depends on the machine. The variant's distance
+from the baseline in float32 is therefore divided by the distance of the plainest engine (`PLAIN`: one text at a time,
+eager) on the same texts in the same run. The rounding noise is in both and cancels; the ratio must lie below
+`unchanged_ratio`.
 """
 
 import math
@@ -22,7 +23,7 @@ MODES = ("single", "batched")
 """In-process modes: one text at a time; several at once with a token budget that splits their prefill into chunks."""
 
 PLAIN = "single"
-"""Mode whose distance from float32 is the noise of the machine."""
+"""Mode whose distance from float32 measures the rounding noise of the machine."""
 
 SERVED = "served"
 """Mode over HTTP: several texts at once, by the variant's server with its whole config.env."""
@@ -31,13 +32,13 @@ TOP_K = 20
 """Log-probabilities per position from a server, vLLM's default limit; all other tokens form one bucket, the tail."""
 
 HEAD_LOG_PROBABILITY = math.log(0.01)
-"""Lowest log-probability of a head token; further down, in the tail, log-probabilities are noise."""
+"""Lowest log-probability of a head token, 1 %; log-probabilities of less likely tokens are too noisy to compare."""
 
 JOINED = "joined"
-"""Name of the text that joins all texts up to the context's length; it repeats them, so every mean leaves it out."""
+"""Name of the text that joins all texts up to the context length; means leave it out, because it repeats the texts."""
 
 _FLOAT32_NATS = 1e-6
-"""Divergence that float32 log-probabilities of a vocabulary resolve, nats a token."""
+"""Smallest divergence that float32 log-probabilities over a vocabulary can resolve, nats a token."""
 
 FIGURE_NAMES = {
     "kl_nats": "KL, nats a token",
@@ -50,7 +51,7 @@ FIGURE_NAMES = {
 
 
 class FidelityLimits(Block):
-    """Largest values that pass, whatever was changed.
+    """Largest values that pass, for any variant.
 
     Attributes:
         kl_nats: mean KL(baseline || variant) in nats a token.
@@ -75,11 +76,11 @@ class FidelitySettings(Settings):
 
     Attributes:
         texts: path of a .jsonl file of {"id", "text"}, relative to the repository.
-        prefix: token before every text, by name.
-        batch: texts at once in the modes batched and served.
+        prefix: text of the token that is put before every text.
+        batch: texts that are read at once in the modes batched and served.
         limits: largest values that pass.
-        unchanged_ratio: most times that the distance from float32 of the plain engine may be reached in other modes by
-            a variant with the baseline's checkpoint and dtypes.
+        unchanged_ratio: for a variant with the baseline's checkpoint and dtypes, the largest ratio that passes: its
+            distance from float32 in another mode over that of the plain engine.
     """
 
     folder: ClassVar[str] = "gates"
@@ -105,22 +106,22 @@ class Figures(Block):
     head_delta_mean: Estimate | None = Field(description="nats")
     head_delta_p99: Estimate | None = Field(description="nats")
     head_delta_max: float | None = Field(description="nats; shown, never judged")
-    bits_per_byte: Estimate | None = Field(description="Growth, on every text.")
+    bits_per_byte: Estimate | None = Field(description="Growth over the baseline's, on every text.")
     baseline_bits_per_byte: NonNegative
     joined_kl_nats: float | None = Field(
-        description="Mean over all texts joined; null if a pruned variant lacks one of their tokens."
+        description="Mean over the text that joins all texts; null if a pruned variant lacks one of its tokens."
     )
     joined_tokens: Count
     top_k: Positive | None = Field(
         default=None,
-        description="Tokens of a position that are compared, the others as one; absent for all of them.",
+        description="Tokens of a position that are compared, the rest as one bucket; absent if all tokens are.",
     )
 
 
 class NoiseRatio(Block):
     """A figure of unchanged weights in one mode, divided by the same figure of the plain engine.
 
-    The joined text is a single one: its ratio has neither an interval over texts nor a p-value.
+    The ratio of the joined text has neither an interval nor a p-value, because it is a single text.
     """
 
     mode: str
@@ -128,7 +129,9 @@ class NoiseRatio(Block):
     value: NonNegative
     low: NonNegative | None = None
     high: NonNegative | None = None
-    p_value: Share | None = Field(default=None, description="One-sided, that it is at least the limit.")
+    p_value: Share | None = Field(
+        default=None, description="One-sided; hypothesis: the ratio is at least the limit."
+    )
     verdict: Verdict
 
 
@@ -165,7 +168,7 @@ class TextComparison:
 
 
 def summarise_texts(texts: Sequence[TextComparison]) -> dict[str, Figures]:
-    """Figures of each mode, with standard errors over texts."""
+    """Estimate the figures of each mode, with texts as independent observations."""
     modes = dict.fromkeys(each.mode for each in texts)
     return {mode: _figures([each for each in texts if each.mode == mode]) for mode in modes}
 
@@ -173,7 +176,7 @@ def summarise_texts(texts: Sequence[TextComparison]) -> dict[str, Figures]:
 def judge_figures(figures: Figures, limits: FidelityLimits) -> dict[str, Verdict]:
     """A verdict for each limit: pass if the whole interval is within it, fail if all of it is beyond.
 
-    The joined text is a single one: its divergence has no interval, so the value itself is compared with the limit.
+    The divergence of the joined text has no interval, because it is a single text: the value itself is compared.
     """
     verdicts = {}
     for name, limit in limits:
@@ -188,13 +191,13 @@ def judge_figures(figures: Figures, limits: FidelityLimits) -> dict[str, Verdict
 
 
 def noise_ratios(texts: Sequence[TextComparison], limit: float) -> list[NoiseRatio]:
-    """Compare the modes of one checkpoint with its `PLAIN` mode, text by text.
+    """Divide the figures of each mode of one checkpoint by those of its `PLAIN` mode, text by text.
 
     `_FLOAT32_NATS` is added on both sides, so that engines which are exact to float32 have the ratio 1. Over HTTP the
     divergence counts the tail as one token, which makes its ratio smaller, never larger.
 
     Args:
-        texts: of `PLAIN` and of other modes; no ratios follow from fewer than two.
+        texts: comparisons of `PLAIN` and of other modes; fewer than two texts give no ratios.
         limit: largest ratio that passes.
     """
     by_mode: dict[str, dict[str, TextComparison]] = {}
@@ -210,7 +213,7 @@ def noise_ratios(texts: Sequence[TextComparison], limit: float) -> list[NoiseRat
             first, first_weights = zip(*(_nats(plain[name], figure) for name in names), strict=True)
             second, second_weights = zip(*(_nats(own[name], figure) for name in names), strict=True)
             if not (any(first_weights) and any(second_weights)):
-                continue  # no token is likely: a model of random weights has no head of its distributions
+                continue  # random weights give no token 1 % or more, so there are no head tokens
             values = first, second, first_weights, second_weights
             ratio = intervals.paired_ratio(*values)
             rows.append(
@@ -231,7 +234,7 @@ def noise_ratios(texts: Sequence[TextComparison], limit: float) -> list[NoiseRat
 
 
 def _nats(text: TextComparison, figure: str) -> tuple[float, int]:
-    """The mean of a figure over the positions of a text, at least `_FLOAT32_NATS`, and their number."""
+    """Mean of a figure over the positions of a text plus `_FLOAT32_NATS`, nats, and the number of positions."""
     deltas = text.head_deltas
     total, count = (text.kl_nats, text.compared) if figure == "kl_nats" else (sum(deltas), len(deltas))
     return max(total, 0.0) / count + _FLOAT32_NATS if count else _FLOAT32_NATS, count

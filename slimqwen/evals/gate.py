@@ -31,7 +31,7 @@ from slimqwen.variant import Variant
 
 _NOTHING_DRAFTS = Finding(
     gate="acceptance",
-    figure="MTP heads of variant and baseline: none, nothing is drafted",
+    figure="no MTP head in variant and baseline, so nothing is drafted",
     value=0,
     limit=0,
     verdict=Verdict.PASS,
@@ -39,27 +39,27 @@ _NOTHING_DRAFTS = Finding(
 
 
 class Gate(SplitRecord):
-    """Whether a variant is as good as its baseline: four checks and one verdict. Its items are findings."""
+    """Whether a variant is as good as its baseline: four checks and one verdict. The record's items are findings."""
 
     kind = "gate"
     verb = "gate"
 
     baseline: VariantName
-    settings_name: SettingsName = Field(description="Name of the settings in eval/gates/.")
+    settings_name: SettingsName = Field(description="Name of the settings file in eval/gates/.")
     verdict: Verdict
     verdicts: dict[str, Verdict] = Field(
         description="Of each check.", json_schema_extra={"required": list(CHECKS)}
     )
     records: tuple[RelativePath, ...] = Field(
-        min_length=1, description="Records of the checks, as <variant>/<file>."
+        min_length=1, description="Records of the checks, each as <variant>/<file>."
     )
     changed_limits: tuple[str, ...] = Field(
-        default=(), description="Limits that were others when the variant was first judged by these settings."
+        default=(), description="Limits that had another value when these settings first judged the variant."
     )
 
     @property
     def caution(self) -> str:
-        """The limits that were not fixed before a result was seen."""
+        """A warning about limits that were changed after a result had been seen, and about missing verdicts."""
         changes = "; ".join(self.changed_limits)
         return changes and f"limits changed after the variant had been judged: {changes}"
 
@@ -71,11 +71,11 @@ class Gate(SplitRecord):
         return verdicts
 
     def evidence(self, experiments: Path) -> list[Path]:
-        """The records of the checks in the folder of all variants' records."""
+        """Paths of the checks' records below `experiments`, the folder with a folder for each variant."""
         return [experiments / name for name in self.records]
 
     def cited(self) -> Sequence[str]:
-        """Locations of the records of its checks."""
+        """Paths of the checks' records, relative to the repository."""
         return [f"experiments/{name}" for name in self.records]
 
     def tables(self, path: Path) -> list[Table]:
@@ -114,12 +114,12 @@ def measure_gate(
     """Run the four checks of a variant and write its gate record.
 
     Args:
-        split_side: side of the split of items that the checks are made on; None for all items.
+        split_side: side of the split whose items the checks use; None for all items.
 
     Raises:
-        ServingError: the variant is measured for speed and memory only.
-        EvalError: the variant has no baseline.
-        EvalError, CorpusError: as `quality.require_measurable`.
+        ServingError: the variant's weights are random, or its acceptance length is set by a flag.
+        EvalError: the variant has no baseline, or the suite's data are not fetched.
+        CorpusError: a question of an own evaluation cannot be used.
     """
     speed_only.refuse_speed_only(variant, "the gate's checks")
     started = provenance.utc_now()
@@ -128,7 +128,7 @@ def measure_gate(
     )
     for side in checks.sides:
         side.require_weights()
-    # A side's sample gives no verdict on one half of the split.
+    # One side of a split seldom has more items than a sample by power analysis, so all are used.
     limits: tuple[Limit, ...] = (None,) if checks.split else (None, AUTO)
     scored = {limit: [checks.find("quality", side, limit) for side in checks.sides] for limit in limits}
     for side, paths in zip(checks.sides, zip(*scored.values(), strict=True), strict=True):
@@ -147,14 +147,14 @@ def measure_gate(
 
 
 def _measure_quality(checks: GateChecks, scored: Mapping[Limit, Sequence[Path | None]]) -> list[Path]:
-    """Quality records of both sides, measured where none can be reused: of the automatic sample size, or of all items.
+    """Return quality records of baseline and variant, of a sample or of all items; reuse those that hold.
 
-    All items are used if both sides have such a record, or if the sample leaves a task inconclusive. One look at a
+    All items are used if both have a record of all items, or if the sample leaves a task inconclusive. One look at a
     task's interval passes a variant that is worse by exactly the margin in at most 2.5 % of runs. The sample and then
     all items are two looks, either of which can pass it: together in at most 5 % of runs (Bonferroni's bound).
 
     Args:
-        scored: the records that can be reused, by limit; those of samples only where a sample may decide.
+        scored: reusable records of baseline and variant, by limit; without the key AUTO, no sample may decide.
     """
 
     def complete(limit: Limit) -> list[Path]:
@@ -172,8 +172,8 @@ def _write_gate_record(checks: GateChecks, evidence: Mapping[Check, Sequence[Pat
     """Write the gate record of a variant whose four checks are recorded.
 
     Args:
-        evidence: records by check: the variant's, for acceptance and quality the baseline's before it; none for
-            acceptance where neither checkpoint has an MTP head.
+        evidence: records of each check: the variant's; for acceptance and quality the baseline's, then the variant's;
+            none for acceptance if neither checkpoint has an MTP head.
 
     Raises:
         SlimqwenError: a record is damaged.
@@ -207,9 +207,9 @@ def _write_gate_record(checks: GateChecks, evidence: Mapping[Check, Sequence[Pat
 
 
 def _changed_limits(variant: Variant, settings: GateSettings, findings: Sequence[Finding]) -> Iterator[str]:
-    """The limits that differ from those of the variant's first records by the same settings, with both values."""
+    """A line with old and new value for each limit that changed since these settings first judged the variant."""
     first: dict[str, float] = {}
-    # From the newest to the oldest, whose limit was fixed before any result.
+    # Newest first, so that the oldest record overrides: its limit was fixed before any result.
     for path in store.records(variant.folder, Quality):
         record = store.read_record(path, Quality)
         if record.suite == settings.quality:
@@ -286,7 +286,7 @@ def _fidelity_findings(record: Fidelity) -> Iterator[Finding]:
 
 
 def _recipe_findings(variant: Variant) -> Iterator[Finding]:
-    """Tensors and settings that no stage of the recipe explains: no other limit detects damage to one norm or decay."""
+    """Tensors and settings changed by no stage of the recipe: other limits would miss damage to one norm or decay."""
     if variant.recipe is None:
         return
     for what, changes in (
@@ -327,7 +327,7 @@ def _quality_findings(first: Path, second: Path) -> Iterator[Finding]:
 
 
 def _engine_finding(record: EngineCheck) -> Finding:
-    """The served engine alone decides: no server of the variant runs with the flags of its neighbours."""
+    """Finding of the served engine alone, because no server of the variant runs with the flags of its neighbours."""
     served = record.served
     figure = (
         "breakdown of the served engine"

@@ -1,4 +1,4 @@
-"""The checks of a gate: the settings of all four, and each one measured, or found among the records that still hold."""
+"""The four checks of a gate: their settings, and functions that measure a check or find a record that still holds."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -39,7 +39,7 @@ class GateSettings(Settings):
     quality: str
 
     def split(self, side: Side | None, root: Path) -> Split | None:
-        """A side of the suite's split; None for all items."""
+        """The named side of the suite's split; None for all items."""
         return Suite.load(self.quality, root).split(side) if side else None
 
 
@@ -49,8 +49,8 @@ class GateChecks:
 
     Attributes:
         command: program and arguments of the measurement, for the records.
-        folder: folder with a folder of records for each variant.
-        split: side of the split of items that is measured; None for both.
+        folder: experiments/ or its equivalent, with a folder of records for each variant.
+        split: side of the split whose items are measured; None for both sides.
         port: TCP port of servers instead of the variants' own.
     """
 
@@ -75,10 +75,10 @@ class GateChecks:
         port: int | None = None,
         progress: Progress = silent,
     ) -> Self:
-        """The checks by the settings of a name.
+        """Read the settings file of that name and make the checks of a variant.
 
         Args:
-            folder: relative to the repository.
+            folder: folder with a folder of records for each variant, relative to the repository.
 
         Raises:
             SettingsError: the settings are missing or cannot be used.
@@ -99,7 +99,7 @@ class GateChecks:
 
     @cached_property
     def suite(self) -> Suite:
-        """The suite of quality."""
+        """The suite of the quality check."""
         return Suite.load(self.settings.quality, self.variant.root)
 
     @cached_property
@@ -109,11 +109,11 @@ class GateChecks:
 
     @property
     def has_drafts(self) -> bool:
-        """Whether a checkpoint of the two has an MTP head."""
+        """Whether the checkpoint of the baseline or of the variant has an MTP head."""
         return any(has_mtp_head(side.weights) for side in self.sides)
 
     def list_measurements(self) -> list[tuple[Check, Variant]]:
-        """What the gate rests on: each check with each side that it measures, the baseline before the variant."""
+        """List the measurements that the gate needs: pairs of check and side, the baseline before the variant."""
         drafting = self.sides if self.has_drafts else ()
         return [
             ("fidelity", self.variant),
@@ -123,10 +123,11 @@ class GateChecks:
         ]
 
     def find(self, check: Check, side: Variant, limit: Limit = AUTO) -> Path | None:
-        """The newest record of a check of a side that a new measurement would only repeat.
+        """Find the newest record of a check that still holds, so that a new measurement would only repeat it.
 
         Args:
-            limit: items of each task of quality.
+            side: the baseline or the variant.
+            limit: items of each task, for quality.
         """
         name, folder = self.settings.name, self.folder / side.name
         if check == "fidelity":
@@ -147,7 +148,7 @@ class GateChecks:
         return find_reusable(side, EngineCheck, folder, None, lambda each: each.settings_name == name)
 
     def measure(self, check: Check, side: Variant, limit: Limit = AUTO) -> Path:
-        """Measure a check of a side, and write its record; raises as the check."""
+        """Measure a check of the baseline or the variant and write its record; raises what the check raises."""
         name, folder, split = self.settings.name, self.folder / side.name, self.split
         command, progress = self.command, self.progress
         if check == "fidelity":
@@ -187,7 +188,7 @@ class GateChecks:
 
 
 def _is_sample(record: Quality, suite: Suite, limit: Limit) -> bool:
-    """Whether a record is of as many items of a suite; of AUTO, by the suite's present assumptions."""
+    """Whether a record has this suite and limit; for AUTO, also the sample sizes of the suite's present assumptions."""
     return (record.suite, record.limit) == (suite.name, limit) and (
         limit != AUTO
         or all(

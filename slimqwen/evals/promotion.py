@@ -1,6 +1,6 @@
-"""Promotion of a variant whose gate passed with its present checkpoint and flags: its status and its model card.
+"""Promotion of a variant whose gate passed with its present checkpoint and flags: sets its status, writes a model card.
 
-The card is README.md of a checkpoint that a recipe made; it is no part of the manifest and of the digest.
+The card is README.md of a checkpoint that a recipe made; manifest and digest leave it out.
 """
 
 import json
@@ -35,11 +35,11 @@ class Promotion:
 
 
 def promote_variant(variant: Variant) -> Promotion:
-    """Set a variant's status and write its checkpoint's card, if its gate passed in its present state.
+    """Set a variant's status and write its model card, if its gate passed with its present checkpoint and flags.
 
     Raises:
-        EvalError: no gate record fits the present checkpoint and flags, the newest that fits has not passed, one of
-            its records is missing, or the variant is a baseline or was rejected. Nothing was changed.
+        EvalError: no gate record fits the present checkpoint and flags, the newest that fits has not passed, a record
+            that it cites is missing, or the variant is a baseline or was rejected. Nothing was changed.
     """
     if variant.baseline is None:
         raise EvalError(
@@ -73,7 +73,7 @@ def promote_variant(variant: Variant) -> Promotion:
 
 
 def _passing_gate(variant: Variant) -> tuple[Path, Gate]:
-    """The newest gate record that fits the variant's present state, if it passed."""
+    """Find the newest gate record that fits the variant's present state; an EvalError if it did not pass."""
     command = f"`slimqwen gate --variant {variant.name}`"
     newest = ""
     for path in store.records(variant.folder, Gate):
@@ -110,7 +110,7 @@ def _evidence(variant: Variant, record: Gate) -> list[Path]:
 
 
 def _replace(file: Path, text: str) -> bool:
-    """Write a file if its text is another; returns whether it was."""
+    """Write a file if its text differs from `text`; returns whether it was written."""
     if file.is_file() and file.read_text(encoding="utf-8") == text:
         return False
     store.publish(file, text.encode(), replace=True)
@@ -163,7 +163,7 @@ def _render_card(variant: Variant, gate: Path, record: Gate) -> str:
 
 
 def _base_model(recipe: Recipe, root: Path) -> str:
-    """The hub repository that a chain of recipes begins with, or the variant that has neither recipe nor repository."""
+    """The hub repository at the start of a chain of recipes, or the variant there if it has no repository."""
     while "/" not in recipe.base:
         base = variants.load(recipe.base, root)
         if base.recipe is None:

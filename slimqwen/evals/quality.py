@@ -63,12 +63,12 @@ class TaskScore(Block):
     higher_is_better: bool
     non_inferiority_margin: NonNegative = Field(description="In the unit of the measure.")
     item_count: Positive
-    available_count: Positive = Field(description="Items that the task has in all.")
+    available_count: Positive = Field(description="All items of the task, scored or not.")
     cluster_count: Positive = Field(
-        description="Items, or groups of them, that are independent observations."
+        description="Independent observations: items, or groups of dependent responses."
     )
     items_to_decide: Positive | None = Field(
-        description="Items that decide at the margin under the suite's assumption; null without one."
+        description="Items needed for a verdict at the margin under the suite's assumption; null if it makes none."
     )
     output_count: Count | None = Field(
         description="Generations, repeats included; null if nothing is generated."
@@ -78,9 +78,9 @@ class TaskScore(Block):
     )
     empty_count: Count | None = Field(description="Generations of white space; null if nothing is generated.")
     output_tokens: OutputTokens | None = Field(
-        description="null if nothing is generated or the server does not say."
+        description="null if nothing is generated or the server reports no usage."
     )
-    settings: dict[str, Any] = Field(description="Settings of the suite beside the task's own definition.")
+    settings: dict[str, Any] = Field(description="Settings that the suite adds to the task's own definition.")
     floor: float | None = Field(
         default=None,
         description="Lowest acceptable score, in the unit of the measure; absent if the suite has none.",
@@ -91,13 +91,13 @@ class TaskScore(Block):
     )
 
     def share_of_outputs(self, count: int | None) -> str | None:
-        """How many of the generations; None if nothing is generated."""
+        """`count` as "N of M" generations; None if nothing is generated."""
         return None if count is None else f"{count} of {self.output_count}"
 
     @model_validator(mode="after")
     def _floor_has_a_verdict(self) -> "TaskScore":
         if (self.floor is None) != (self.floor_verdict is None):
-            raise ValueError("floor and floor_verdict belong together")
+            raise ValueError("set both floor and floor_verdict, or neither")
         return self
 
 
@@ -110,8 +110,8 @@ class Quality(SplitRecord):
 
     suite: str = Field(min_length=1)
     limit: Positive | Literal["auto"] | None = Field(
-        description="Items of each task, the first or drawn ones as the suite says; null: all of them; auto: sample "
-        "size by power analysis for the non-inferiority margin."
+        description="Items of each task, the first ones or a random sample as the suite says; null: all items; auto: "
+        "sample size by power analysis for the non-inferiority margin."
     )
     tasks: dict[str, TaskScore] = Field(min_length=1)
 
@@ -126,7 +126,7 @@ class Quality(SplitRecord):
 
     @property
     def topic(self) -> str:
-        """Its suite."""
+        """The record's suite, as the topic of its page."""
         return self.suite
 
     def tables(self, path: Path) -> list[Table]:
@@ -149,9 +149,9 @@ class Quality(SplitRecord):
         return [Table.from_rows(title, self.tasks.items(), columns, *notes, text_columns=2)]
 
     def undecided(self) -> list[str]:
-        """A line for each task with fewer items than its non-inferiority margin takes."""
+        """A line for each task with fewer items than its non-inferiority margin needs for a verdict."""
         return [
-            f"{task}: a margin of {score.non_inferiority_margin:g} takes {score.items_to_decide:,} items under the "
+            f"{task}: a margin of {score.non_inferiority_margin:g} needs {score.items_to_decide:,} items under the "
             f"suite's assumption; {score.item_count:,} of {score.available_count:,} were scored"
             for task, score in self.tasks.items()
             if score.items_to_decide is not None and score.items_to_decide > score.item_count
@@ -175,19 +175,19 @@ def measure_quality(
     continues with them.
 
     Args:
-        variant: a server that already runs it is used; else one is started and stopped.
+        variant: a running server of the variant is used; without one, a server is started and stopped again.
         limit: items of each task, AUTO, or None for all.
-        split: side of the split that the items are on; None for both.
+        split: side of the split whose items are used; None for both sides.
 
     Raises:
-        ServerLostError: the server died or refused a request; no record is written, its responses are kept.
-        ServingError: the variant is measured for speed and memory only.
-        EvalError: a task is missing or broken, the chat template has no switch that the suite needs, the suite's data
-            are not fetched, or the limit is below 2.
+        ServerLostError: the server died or refused a request; no record is written, the responses are kept.
+        ServingError: the variant's weights are random, or its acceptance length is set by a flag.
+        EvalError: a task is missing or broken, the chat template lacks the thinking switch that the suite sets, the
+            suite's data are not fetched, or the limit is below 2.
         PromptTooLongError: the served context cannot hold a prompt.
     """
     if isinstance(limit, int) and limit < 2:
-        raise EvalError(f"a limit of {limit} gives no standard error; take 2 items or more")
+        raise EvalError(f"a limit of {limit} gives no standard error; set it to 2 or more")
     require_measurable(variant, suite)
     variant = with_tool_parser(variant, suite)
     started = provenance.utc_now()
@@ -233,12 +233,12 @@ def measure_quality(
 
 
 def require_measurable(variant: Variant, suite: Suite) -> None:
-    """Check in seconds, before a server starts, that a suite can be asked.
+    """Check within seconds, before a server starts, that the suite can be run on the variant.
 
     Raises:
-        ServingError: the variant is measured for speed and memory only.
+        ServingError: the variant's weights are random, or its acceptance length is set by a flag.
         EvalError: the suite's data are not fetched.
-        CorpusError: a question of an own evaluation is unusable.
+        CorpusError: a question of an own evaluation cannot be used.
     """
     speed_only.refuse_speed_only(variant, "quality")
     datasets.require_datasets(suite.datasets, suite.nltk, variant.root)
@@ -246,13 +246,13 @@ def require_measurable(variant: Variant, suite: Suite) -> None:
 
 
 def with_tool_parser(variant: Variant, suite: Suite) -> Variant:
-    """The variant as it is served for a suite: with its tool parser switched on where questions offer tools.
+    """The variant as it is served for a suite: with vLLM's tool parser switched on if questions offer tools.
 
-    A variant that names no parser has the one of its checkpoint's chat template: from Qwen3.5 on calls are XML, before
-    JSON.
+    If the variant names no parser, the checkpoint's chat template decides: Qwen3.5 and later write calls as XML,
+    earlier models as JSON.
 
     Raises:
-        CorpusError: as `Suite.require_questions`, or a template cannot be read.
+        CorpusError: a chat template cannot be read, or a question of an own evaluation cannot be used.
     """
     if not suite.offers_tools(variant.root):
         return variant
@@ -264,7 +264,7 @@ def with_tool_parser(variant: Variant, suite: Suite) -> Variant:
 
 
 def score_task(run: TaskRun) -> TaskScore:
-    """Score a task from its items."""
+    """Estimate the score of a task from its items."""
     task, items = run.task, run.items
     values, weights = [item.value for item in items], [item.weight for item in items]
     clusters = [item.cluster or (item.index, item.repeat) for item in items]

@@ -30,7 +30,7 @@ class TaskComparison:
         higher_is_better: whether a positive difference is a gain.
         difference: second minus first, paired over the items.
         discordance: items that only one side got right; None if items are not simply right or wrong.
-        judgement: verdict on a loss.
+        judgement: verdict on whether the second loses more than the margin.
     """
 
     task: str
@@ -44,12 +44,12 @@ class TaskComparison:
 
     @property
     def gain(self) -> float:
-        """The difference, negative for a loss."""
+        """The difference with its sign set so that a loss is negative."""
         return self.difference.value if self.higher_is_better else -self.difference.value
 
     @property
     def p_value(self) -> float:
-        """One-sided p-value of the hypothesis that the second loses the margin or more."""
+        """One-sided p-value of the hypothesis that the second record is worse by the margin or more."""
         count, margin = self.difference.count, self.judgement.margin
         if self.discordance is not None:
             return non_inferiority.paired_proportion_p_value(self.discordance, count, margin)
@@ -58,10 +58,10 @@ class TaskComparison:
 
 
 def pair_quality_records(first: Path, second: Path) -> tuple[Path, Path]:
-    """The quality records of two variants on the same items, each of the checkpoint that was scored last.
+    """Find quality records of two variants on the same items, each of the variant's checkpoint that was scored last.
 
-    Of several pairs the one with the most items is chosen, so that a sample does not hide a full run; of these one
-    from the same hardware, because other instruction sets change responses too; of these the newest.
+    Of several pairs the one with the most items is chosen, so that a sample does not hide a full run; then a pair from
+    the same hardware, because another instruction set changes responses too; then the newest.
 
     Raises:
         MissingRecordError: a variant has no quality record.
@@ -88,10 +88,13 @@ def _pair_order(pair: tuple[StoredRecord[Quality], StoredRecord[Quality]]) -> tu
 
 
 def current_records(folder: Path) -> list[StoredRecord[Quality]]:
-    """The quality records of no split in experiments/<variant>, of the checkpoint scored last; newest first.
+    """Read a variant's quality records that use all items of no split and its last scored checkpoint, newest first.
+
+    Args:
+        folder: experiments/<variant>.
 
     Raises:
-        RecordError: one is damaged.
+        RecordError: a record is damaged.
     """
     entries = [
         StoredRecord(path, store.short_path(path), store.read_record(path, Quality))
@@ -101,13 +104,13 @@ def current_records(folder: Path) -> list[StoredRecord[Quality]]:
 
 
 def of_newest_checkpoint(records: Sequence[StoredRecord[Quality]]) -> list[StoredRecord[Quality]]:
-    """The records of the first record's checkpoint, without those of earlier checkpoints."""
+    """Keep the records that have the same checkpoint as the first one."""
     digests = [entry.record.provenance.checkpoint.digest for entry in records]
     return [entry for entry, digest in zip(records, digests, strict=True) if digest == digests[0]]
 
 
 def largest_record(records: Iterable[StoredRecord[Quality]]) -> StoredRecord[Quality] | None:
-    """The record of most items, of several the newest."""
+    """The record with the most items; the newest of several with as many."""
     return max(records, key=lambda entry: (entry.record.item_count, entry.path.name), default=None)
 
 
@@ -127,7 +130,7 @@ def compare_quality(first: Path, second: Path) -> list[TaskComparison]:
     """Compare two quality records item by item.
 
     Raises:
-        NotComparableError: they were not made on the same items.
+        NotComparableError: the records were not made on the same items.
         RecordError: a record or its items are damaged.
     """
     first_record, second_record = store.read_record(first, Quality), store.read_record(second, Quality)
@@ -146,7 +149,7 @@ def compare_quality(first: Path, second: Path) -> list[TaskComparison]:
 def _compare_items(
     task: str, score: TaskScore, second_value: float, first_items: _Items, second_items: _Items
 ) -> TaskComparison:
-    """Compare one task, `score` being that of the first side; both have the same items in the same order."""
+    """Compare one task; `score` is the first side's. Both sides must have the same items in the same order."""
     values_a, values_b = ([item["value"] for item in items] for items in (first_items, second_items))
     weights = [item["weight"] for item in first_items]
     clusters = [item.get("cluster") or number for number, item in enumerate(first_items)]
@@ -184,10 +187,10 @@ def _items_by_task(path: Path) -> dict[str, _Items]:
 
 
 def comparison_table(first: Path, second: Path) -> Table:
-    """Paired differences of two quality records.
+    """Table of the paired differences of two quality records.
 
     Raises:
-        NotComparableError: they were not made on the same items.
+        NotComparableError: the records were not made on the same items.
         RecordError: a record or its items are damaged.
     """
     first_record, second_record = store.read_record(first, Quality), store.read_record(second, Quality)
@@ -217,11 +220,11 @@ def comparison_table(first: Path, second: Path) -> Table:
 
 
 def items_needed(row: TaskComparison) -> str:
-    """The items that an inconclusive verdict lacks, in brackets."""
+    """In brackets, the number of items that a conclusive verdict would need; empty if the verdict is conclusive."""
     return f" ({row.judgement.items_needed:,})" if row.judgement.items_needed else ""
 
 
 def _command(variant: str, like: Quality) -> str:
-    """The command that makes a record of a variant on the items of another record."""
+    """The command that scores a variant on the same items as the record `like`."""
     extent = "" if like.limit == "auto" else " --full" if like.limit is None else f" --limit {like.limit}"
     return f"slimqwen eval quality --variant {variant} --suite {like.suite}{extent}"

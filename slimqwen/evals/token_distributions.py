@@ -34,7 +34,7 @@ from slimqwen.serving.shared_server import ServerLostError, SharedServer, server
 from slimqwen.text.files import TextFile
 
 _LEAST_SHARE = 1e-12
-"""Floor of the tail's probability, which rounding can make negative."""
+"""Smallest probability of the tail that is used, because rounding can make the computed one negative."""
 
 _TIMEOUT_S = 600
 
@@ -44,12 +44,12 @@ _ROWS = 512
 
 @dataclass(frozen=True)
 class TokenisedText:
-    """One text in the token ids of both sides, each with the prefix first.
+    """One text in the token ids of baseline and variant; both lists begin with the prefix token.
 
     Attributes:
         bytes: length in UTF-8 bytes.
         comparable: whether the variant's ids map to the baseline's, so that distributions can be compared.
-        kept_ids: the baseline's id of each of the variant's, where that is pruned.
+        kept_ids: for a pruned vocabulary, the baseline's id of each id of the variant; else None.
     """
 
     name: str
@@ -65,7 +65,7 @@ class ReferenceTexts:
     """Texts in the token ids of a variant and its baseline, and the baseline that reads them.
 
     Attributes:
-        texts: those of the settings, then all of them joined to the context's length.
+        texts: the texts of the settings, then one text that joins them up to the context length.
         batch: texts that are read at once.
     """
 
@@ -88,17 +88,18 @@ class ReferenceTexts:
 
         Args:
             variant_weights: checkpoint with the baseline's tokenizer or one pruned from it.
-            max_model_len: longest joined text in tokens; both sides' context must hold it.
-            split: side of the split that the texts are on; None for both.
+            max_model_len: longest joined text in tokens; must fit in the context of both checkpoints.
+            split: side of the split whose texts are used; None for both sides.
 
         Raises:
-            EvalError: a text or the prefix is missing, or the vocabularies are unrelated.
+            CorpusError: the file of texts is missing or malformed.
+            EvalError: a text is missing or too long, the prefix is no token, or the vocabularies are unrelated.
         """
         texts = _tokenise_texts(variant_weights, baseline_weights, settings, root, split, max_model_len)
         return cls(texts, settings.batch, BaselineModel(baseline_weights, root / KEPT_STATES))
 
     def read_batches(self, progress: Progress) -> Iterator[list[tuple[TokenisedText, Tensor]]]:
-        """Texts in batches, each with the baseline's log-probabilities, [positions, vocabulary]."""
+        """Yield batches of texts, each text with the baseline's log-probabilities, [positions, vocabulary]."""
         for first in range(0, len(self.texts), self.batch):
             progress("reading texts", first, len(self.texts))
             group = self.texts[first : first + self.batch]
@@ -129,7 +130,7 @@ def compare_in_process(
         max_model_len=16 * math.ceil((longest + 1) / 16),
         **{
             "max_num_seqs": reference.batch,
-            # Fewer tokens than a batch of texts, so that prefills are chunked and mixed.
+            # Fewer tokens than a batch of texts has, so that prefills are chunked and mixed.
             "max_num_batched_tokens": max(1024, reference.batch),
             **{name.replace("-", "_"): value for name, value in (flags or {}).items()},
         },
@@ -148,9 +149,9 @@ def compare_served(
 ) -> list[TextComparison]:
     """Compare a server's distributions with the baseline's.
 
-    A server gives the likeliest `TOP_K` tokens of a position and the text's own token. The divergence counts all other
-    tokens as one, so it is never larger than the divergence of the whole distributions (Kullback, Information Theory
-    and Statistics, 1959, on grouped observations). Agreement, regret, head tokens and bits are exact.
+    A server returns, for each position, the likeliest `TOP_K` tokens and the text's own token. All other tokens are one
+    bucket, so the divergence is never larger than that of the whole distributions (Kullback, Information Theory and
+    Statistics, 1959, on grouped observations). Agreement, regret, head tokens and bits are exact.
 
     Returns:
         One comparison for each text, in the mode `SERVED`.
@@ -171,7 +172,7 @@ def compare_served(
 
 
 def read_texts(file: Path, split: Split | None = None) -> list[tuple[str, str]]:
-    """Ids (or numbers) and contents of the texts in a .jsonl file, or of those on one side of the split.
+    """Read ids (line numbers if absent) and contents of the texts in a .jsonl file, or of one side of the split.
 
     Raises:
         CorpusError: the file is missing or malformed.
@@ -182,7 +183,7 @@ def read_texts(file: Path, split: Split | None = None) -> list[tuple[str, str]]:
     for number, document in enumerate(reader, start=1):
         if not document.text:
             raise EvalError(
-                f'{reader.location(document.position)}: no text to read; write {{"text": …}} or remove it'
+                f'{reader.location(document.position)}: no text in this line; write {{"text": …}} or remove the line'
             )
         texts.append((document.id or str(number), document.text))
     side_texts = [each for each in texts if split is None or split.has(each[1])]
@@ -207,12 +208,12 @@ class _Comparer:
         self.comparison.baseline_bits = float(bits)
 
     def expects(self, targets: Tensor) -> bool:
-        """Whether these are the next tokens of the text."""
+        """Whether `targets` are the next tokens of the text."""
         following = self.text.variant_ids[self._done + 1 : self._done + 1 + len(targets)]
         return bool(following == targets.tolist())
 
     def add(self, log_q: Tensor, targets: Tensor) -> None:
-        """Add the next positions.
+        """Add the next positions of the text.
 
         Args:
             log_q: log-probabilities of the variant, [positions, vocabulary].
@@ -233,10 +234,10 @@ class _Comparer:
             self._add_rows(p, p.exp() * (p - q), q.argmax(1), targets[rows], own_q[rows])
 
     def add_top(self, positions: Sequence[Mapping[int, float]]) -> None:
-        """Add the whole text.
+        """Add all positions of the text.
 
         Args:
-            positions: for each position, log-probabilities of the likeliest tokens and of the text's own, by token id.
+            positions: for each position, log-probabilities by token id of the likeliest tokens and the text's own.
         """
         targets = torch.tensor(self.text.variant_ids[1 : 1 + len(positions)])
         own_q = torch.tensor([row[int(target)] for row, target in zip(positions, targets, strict=True)])
@@ -244,7 +245,7 @@ class _Comparer:
         self.comparison.variant_bits = float(-own_q.double().sum() / math.log(2))
         if not self.text.comparable:
             return
-        # Of tied tokens the lower id is chosen, as by argmax in `add`; vLLM puts the text's own token first.
+        # Ties go to the lower token id, as by argmax in `add`; vLLM puts the text's own token first.
         ranked = [sorted(row.items(), key=lambda pair: (-pair[1], pair[0]))[:TOP_K] for row in positions]
         top = torch.tensor([[token for token, _ in row] for row in ranked])
         q = torch.tensor([[log_q for _, log_q in row] for row in ranked])
@@ -260,12 +261,12 @@ class _Comparer:
         expected = len(self.text.variant_ids) - 1
         if self._done != expected:
             raise EvalError(
-                f"vLLM gave {self._done} of {expected} positions of {self.text.name}; "
-                "`make install` installs the vLLM version that is required"
+                f"vLLM returned {self._done} of {expected} positions of {self.text.name}; "
+                "run `make install` for the vLLM version that Slimqwen needs"
             )
 
     def _baseline_log_p(self, start: int, count: int) -> Tensor:
-        """The baseline's log-probabilities from a position on, [count, vocabulary of the variant]."""
+        """The baseline's log-probabilities of `count` positions from `start` on: [count, vocabulary of the variant]."""
         p = self._log_p[start : start + count]
         kept_ids = self.text.kept_ids
         return p if kept_ids is None else p[:, kept_ids].log_softmax(-1)
@@ -283,16 +284,16 @@ class _Comparer:
 
 
 def _prefill(llm: Any, comparers: Sequence[_Comparer]) -> None:
-    """Have vLLM read the texts of the comparers at once."""
+    """Have vLLM read the texts of all comparers at once, and add each position to the comparer of its text."""
 
     def consume(log_q: Tensor, targets: Tensor) -> None:
-        # Rows have no request id, so the tokens of the text identify it.
+        # Rows have no request id, so the text is identified by its tokens.
         for comparer in comparers:
             if comparer.expects(targets):
                 comparer.add(log_q, targets)
                 return
         raise EvalError(
-            "vLLM gave positions of an unknown text; `make install` installs the vLLM version that is required"
+            "vLLM returned positions of an unknown text; run `make install` for the vLLM version that Slimqwen needs"
         )
 
     in_process.read_prompts(llm, [comparer.text.variant_ids for comparer in comparers], consume)
@@ -301,14 +302,14 @@ def _prefill(llm: Any, comparers: Sequence[_Comparer]) -> None:
 
 
 def _with_tail(log_probabilities: Tensor) -> Tensor:
-    """Probabilities of these tokens and of all others together, none of them zero: [positions, tokens + 1]."""
+    """Probabilities of the given tokens, then of all others together, at least the floor: [positions, tokens + 1]."""
     shares = log_probabilities.double().exp()
     tail = (1 - shares.sum(1, keepdim=True)).clamp(min=0)
     return torch.cat([shares, tail], 1).clamp(min=_LEAST_SHARE)
 
 
 def _top_log_probabilities(server: SharedServer, ids: Sequence[int]) -> list[dict[int, float]]:
-    """Log-probabilities of the likeliest tokens and of the text's own, by token id, at every position but the last."""
+    """For every position but the last, log-probabilities by token id of the likeliest tokens and the text's own."""
     request = {
         "model": server.server.model,
         "prompt": list(ids),
@@ -339,7 +340,7 @@ def _tokenise_texts(
     split: Split | None,
     max_model_len: int,
 ) -> list[TokenisedText]:
-    """The texts, then all of them joined to at most `max_model_len` tokens."""
+    """Tokenise the texts, then one text that joins them up to `max_model_len` tokens."""
     texts = read_texts(root / settings.texts, split)
     kept_ids = kept_token_ids(variant_weights)
     tokenizers = [
@@ -349,7 +350,10 @@ def _tokenise_texts(
     def token_ids(tokenizer: Any, text: str) -> list[int]:
         prefix = tokenizer.get_vocab().get(settings.prefix)
         if prefix is None:
-            raise EvalError(f"{settings.prefix!r} is not a token of both checkpoints; name another prefix")
+            raise EvalError(
+                f"{settings.prefix!r} is not a token of both checkpoints; set another `prefix` in the section fidelity "
+                "of eval/gates/"
+            )
         return [prefix, *tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]]
 
     def tokenise(name: str, text: str) -> TokenisedText:
@@ -358,7 +362,7 @@ def _tokenise_texts(
         if kept_ids is None and variant_ids != baseline_ids:
             raise EvalError(
                 f"{variant_weights} and {baseline_weights} tokenise {name} differently and there is no {VOCAB_MAP}; "
-                "name the baseline that the variant was made from"
+                "name the variant's base as `baseline` in its measurements.json"
             )
         comparable = mapped == baseline_ids
         return TokenisedText(name, len(text.encode()), baseline_ids, variant_ids, comparable, kept_ids)
@@ -369,7 +373,7 @@ def _tokenise_texts(
         if length >= max_model_len:
             raise EvalError(
                 f"{settings.texts}: the text {each.name} has {length} tokens and the context holds {max_model_len}; "
-                "divide it"
+                "divide the text"
             )
     joined = "\n".join(text for _, text in texts)
     whole = tokenise(JOINED, joined)

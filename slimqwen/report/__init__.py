@@ -1,1 +1,1 @@
-"""The report: records -> leaderboard and charts -> a static site that opens from disk."""
+"""The report: makes a leaderboard and charts of the records, on a static page that opens from disk."""

@@ -1,8 +1,8 @@
 """Checks of all records, and of the Markdown tables generated from them: one line per fault, with its cure.
 
-`records.collection` reports files that cannot be read or that break their schema. Here items are compared with their
-digest, cited checkpoints with those on this machine, generated tables with their records, and records with those of an
-earlier commit. git holds the records that something cites, and no others.
+`records.collection` reports files that cannot be read or that break their schema. This module compares items with their
+digests, the checkpoints of cited records with those on this machine, generated tables with their records, and records
+with those of an earlier commit. It also reports records in git that nothing cites.
 """
 
 import hashlib
@@ -35,7 +35,8 @@ class CheckResult:
 
     Attributes:
         records: number of readable records.
-        notes: sentences on what could not be checked on this machine.
+        faults: faults, sorted by location.
+        notes: sentences about what could not be checked on this machine.
     """
 
     records: int
@@ -47,8 +48,8 @@ def check_records(root: Path, base: str | None = None) -> CheckResult:
     """Check all records of a repository and the tables made from them.
 
     Args:
-        base: commit to compare records with; by default where this branch left the main branch, else the parent of
-            HEAD.
+        base: commit to compare records with; by default the one where this branch left the main branch, else the
+            parent of HEAD.
     """
     collection = collect(root)
     faults = [*collection.problems]
@@ -70,11 +71,11 @@ def _item_faults(entry: StoredRecord[Record]) -> Iterator[Problem]:
     items = entry.record.items
     if items is None:
         return
-    cure = f"`git checkout` restores committed items, else delete {entry.path.name} and measure again"
+    cure = f"restore committed items with `git checkout`, else delete {entry.path.name} and measure again"
     path = entry.path.with_name(items.file)
     location = f"{entry.location.rpartition('/')[0]}/{path.name}"
     if path.name != f"{entry.path.stem}.items.jsonl":
-        reason = f"its items are {path.name}: copied or renamed; restore the file's name"
+        reason = f"its items are in {path.name}, so this record was copied or renamed; restore the record's file name"
         yield Problem(entry.location, reason)
     try:
         content = path.read_bytes()
@@ -82,13 +83,15 @@ def _item_faults(entry: StoredRecord[Record]) -> Iterator[Problem]:
         yield Problem(location, f"cannot be read: {error.strerror}; {cure}")
         return
     if hashlib.sha256(content).hexdigest() != items.sha256:
-        yield Problem(location, f"not the items that {entry.path.name} was computed from; {cure}")
+        yield Problem(location, f"these are not the items that {entry.path.name} was computed from; {cure}")
     elif content.count(b"\n") != items.count:
-        yield Problem(location, f"not the {items.count} items that {entry.path.name} counts; {cure}")
+        yield Problem(
+            location, f"does not have the {items.count} items that {entry.path.name} states; {cure}"
+        )
 
 
 def _checkpoint_faults(collection: Collection) -> tuple[list[Problem], list[str]]:
-    """Faults of cited records of another checkpoint than the present one; variants without a checkpoint here."""
+    """Faults of cited records whose checkpoint is not the present one, and variants whose checkpoint is not here."""
     faults, absent = [], []
     for name, claims in collection.measurements.items():
         cited = set(claims.records)
@@ -102,7 +105,7 @@ def _checkpoint_faults(collection: Collection) -> tuple[list[Problem], list[str]
             present = checkpoint.digest(weights) if weights.is_dir() else None
         except (SlimqwenError, OSError) as error:
             faults.append(
-                Problem(f"experiments/{name}", f"its checkpoint is unreadable: {error}; mend that first")
+                Problem(f"experiments/{name}", f"its checkpoint is unreadable: {error}; repair that first")
             )
             continue
         if present is None:
@@ -126,16 +129,16 @@ def _table_faults(root: Path) -> Iterator[Problem]:
         location = file.relative_to(root).as_posix()
         try:
             if markdown.render_tables(root, file) != file.read_text(encoding="utf-8"):
-                yield Problem(location, "a table differs from its records; `slimqwen report --tables`")
+                yield Problem(location, "a table differs from its records; run `slimqwen report --tables`")
         except UnicodeDecodeError as error:
-            yield Problem(location, f"not UTF-8 text ({error.reason}); write it again")
+            yield Problem(location, f"not UTF-8 text ({error.reason}); save it as UTF-8")
         except SlimqwenError as error:
-            reason = f"a table cannot be generated: {error}; mend that, then `slimqwen report --tables`"
+            reason = f"a table cannot be generated: {error}; repair that, then run `slimqwen report --tables`"
             yield Problem(location, reason)
 
 
 def _history_faults(root: Path, base: str | None) -> tuple[list[Problem], list[str]]:
-    """Records whose content changed since a commit; one rewritten for a new version of its schema is none."""
+    """Faults of records that changed since a commit, except by a new schema version; and what was not checked."""
     try:
         commit = base or _base(root)
         words = _git(
@@ -155,18 +158,20 @@ def _history_faults(root: Path, base: str | None) -> tuple[list[Problem], list[s
         for location in changed:
             before = _git(root, "show", f"{commit}:./{location}")
             if _schema_names(before) == _schema_names((root / location).read_text(encoding="utf-8")):
-                cure = f"`git checkout {commit[:10]} -- {location}`, because a new run is a new file"
+                cure = f"restore it with `git checkout {commit[:10]} -- {location}`, because a new run is a new file"
                 faults.append(
-                    Problem(location, f"changed since {commit[:10]}, and records never change; {cure}")
+                    Problem(location, f"changed since {commit[:10]}, but records must never change; {cure}")
                 )
     except (OSError, UnicodeError, subprocess.CalledProcessError) as error:
         output = (getattr(error, "stderr", "") or str(error)).strip().splitlines()
-        return [], [f"Changes not checked, because git failed: {output[0] if output else error}."]
+        return [], [
+            f"Changes of records were not checked, because git failed: {output[0] if output else error}."
+        ]
     return faults, []
 
 
 def _schema_names(text: str) -> tuple[str, str] | None:
-    """The schemas of a record and of its provenance, each kind/version; None for text that is no record."""
+    """The schemas of a record and of its provenance, each as kind/version; None if the text is no record."""
     try:
         content = json.loads(text)
         return content["schema"], content["provenance"]["schema"]
@@ -175,7 +180,7 @@ def _schema_names(text: str) -> tuple[str, str] | None:
 
 
 def _uncited_records(collection: Collection) -> Iterator[Problem]:
-    """Records in git that no Markdown file, measurements.json or cited record names."""
+    """Faults of records in git that no Markdown file, measurements.json or cited record names."""
     root = collection.root
     try:
         tracked = set(_git(root, "ls-files", "-z", "--", *_RECORDS).split("\0"))
@@ -205,12 +210,12 @@ def _uncited_records(collection: Collection) -> Iterator[Problem]:
     for location in sorted(tracked & by_location.keys() - cited):
         if by_location[location].record.looked_up:
             continue
-        cure = "name it in a measurements.json or a page, or `git rm` it"
-        yield Problem(location, f"in git, and no table, measurements.json or page cites it; {cure}")
+        cure = "name it in a measurements.json or a Markdown page, or remove it with `git rm`"
+        yield Problem(location, f"in git, but no table, measurements.json or Markdown page cites it; {cure}")
 
 
 def _base(root: Path) -> str:
-    """The commit where HEAD left the main branch, if it did; else the parent of HEAD; else HEAD."""
+    """The commit where HEAD left the main branch; without one the parent of HEAD, else HEAD itself."""
     head = _git(root, "rev-parse", "--verify", "HEAD").strip()
     for name in _MAIN_BRANCHES:
         try:

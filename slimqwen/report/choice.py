@@ -1,4 +1,4 @@
-"""Which variant to serve on each hardware, the reason, and what is missing to decide."""
+"""Decides which variant to serve on each hardware, and says why and what evidence is missing."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,8 +17,8 @@ class Choice:
     """Which variant of a baseline to serve on one hardware.
 
     Attributes:
-        serve: the row to serve; None if no variant passes, also in quality, and is faster by its whole interval.
-        candidate: the most promising other row; None where every measured variant failed or was rejected.
+        serve: row of the variant to serve; None if no variant passes every check and is faster by its whole interval.
+        candidate: the most promising other row; None if every other measured variant failed or was rejected.
     """
 
     baseline: str
@@ -29,7 +29,7 @@ class Choice:
 
     @property
     def advice(self) -> list[str]:
-        """What to serve, the reason, and what is missing with the command that supplies it: a sentence each."""
+        """Sentences: what to serve and why, then what evidence is missing and the command that measures it."""
         where = f"on {self.hardware}{' (a CPU is no evidence about a GPU)' if self.on_cpu else ''}"
         if self.serve is None:
             sentences = [f"Serve {self.baseline} {where}: no variant is proven as good and faster."]
@@ -56,7 +56,7 @@ class Choice:
 
 
 def _missing_evidence(row: Row) -> tuple[str, str] | None:
-    """The first evidence that a row lacks, and the command that measures it."""
+    """Name of the first evidence that a row lacks, and the command that measures it; None if nothing is missing."""
     for kind in row.missing:
         if kind == Latency.kind:
             break
@@ -67,7 +67,7 @@ def _missing_evidence(row: Row) -> tuple[str, str] | None:
 
 
 def measuring_command(row: Row, kind: str) -> str:
-    """The command that measures a variant so that its baseline's record fits: same suite, timed in turns."""
+    """The command that measures a variant comparably with its baseline: on the same suite, or timed in turns."""
     command = registry.kinds()[kind].making_command(row.variant)
     if kind == Latency.kind and row.baseline:
         return f"{command} --baseline"
@@ -77,20 +77,20 @@ def measuring_command(row: Row, kind: str) -> str:
 
 
 def collect_choices(root: Path) -> list[Choice]:
-    """What to serve by the records of a repository, as `choose_variants`."""
+    """Apply `choose_variants` to the records of a repository."""
     records = collection.collect(root)
     return choose_variants([row for name in variants.names(root) for row in rows_of(records, name)[0]])
 
 
 def list_unjudged(root: Path) -> list[str]:
-    """Variants with a baseline whose checkpoint is here and that no gate has judged."""
+    """Names of variants that have a baseline and a checkpoint on this machine, but no gate record."""
     loaded = (variants.load(name, root) for name in variants.names(root))
     made = (one for one in loaded if one.baseline and one.weights.is_dir())
     return [one.name for one in made if not any(store.records(one.folder, Gate))]
 
 
 def choose_variants(rows: Sequence[Row]) -> list[Choice]:
-    """What to serve, for every baseline and hardware with a measured variant."""
+    """Decide what to serve, for every baseline and hardware with a measured variant."""
     groups: dict[tuple[str, str], list[Row]] = {}
     for row in sort_rows(rows):
         if row.baseline and row.is_measured:

@@ -1,7 +1,7 @@
 """The leaderboard: one row per variant and hardware, from records alone.
 
-A cell shows a figure of one record, or a comparison of two paired records; nothing is averaged here. A record kind
-shows up by itself: its verdict in the evidence, its `leaderboard_columns` as columns.
+A cell shows a figure of one record, or a comparison of two paired records; nothing is averaged here. Every record kind
+appears without an edit here: its verdict in the column evidence, its `leaderboard_columns` as columns.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -29,15 +29,15 @@ from slimqwen.records.table import Table
 from slimqwen.stats import verdict
 
 DAMAGED = (SlimqwenError, ValueError, TypeError, KeyError)
-"""Errors of items that are damaged or from another version."""
+"""Errors that reading or comparing items raises if they are damaged or from another version."""
 
 _NEEDED = (Quality.kind, Latency.kind, Gate.kind)
-"""Kinds of records that a choice rests on; a gate record rests on those of its checks. A baseline needs no gate."""
+"""Record kinds without which no variant is chosen; a gate record implies its checks. Baselines need no gate."""
 
 
 @dataclass(frozen=True)
 class Margins:
-    """A gain (loss if negative) in units of the non-inferiority margin, with its 95 % interval."""
+    """A gain (negative: a loss) of a task in units of its non-inferiority margin, with its 95 % interval."""
 
     task: str
     value: float
@@ -50,8 +50,9 @@ class Score:
     """One task of a quality record.
 
     Attributes:
-        task: name of the task without the suite's.
-        change: change against the baseline on the same items; None if not paired.
+        task: name of the task without the suite's name before it.
+        row: score of the variant.
+        change: change relative to the baseline on the same items; None if the records cannot be paired.
     """
 
     suite: str
@@ -61,7 +62,7 @@ class Score:
 
     @property
     def gain(self) -> Margins | None:
-        """The change in units of its margin, with a margin of 0 in the measure's own unit; None if not paired."""
+        """The change in units of the task's margin (of the measure, if the margin is 0); None if not paired."""
         if self.change is None:
             return None
         judgement, value = self.change.judgement, self.change.difference.value
@@ -76,8 +77,8 @@ class Evidence:
 
     Attributes:
         verdict: pass, fail, inconclusive; "measured" for a kind without verdict, "missing" without a record.
-        is_stale: whether it is of another checkpoint than the newest quality record.
-        caution: what the record says beside its verdict; empty for nothing.
+        is_stale: whether its checkpoint differs from that of the newest quality record.
+        caution: a warning that the record adds to its verdict; empty for none.
     """
 
     kind: str
@@ -91,8 +92,8 @@ class Timing:
     """A latency record of a variant, and the comparison with its baseline.
 
     Attributes:
-        comparison: paired ratios of both records; empty if they were not timed in turns.
-        as_scored: whether it is of the same checkpoint as the newest quality record.
+        comparison: paired ratios of the two latency records; empty if they were not timed in turns.
+        as_scored: whether the checkpoint is that of the newest quality record.
     """
 
     latency: StoredRecord[Latency]
@@ -101,7 +102,7 @@ class Timing:
 
     @cached_property
     def speed(self) -> Speedup | None:
-        """Speed-up over all requests together; None if requests overlapped or were not timed in turns."""
+        """Speed-up over all requests; None if requests overlapped or the variants were not timed in turns."""
         rows = (row for row in self.comparison if row.prompt_class == ALL_CLASSES and row.speedup)
         return next(rows, None)
 
@@ -118,13 +119,13 @@ class Row:
     Attributes:
         hypothesis: empty if measurements.json cannot be read.
         baseline: name of the baseline; None for a baseline.
-        status: planned, measured, promoted or rejected; "unreadable" without measurements.json.
+        status: planned, measured, promoted or rejected; "unreadable" if measurements.json cannot be read.
         verdict: verdict in measurements.json; None without one.
         hardware: hardware of the latency record, else of the quality record; empty without a record.
-        timed: None if not timed on this hardware.
-        figures: figures of the kinds' leaderboard columns by column heading, with their records.
-        size_bytes: size of the checkpoint that was measured last.
-        evidence: newest record of each kind in experiments/.
+        timed: latency on this hardware; None if there is none.
+        figures: figure and its record for each heading of the kinds' leaderboard columns.
+        size_bytes: size of the checkpoint that was measured last; None without a measurement.
+        evidence: the newest record of each kind in experiments/.
     """
 
     variant: str
@@ -142,7 +143,7 @@ class Row:
 
     @property
     def group(self) -> tuple[str, str]:
-        """Baseline and hardware: rows of one group may be compared."""
+        """Baseline and hardware; only rows of the same group are compared."""
         return self.baseline or self.variant, self.hardware
 
     @property
@@ -152,12 +153,12 @@ class Row:
 
     @property
     def standing(self) -> str:
-        """What a person decided, else the verdict, else the status."""
+        """A person's decision (promoted or rejected), else the verdict, else the status."""
         return self.status if self.status in ("promoted", "rejected") else self.verdict or self.status
 
     @cached_property
     def worst(self) -> Margins | None:
-        """The task whose interval reaches furthest down, which decides; None if nothing is paired."""
+        """The task whose interval has the lowest lower end, in margins; None if no task is paired."""
         gains = [score.gain for score in self.scores.values() if score.gain]
         return min(gains, key=lambda gain: gain.low, default=None)
 
@@ -168,7 +169,7 @@ class Row:
 
     @property
     def doubts(self) -> list[str]:
-        """Where the newest records contradict or weaken the claimed verdict."""
+        """Reasons from the newest records that contradict or weaken the claimed verdict."""
         current = [evidence for evidence in self.evidence if not evidence.is_stale]
         doubts = [
             f"its newest {evidence.kind.replace('_', ' ')} record fails"
@@ -187,7 +188,7 @@ class Row:
 
     @property
     def missing(self) -> list[str]:
-        """Kinds that a choice needs and that are missing or of an earlier checkpoint."""
+        """Record kinds that a choice needs and that are missing or of an earlier checkpoint."""
         needed = _NEEDED if self.baseline else _NEEDED[:2]
         return [
             evidence.kind
@@ -197,14 +198,14 @@ class Row:
 
 
 _Problems = dict[str, str]
-"""Reasons by location for items that cannot be used."""
+"""Problems with items that cannot be used, by location."""
 
 
 def rows_of(collection: Collection, variant: str) -> tuple[list[Row], list[Problem]]:
-    """Rows of one variant: one per hardware with latency records, one without times otherwise.
+    """Make the rows of one variant: one per hardware with latency records; without such records, one row.
 
     Returns:
-        The rows, and the records whose items cannot be used.
+        The rows, and a problem for each record whose items cannot be used.
     """
     problems: _Problems = {}
     claims = collection.measurements.get(variant)
@@ -260,7 +261,7 @@ def hardware(entry: StoredRecord[Record]) -> str:
 
 
 def _has_items(entry: StoredRecord[Record], problems: _Problems) -> bool:
-    """Whether a record has items; damaged ones are none, and become a problem."""
+    """Whether a record has usable items; damaged items are added to `problems`."""
     try:
         return bool(_items(entry.path))
     except DAMAGED as error:
@@ -280,7 +281,7 @@ def _digest(entry: StoredRecord[Record]) -> str | None:
 def _figures(
     collection: Collection, variant: str, machine: str
 ) -> dict[str, tuple[Figure, StoredRecord[Record]]]:
-    """Figures of the kinds' columns, of the newest record on this hardware, else on any."""
+    """Figures of the kinds' leaderboard columns, each from the newest record on this hardware, else on any."""
     figures = {}
     for kind in registry.kinds().values():
         if kind.leaderboard_columns and (records := collection.select(kind, variant)):
@@ -295,7 +296,7 @@ def _figures(
 def _evidence(
     collection: Collection, variant: str, digest: str | None, paired_verdicts: Mapping[str, str]
 ) -> Iterable[Evidence]:
-    """The newest record of each kind, with its paired verdict (by kind) where it has one."""
+    """The newest record of each kind; `paired_verdicts`, by kind, replace the verdict of the record itself."""
     for kind, model in registry.kinds().items():
         if model.folder != "experiments":
             continue
@@ -311,7 +312,7 @@ def _evidence(
 def _scores(
     collection: Collection, variant: str, baseline: str | None, problems: _Problems
 ) -> dict[tuple[str, str], Score]:
-    """Scores by suite: of the pair that `quality_comparison.best_pair` chooses, else of the record on most items."""
+    """Scores by suite and task, from the pair that `quality_comparison.best_pair` chooses, else the largest record."""
     variant_records, baseline_records = (
         quality_comparison.of_newest_checkpoint(collection.select(Quality, name) if name else ())
         for name in (variant, baseline)
@@ -331,7 +332,7 @@ def _scores(
 def _changes(
     first: StoredRecord[Quality], second: StoredRecord[Quality], problems: _Problems
 ) -> dict[str, TaskComparison]:
-    """Paired changes by task, second minus first; empty if items are damaged."""
+    """Paired changes by task, second minus first; empty if items are damaged, which is added to `problems`."""
     if not (_has_items(first, problems) and _has_items(second, problems)):
         return {}
     try:
@@ -348,7 +349,7 @@ def _timing(
     digest: str | None,
     problems: _Problems,
 ) -> Timing | None:
-    """The newest latency record that was timed in turns with the baseline, over whatever workload; else the newest."""
+    """The newest latency record that was timed in turns with the baseline, over any workload; else the newest one."""
     if not entries:
         return None
     for entry in entries:
@@ -370,24 +371,24 @@ _ORDER = {"promoted": 0, "pass": 1, "inconclusive": 2, "measured": 3, "fail": 4,
 
 
 def sort_rows(rows: Sequence[Row]) -> list[Row]:
-    """The rows, the most promising first."""
+    """Sort rows, the most promising first."""
     return sorted(
         rows, key=lambda row: (_ORDER.get(row.standing, 6), -speed_up(row), row.variant, row.hardware)
     )
 
 
 def speed_up(row: Row) -> float:
-    """Speed-up over all requests; 0 where it was not measured."""
+    """Speed-up over all requests; 0 if it was not measured."""
     return row.timed.speed.speedup or 0.0 if row.timed and row.timed.speed else 0.0
 
 
 def margins(gain: Margins) -> str:
-    """A gain in margins with its interval."""
+    """A gain in margins and its interval, as text."""
     return f"{gain.value:+.2f} [{gain.low:+.2f}, {gain.high:+.2f}]"
 
 
 def leaderboard_table(rows: Sequence[Row]) -> Table:
-    """One line a row: standing, evidence, speed, worst task, every score, size, the kinds' own figures."""
+    """Table with a line for each row: standing, evidence, speed, worst task, scores, size, figures of other kinds."""
     tasks = dict.fromkeys(key for row in rows for key in row.scores)
     headings = dict.fromkeys(heading for row in rows for heading in row.figures)
     has_suites = len({suite for suite, _ in tasks}) > 1

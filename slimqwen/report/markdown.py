@@ -3,8 +3,8 @@
     <!-- table:comparison tiny tiny-awq -->
     <!-- end -->
 
-`table:KIND VARIANT` is the newest record of a kind, with "-" for "_" in the kind; `TABLES` has the others. A table that
-names the records that it is made of keeps them: newer ones replace it only where `newest` asks for them.
+`table:KIND VARIANT` shows the newest record of a kind, with "-" for "_" in the kind; `TABLES` lists the other tables. A
+table names its records and is made from them again; newer records replace them only if `newest` is set.
 """
 
 import contextlib
@@ -39,11 +39,11 @@ TABLES: Mapping[str, tuple[str, Callable[..., Sequence[Table]]]] = MappingProxyT
         "summary": ("BASELINE VARIANT", lambda root, *names: [tables.summary_table(root, *names)]),
     }
 )
-"""Tables over several records: arguments and builder by name."""
+"""Tables over several records, by name: usage text of the arguments, and the function that makes the table."""
 
 
 class MarkdownError(SlimqwenError):
-    """A Markdown file asks for an unknown table, or leaves a block open."""
+    """A Markdown file names an unknown table, or does not close a table block."""
 
 
 def files(root: Path) -> list[Path]:
@@ -56,14 +56,14 @@ def files(root: Path) -> list[Path]:
 
 
 def update_tables(root: Path, names: Container[str] | None = None, *, newest: bool = False) -> list[Path]:
-    """Rewrite every file whose tables differ from their records; returns these files.
+    """Rewrite every Markdown file whose tables differ from their records; returns these files.
 
     Args:
-        names: tables to rewrite; by default all.
-        newest: whether to replace the records that a table names by newer ones.
+        names: names of the tables to rewrite; by default all.
+        newest: whether newer records replace those that a table names.
 
     Raises:
-        MarkdownError: a block asks for an unknown table or is not closed; names the file.
+        MarkdownError: a block names an unknown table or is not closed; the message names the file.
         RecordError: a record is damaged.
     """
     changed = []
@@ -78,16 +78,16 @@ def update_tables(root: Path, names: Container[str] | None = None, *, newest: bo
 def render_tables(
     root: Path, file: Path, names: Container[str] | None = None, *, newest: bool = False
 ) -> str:
-    """The content of a Markdown file with tables made from their records; arguments as for `update_tables`.
+    """The content of a Markdown file with its tables made again from their records; arguments as `update_tables`.
 
     Raises:
-        MarkdownError: a block asks for an unknown table or is not closed; names the file.
+        MarkdownError: a block names an unknown table or is not closed; the message names the file.
         RecordError: a record is damaged.
     """
     text = file.read_text(encoding="utf-8")
     location = file.relative_to(root)
     if text.count("<!-- table:") != len(_BLOCK.findall(text)):
-        raise MarkdownError(f"{location}: a <!-- table:… --> comment lacks its <!-- end -->")
+        raise MarkdownError(f"{location}: a <!-- table:… --> comment has no <!-- end --> after it; add that")
 
     def render(block: re.Match[str]) -> str:
         if names is not None and block["name"] not in names:
@@ -103,14 +103,14 @@ def render_tables(
 
 
 def _exist(root: Path, named: Sequence[str]) -> bool:
-    """Whether all records that a table names are there; without one of them it is made from the newest."""
+    """Whether a table names records and all of them exist; if not, the table is made from the newest records."""
     return bool(named) and all(
         (root / ("" if name.startswith("results/") else "experiments") / name).is_file() for name in named
     )
 
 
 def _content(root: Path, name: str, words: Sequence[str]) -> str:
-    """Tables of one block; the command that makes the record if there is none."""
+    """Text of one block: its tables, or the command that makes the missing record."""
     arguments, build = TABLES.get(name, ("VARIANT", lambda root, variant: _newest(root, name, variant)))
     is_known = name in TABLES or name.replace("-", "_") in registry.kinds()
     if not is_known or len(words) != len(arguments.split()):

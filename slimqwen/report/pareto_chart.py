@@ -1,4 +1,4 @@
-"""The chart of the page: quality against size, with intervals, drawn as SVG by Vega-Lite.
+"""Chart of the report's page: quality against checkpoint size, with intervals, drawn as SVG by Vega-Lite.
 
 Colours are CSS variables that the page defines for light and dark mode.
 """
@@ -13,7 +13,7 @@ from slimqwen.report.leaderboard import Margins, Row
 
 _LOOK: dict[str, Any] = {
     "background": "transparent",
-    "aria": False,  # the whole chart is one labelled image
+    "aria": False,  # for screen readers, the whole chart is one labelled image
     "font": "sans-serif",
     "view": {"stroke": None},
     "axis": {
@@ -32,13 +32,13 @@ _COLOURS = {
 
 
 def draw_front(rows: Sequence[Row]) -> str | None:
-    """Draw worst task over checkpoint size for a baseline and its variants on one hardware.
+    """Draw the change in the worst task over checkpoint size, for a baseline and its variants on one hardware.
 
     Args:
-        rows: of one group; those without a paired score, other than the baseline, are left out.
+        rows: rows of one group; variants without a paired score are left out.
 
     Returns:
-        An SVG element whose description has the figures; None with fewer than two points.
+        An SVG element with a text description that states the figures; None for fewer than two points.
     """
     points: dict[str, tuple[float, Margins, str]] = {}
     for row in rows:
@@ -101,6 +101,7 @@ def draw_front(rows: Sequence[Row]) -> str | None:
     )
     svg = str(vl_convert.vegalite_to_svg(spec, vl_version="5.21"))
     label = html.escape(
-        f"Worst task in margins over checkpoint size; the dashed line is the margin. {described}", quote=True
+        f"Change in the worst task, in margins, over checkpoint size; the dashed line is the margin. {described}",
+        quote=True,
     )
     return svg.replace("<svg ", f'<svg role="img" aria-label="{label}" ', 1)

@@ -28,7 +28,7 @@ DEMO = "demo"
 
 @dataclass(frozen=True)
 class Site:
-    """A written report: its page, how much is in it, and unusable files, which were left out."""
+    """A written report: its page, its numbers of variants and records, and problems of files that were left out."""
 
     index: Path
     variants: int
@@ -37,7 +37,7 @@ class Site:
 
 
 def build_page(root: Path, destination: Path, progress: Progress = silent) -> Site:
-    """Write index.html into a folder, replacing an older one by a rename.
+    """Write the report's page, index.html; an older page is replaced by a rename.
 
     Args:
         destination: folder of the page, created if missing.
@@ -85,7 +85,7 @@ def build_page(root: Path, destination: Path, progress: Progress = silent) -> Si
 
 
 def _demo_tables(records: Collection, problems: dict[str, Problem]) -> list[Table]:
-    """A summary of each variant in demo/ whose baseline is there too; records that cannot be used become a problem."""
+    """Summary of each variant in demo/ whose baseline is there, too; unusable records are added to `problems`."""
     summaries = []
     for folder in sorted((records.root / DEMO).glob("*/")):
         claims = records.measurements.get(folder.name)
@@ -100,7 +100,7 @@ def _demo_tables(records: Collection, problems: dict[str, Problem]) -> list[Tabl
 
 
 def _draw_largest_front(rows: Sequence[Row]) -> str | None:
-    """The chart of the baseline and hardware with the most points."""
+    """Chart of the baseline and hardware whose chart has the most points."""
     groups: dict[tuple[str, str], list[Row]] = {}
     for row in rows:
         groups.setdefault(row.group, []).append(row)
@@ -111,7 +111,7 @@ def _draw_largest_front(rows: Sequence[Row]) -> str | None:
 
 
 def _variant_section(records: Collection, name: str, rows: Sequence[Row]) -> Mapping[str, Any]:
-    """A variant's claims, the tables of its newest records by kind and topic, and all its records."""
+    """Content of a variant's section: claims, the tables of its newest record of each kind and topic, all records."""
     row = next(row for row in rows if row.variant == name)
     newest: dict[tuple[str, str], StoredRecord[Record]] = {}
     for kind in registry.kinds().values():
@@ -119,7 +119,7 @@ def _variant_section(records: Collection, name: str, rows: Sequence[Row]) -> Map
             newest.setdefault((entry.kind, entry.record.topic), entry)
     shown = []
     for entry in newest.values():
-        with contextlib.suppress(*leaderboard.DAMAGED):  # the problems name damaged items
+        with contextlib.suppress(*leaderboard.DAMAGED):  # damaged items are among the problems
             shown += entry.record.tables(entry.path)
     own = [entry for entry in records.records if entry.variant == name]
     return {

@@ -19,17 +19,17 @@ from slimqwen.records.record import Record
 from slimqwen.records.table import Table
 
 Sources = list[tuple[Record, Path]]
-"""Records that a table is made from, with their files; a function that yields rows adds theirs."""
+"""Records that a table is made from, with their files; functions that yield rows add the records they use."""
 
 
 def comparison_tables(first: Path, second: Path) -> list[Table]:
-    """Quality, latency and size of two variants, paired, from their folders.
+    """Tables that compare two variants, from their folders of records: quality with sizes, and latency.
 
-    A kind that has not been measured for both is left out with a note.
+    A note replaces quality or latency if it has not been measured comparably for both.
 
     Raises:
-        MissingRecordError: neither kind has been measured for both.
-        NotComparableError: records exist but do not fit.
+        MissingRecordError: neither quality nor latency has been measured for both.
+        NotComparableError: records exist but cannot be paired.
     """
     tables: list[Table] = []
     missing: list[store.MissingRecordError] = []
@@ -56,7 +56,10 @@ def results_table(path: Path) -> Table:
 
 
 def results_tables(folder: Path) -> list[Table]:
-    """The latest figures of the variant whose records lie in the folder.
+    """Tables of a variant's latest figures.
+
+    Args:
+        folder: the variant's folder of records.
 
     Raises:
         MissingRecordError: nothing has been measured.
@@ -64,15 +67,15 @@ def results_tables(folder: Path) -> list[Table]:
     scored = quality_comparison.largest_record(quality_comparison.current_records(folder))
     newest = [*([scored.path] if scored else []), *_newest_by_workload(folder)]
     if not newest:
-        store.latest(folder, Quality)  # raises, and names the command
+        store.latest(folder, Quality)  # raises an error that names the command
     return [results_table(path) for path in newest]
 
 
 def variants_table(root: Path, *, with_weights: bool = False) -> Table:
-    """Every variant: hypothesis, baseline, standing and latest figures.
+    """Table of all variants: hypothesis, baseline, standing and latest figures.
 
     Args:
-        with_weights: whether to show what this machine has: checkpoints, and records that no measurements.json cites.
+        with_weights: whether to add what only this machine has: checkpoints, and records that are not cited.
 
     Raises:
         SlimqwenError: a variant or a record cannot be read.
@@ -101,16 +104,18 @@ def variants_table(root: Path, *, with_weights: bool = False) -> Table:
 
 
 def summary_table(root: Path, baseline: str, name: str, folder: str = "experiments") -> Table:
-    """A variant against its baseline, one row per measure: speed, start-up, acceptance length, size, fidelity, quality.
+    """Table of a variant and its baseline: speed, start-up, acceptance length, size, fidelity and quality.
 
-    All but quality come from the newest records of the scored checkpoints; a measure without records has no row.
+    Other figures than quality come from the newest records of the checkpoints that quality scored; a measure without
+    such records has no row.
 
     Args:
-        folder: of both variants' folders of records; start-up, which results/ has, belongs to experiments/ alone.
+        folder: folder with both variants' folders of records; start-up is shown only for experiments/, because its
+            records are in results/.
 
     Raises:
-        MissingRecordError: no quality record of one of the two.
-        NotComparableError: quality records exist but do not fit.
+        MissingRecordError: one of the two variants has no quality record.
+        NotComparableError: quality records exist but cannot be paired.
     """
     folders = (root / folder / baseline, root / folder / name)
     paths = quality_comparison.pair_quality_records(*folders)
@@ -154,7 +159,7 @@ def _quality_comparison(first: Path, second: Path) -> list[Table]:
 
 
 def _newest_by_workload(folder: Path) -> list[Path]:
-    """The newest latency record of each workload, the prompt classes first."""
+    """The newest latency record of each workload; the workload `classes` is first."""
     newest: dict[str, Path] = {}
     for path in store.records(folder, Latency):
         newest.setdefault(store.read_record(path, Latency).workload, path)
@@ -184,7 +189,7 @@ def _latest_latency(folder: Path) -> str:
 def _speed_rows(
     folders: tuple[Path, Path], digests: Sequence[str], sources: Sources
 ) -> Iterator[tuple[str, ...]]:
-    """TTFT and TPOT of each prompt class and the time of all requests, from records measured in turns."""
+    """Rows of TTFT and TPOT for each prompt class and of the time of all requests, from records timed in turns."""
     try:
         paths = speedups.latency_pair(*folders, "classes")
     except (store.MissingRecordError, pairing.NotComparableError):
@@ -209,7 +214,7 @@ def _speed_rows(
 def _acceptance_rows(
     folders: tuple[Path, Path], digests: Sequence[str], sources: Sources
 ) -> Iterator[tuple[str, ...]]:
-    """Both acceptance lengths at the gate's K."""
+    """Row of both acceptance lengths at the gate's K."""
     try:
         paths = acceptance_share.pair_acceptance_records(*folders, digests)
     except (store.MissingRecordError, pairing.NotComparableError):
@@ -228,7 +233,7 @@ def _acceptance_rows(
 
 
 def _fidelity_rows(folder: Path, baseline: str, digest: str, sources: Sources) -> Iterator[tuple[str, ...]]:
-    """The largest KL divergence over the modes, and the verdict on all figures."""
+    """Row of the largest KL divergence over the modes, with the verdict on all fidelity figures."""
 
     def fits(record: Fidelity) -> bool:
         return record.baseline == baseline and record.provenance.checkpoint_digest == digest
@@ -239,7 +244,7 @@ def _fidelity_rows(folder: Path, baseline: str, digest: str, sources: Sources) -
         return
     record = store.read_record(path, Fidelity)
     measured = [(each.kl_nats.value, each) for each in record.modes.values() if each.kl_nats]
-    if not measured:  # of a single text
+    if not measured:  # a single text gives no estimate
         return
     sources.append((record, path))
     _, worst = max(measured, key=lambda pair: pair[0])
@@ -249,7 +254,7 @@ def _fidelity_rows(folder: Path, baseline: str, digest: str, sources: Sources) -
 
 
 def _start_up_rows(root: Path, name: str, digest: str, sources: Sources) -> Iterator[tuple[str, ...]]:
-    """Cold starts against starts from the baked compile cache."""
+    """Row of cold starts and starts from the baked compile cache."""
 
     def fits(record: StartUp) -> bool:
         return record.provenance.checkpoint_digest == digest and record.ready_cold_over_baked is not None

@@ -1,7 +1,7 @@
-"""Search and scale: which variant to serve, and the executors that measure many of them on one machine or several."""
+"""Search for the variant to serve, and the executors that measure many variants on one or several machines."""
 
 from slimqwen.errors import SlimqwenError
 
 
 class SearchError(SlimqwenError):
-    """A search or a proof that cannot be made or cannot go on."""
+    """A search or a proof cannot begin or cannot go on."""

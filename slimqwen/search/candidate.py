@@ -1,8 +1,8 @@
-"""A candidate: one point of a space as a recipe and lines of config.env, in a repository beside the real one.
+"""A candidate: one point of a search's space, as a recipe and lines of config.env.
 
-Points that make the same checkpoint with the same flags give equal candidates. Candidates lie in an overlay of the
-repository, .cache/search/<base>/overlay/, whose weights/store is the repository's own: a variant of experiments/ with
-the same recipe has the same content keys, and reuses their outputs.
+Points that give the same checkpoint and the same flags give equal candidates. Candidates are variants of an overlay,
+.cache/search/<base>/overlay/: a repository of its own with links to the files of the real one. Both share
+weights/store, so a variant of experiments/ with the same recipe has the same content keys and reuses the outputs.
 """
 
 import json
@@ -22,28 +22,28 @@ from slimqwen.search.space import Point, Space
 from slimqwen.variant import Variant, scaffold
 
 Steps = list[tuple[str, dict[str, Any]]]
-"""Stages of a recipe with their parameters."""
+"""Stages of a recipe in order, each with its parameters."""
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """Changes of a variant relative to its base. A default changes nothing.
+    """Changes of a variant relative to its base. Default values change nothing.
 
     Attributes:
-        mlp: scheme of the MLPs' linears.
-        attention: scheme of full attention's linears.
-        linear_attention: scheme of Gated DeltaNet's linears.
-        mtp: scheme of the MTP head's linears.
-        group_size: 4-bit weights of a row that share a scale.
-        rounding: nearest or gptq, of calibrated linears.
+        mlp: quantisation scheme of the MLPs' linears.
+        attention: quantisation scheme of full attention's linears.
+        linear_attention: quantisation scheme of Gated DeltaNet's linears.
+        mtp: quantisation scheme of the MTP head's linears.
+        group_size: number of 4-bit weights in a row that share a scale.
+        rounding: rounding of quantised linears: nearest or gptq.
         head_bits: bits of the output head.
         vocabulary: share of the vocabulary that is kept.
         draft_vocabulary: share of the kept vocabulary that may be drafted.
         redistillation: whether the MTP head is trained for the changed model.
-        depth: tokens drafted at a time (K).
-        state_dtype: dtype of recurrent states; auto is the checkpoint's.
-        kv_cache_dtype: dtype of the KV cache; auto is that of the activations.
-        max_sequences: sequences served at once; 0 for the base's.
+        depth: tokens drafted at a time (K); 0 for no drafts.
+        state_dtype: dtype of recurrent states; auto for the checkpoint's.
+        kv_cache_dtype: dtype of the KV cache; auto for that of the activations.
+        max_sequences: sequences served at once; 0 for the base's number.
     """
 
     mlp: str = "none"
@@ -63,7 +63,7 @@ class Candidate:
 
     @classmethod
     def from_point(cls, point: Point) -> "Candidate":
-        """The candidate of a point; choices without an effect there have their default."""
+        """The candidate of a point; choices that have no effect beside the others get their default."""
         candidate = cls(**dict(point))  # type: ignore[arg-type]
         if not candidate.depth:
             candidate = replace(candidate, mtp="none", draft_vocabulary=1.0, redistillation=False)
@@ -76,18 +76,18 @@ class Candidate:
 
     @property
     def calibrated(self) -> dict[str, str]:
-        """Schemes of the language model's linears, by kind."""
+        """Quantisation schemes of the language model's linears, by kind."""
         kinds = ("mlp", "attention", "linear_attention")
         return {kind: getattr(self, kind) for kind in kinds if getattr(self, kind) != "none"}
 
     @property
     def target(self) -> "Candidate":
-        """The candidate without drafts, which decides the responses."""
+        """The same candidate without drafts: the target model, which alone determines the responses."""
         return Candidate.from_point({**asdict(self), "depth": 0})
 
     @property
     def changes(self) -> dict[str, Any]:
-        """Choices that differ from their default."""
+        """Choices whose value is not the default."""
         return {
             field.name: getattr(self, field.name)
             for field in fields(self)
@@ -95,10 +95,10 @@ class Candidate:
         }
 
     def steps(self, space: Space, rows: int) -> Steps:
-        """Stages that make the checkpoint: first those of the target, then those of its drafts.
+        """Stages that make the checkpoint: first those that change the target model, then those of its drafts.
 
         Args:
-            rows: rows of the base's vocabulary.
+            rows: size of the base's vocabulary.
         """
         stage_parameters = space.settings.stages
         steps: Steps = []
@@ -126,7 +126,7 @@ class Candidate:
         return steps
 
     def recipe(self, base: Variant, space: Space) -> str | None:
-        """Content of recipe.yaml; None where the checkpoint is the base's."""
+        """Content of recipe.yaml; None if the candidate has the base's checkpoint."""
         rows = checkpoint.text_config(checkpoint.read_config(base.weights))["vocab_size"]
         steps = self.steps(space, rows)
         if not steps:
@@ -139,7 +139,7 @@ class Candidate:
         return yaml.safe_dump(content, sort_keys=False, width=120)
 
     def lines(self, base: Variant) -> dict[str, str]:
-        """Lines of config.env that differ from the base's."""
+        """Lines of config.env that differ from those of the base."""
         lines = {}
         if self.depth:
             drafts = json.dumps({"method": "mtp", "num_speculative_tokens": self.depth})
@@ -156,11 +156,11 @@ class Candidate:
         return lines
 
     def name(self, base: Variant, space: Space) -> str:
-        """Name of its variant: the base's, and a digest of its recipe and lines."""
+        """Name of the candidate's variant: the base's name, and a digest of the candidate's recipe and `lines`."""
         return f"{base.name}-search-{content_key(self.recipe(base, space), self.lines(base))[:10]}"
 
     def scaffold(self, base: Variant, space: Space, hypothesis: str, root: Path) -> Variant:
-        """Write the candidate's folder under experiments/ of a repository if it is missing, and load it."""
+        """Write the candidate's folder into experiments/ of the repository `root` if it is missing, and load it."""
         name = self.name(base, space)
         if name not in variants.names(root):
             recipe, lines = self.recipe(base, space), self.lines(base)
@@ -169,12 +169,12 @@ class Candidate:
 
 
 def describe_changes(changes: Mapping[str, Any]) -> str:
-    """Values by choice in one line."""
+    """The changed choices with their values, as one line."""
     return ", ".join(f"{choice} {value}" for choice, value in changes.items()) or "nothing"
 
 
 def make_overlay(base: Variant, folder: Path) -> Path:
-    """Make a repository in a folder of the real one: links to its files, with variants and weights of its own."""
+    """Make an overlay of the base's repository in `folder`: links to its files, but own variants and weights."""
     (base.root / "weights" / "store").mkdir(parents=True, exist_ok=True)
     for parent in ("experiments", "weights", "."):
         (folder / parent).mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""The driver of a search: from a base, a GPU and a quality budget to a record of the variant to serve."""
+"""The driver of a search: finds the variant of a base to serve on a GPU within a quality budget, and records it."""
 
 import math
 from collections.abc import Sequence
@@ -27,9 +27,9 @@ class Extent:
 
     Attributes:
         trials: number of candidates.
-        finalists: number of candidates that are proven at most.
+        finalists: largest number of candidates that are proven.
         seconds: time after which no further candidate is begun.
-        width: candidates that are measured at a time; None for as many as the executor runs.
+        width: number of candidates measured at a time; None for as many as the executor runs.
     """
 
     trials: int
@@ -51,13 +51,14 @@ def search_variants(
 ) -> Path:
     """Search for the fastest variant of a base on a GPU within a quality budget, prove it, and write the record.
 
-    The fastest of the front become variants of experiments/ and are gated on items that the search did not see.
+    The fastest candidates of the front become variants of experiments/ and are gated on items new to the search.
 
     Args:
         base: variant to search from; its checkpoint is the base of every candidate's recipe.
         gpu_name: name of a GPU in eval/devices.yaml.
         budget: name of a gate in eval/gates/.
-        settings: everything that the space cannot derive.
+        settings: settings of the space that cannot be derived from checkpoint and GPU.
+        extent: how much is measured.
 
     Returns:
         The record in results/.
@@ -104,7 +105,7 @@ def search_variants(
 
 
 def _make_finalist(trial: SearchTrial, ladder: Ladder) -> str:
-    """Make the variant of experiments/ for a trial, under the same name, and return that."""
+    """Write a trial's candidate as a variant of experiments/, under the name of the trial, which is returned."""
     hypothesis = (
         f"With {trial.label}, {ladder.base.name} keeps within every limit of {ladder.budget.name} on items that the "
         f"search did not see, and the roofline of the {ladder.gpu.name} is {trial.tokens_per_second:,.0f} tokens/s."

@@ -1,14 +1,15 @@
-"""The ladder: rungs from cheap to expensive; a candidate ends at the first that it cannot pass.
+"""The ladder: the rungs that judge a candidate, from cheap to expensive; a candidate ends at the first that it fails.
 
-1. roofline: the GPU's bound with an acceptance length that drafts can hardly exceed; it ends where the bound lies below
-   the incumbent's speed.
-2. fidelity: next-token distributions compared with the base's; it ends where a whole interval lies beyond its limit.
-3. acceptance: accepted drafts at its own depth, for its speed, and at the gate's depth; it ends where, at the latter,
-   the interval of its share of the base's acceptance length lies below the least share.
-4. speed: on a machine without the GPU the roofline with the measured acceptance length.
+1. roofline: the speed bound of the GPU with an acceptance length that drafts can hardly exceed; a candidate fails if
+   its bound lies below the incumbent's speed.
+2. fidelity: next-token distributions compared with the base's; fails if the whole interval of a figure is beyond its
+   limit.
+3. acceptance: accepted drafts at the candidate's own depth, for its speed, and at the gate's depth; fails if, at the
+   gate's depth, the whole interval of the share of the base's acceptance length is below the least share.
+4. speed: on a machine without the GPU, the roofline with the measured acceptance length.
 
-Rungs 2 and 3 need an engine: each is a task (`slimqwen.search.rungs`). Its value is a pure function of the recipe's
-steps, flags, settings and versions, and its key is a digest of these.
+Rungs 2 and 3 need an engine: each is a task (`slimqwen.search.rungs`). The value of such a task is a pure function of
+the recipe's steps, flags, settings and versions; the task's key is a digest of these.
 """
 
 import itertools
@@ -35,11 +36,11 @@ from slimqwen.variant import Variant
 
 @dataclass(frozen=True)
 class Ladder:
-    """Everything that decides what is measured of a candidate.
+    """Everything that affects the measurements of a candidate.
 
     Attributes:
         base: variant that candidates are made from and compared with.
-        overlay: repository that candidates lie in.
+        overlay: root of the repository in which candidates are variants (see `slimqwen.search.candidate`).
     """
 
     base: Variant
@@ -53,7 +54,7 @@ class Ladder:
         return checkpoint.read_config(self.base.weights)
 
     def shape(self, candidate: Candidate) -> Shape:
-        """Dimensions of a candidate's checkpoint before it is made."""
+        """Dimensions of a candidate's checkpoint, computed before it is made."""
         shape = Shape.of_config(self._config)
         folder = {"folder": self.base.root / "experiments" / self.base.name}
         for name, values in candidate.steps(self.space, shape.text["vocab_size"]):
@@ -62,14 +63,14 @@ class Ladder:
         return shape
 
     def checkpoint_bytes(self, candidate: Candidate) -> int:
-        """Bytes of a candidate's tensors."""
+        """Size of a candidate's tensors, bytes."""
         return sum(itertools.starmap(tensor_bytes, self.shape(candidate).tensors.values()))
 
     def tokens_per_second(self, candidate: Candidate, acceptance_length: float) -> float:
-        """Roofline of the decode speed on the GPU.
+        """Roofline of the decode speed on the GPU, tokens/s.
 
         Raises:
-            RooflineError: the candidate does not fit the GPU, or the length is impossible for its depth.
+            RooflineError: the candidate does not fit the GPU, or its depth cannot give this acceptance length.
         """
         state = self.base.settings.get("VLLM_MAMBA_SSM_CACHE_DTYPE")
         default = state.value if state else "auto"
@@ -90,10 +91,10 @@ class Ladder:
         return step.tokens_per_second
 
     def best_tokens_per_second(self, candidate: Candidate, base_rates: Sequence[float]) -> float:
-        """The bound of the first rung: the base's acceptance length at the candidate's depth, plus the slack.
+        """Speed bound of the first rung, tokens/s, by the base's acceptance length at the candidate's depth plus slack.
 
         Args:
-            base_rates: share of the base's own drafts that are accepted up to each position.
+            base_rates: share of the base's own drafts that were accepted up to and with each position.
         """
         slack = 1 + self.space.settings.acceptance_slack
         length = (1 + sum(base_rates[: candidate.depth])) * slack
@@ -101,24 +102,24 @@ class Ladder:
 
     @property
     def deepest(self) -> int:
-        """The largest depth at which drafts are measured, of the space and the gate; 0 where there are none."""
+        """The largest depth at which the space or the gate measures drafts; 0 without drafts."""
         deepest = max(int(depth) for depth in self.space.choices["depth"])
         return deepest and max(deepest, self.budget.acceptance.gate_depth)
 
     def in_overlay(self, candidate: Candidate) -> Variant:
-        """A candidate as a variant of the overlay."""
+        """Load a candidate as a variant of the overlay."""
         return candidate.scaffold(self.base, self.space, "A candidate of a search.", self.overlay)
 
     def fidelity_task(self, candidate: Candidate) -> Task:
-        """The task that compares a candidate's distributions; all candidates of one target share it."""
+        """The task that compares a candidate's distributions; candidates with the same target model share it."""
         return self._task("fidelity", self.in_overlay(candidate.target), [])
 
     def acceptance_task(self, variant: Variant, *depths: int) -> Task:
         """The task that measures the acceptance of a variant's drafts.
 
         Args:
-            variant: base, incumbent or candidate; a variant of the overlay.
-            depths: tokens drafted at a time (K), the gate's beside them.
+            variant: base, incumbent or candidate, as a variant of the overlay.
+            depths: tokens drafted at a time (K); the gate's depth is added.
         """
         return self._task("acceptance", variant, sorted({*depths, self.budget.acceptance.gate_depth}))
 
@@ -130,7 +131,7 @@ class Ladder:
             recipe,
             {name: setting.value for name, setting in variant.settings.items() if name != "VLLM_MODEL"},
             *self._circumstances,
-            # The size of the proof's sample decides nothing here.
+            # The size of the proof's sample does not affect this measurement.
             settings.model_dump(mode="json", exclude={"proof_prompts"}),
             str(self.budget.split),
             self.deepest,

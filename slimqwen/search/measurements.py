@@ -1,7 +1,7 @@
-"""Measurements of a variant beside its baseline as tasks of an executor, for the demo and the proof of finalists.
+"""Measurements of a variant and its baseline as tasks of an executor, for the demo and the proof of finalists.
 
-Such a task writes its record in the repository, which all nodes of a cluster share. One that is repeated finds the
-record of the first time, unless that no longer holds.
+Such a task writes its record into the repository, which all nodes of a cluster share. A repeated task finds the record
+of the first run and reuses it, unless it no longer holds.
 """
 
 import math
@@ -29,19 +29,19 @@ from slimqwen.serving.server import free_port
 from slimqwen.variant import Variant
 
 WORKLOAD = "classes"
-"""Workload of latency."""
+"""Workload of the latency measurement."""
 
 _PARALLEL = ("tensor-parallel-size", "pipeline-parallel-size", "data-parallel-size")
 
 
 @dataclass(frozen=True)
 class RecordSettings:
-    """How records are made.
+    """Settings that all records of a run share.
 
     Attributes:
-        command: program and arguments that they name.
-        folder: folder of the repository that has a folder of records for each variant.
-        split_side: side of the split of items that is measured; None for both. On a side all items are.
+        command: program and arguments, which the records state.
+        folder: folder with a folder of records for each variant, relative to the repository.
+        split_side: side of the split whose items are measured, all of them; None for both sides.
     """
 
     command: tuple[str, ...]
@@ -49,7 +49,7 @@ class RecordSettings:
     split_side: Side | None = None
 
     def load_checks(self, variant: Variant, progress: Progress) -> GateChecks:
-        """The checks of a variant by its EVALUATION, with servers of their own."""
+        """Load the checks of a variant by its EVALUATION, for servers on a free port."""
         return GateChecks.load(
             variant,
             variant.evaluation,
@@ -66,8 +66,8 @@ class Measured:
     """The value of a task that measures.
 
     Attributes:
-        paths: its records, one for each side.
-        reused: whether they were there before.
+        paths: files of the task's records, one for each measured variant.
+        reused: whether the records existed before the task.
     """
 
     paths: Sequence[Path]
@@ -75,10 +75,11 @@ class Measured:
 
 
 def recipe_task(variant: Variant, stages: int | None = None, *, alone: bool = False) -> Task:
-    """The task that runs the first stages of a variant's recipe, or all.
+    """The task that runs the stages of a variant's recipe.
 
     Args:
-        alone: whether nothing may run beside it: a compile cache fits only as many threads as its stage had.
+        stages: number of stages to run, from the first one; None for all.
+        alone: whether no other task may run beside it: a compile cache fits only the thread count of its stage.
     """
     title = f"recipe of {variant.name}"
     needs = Resources(1 if platform.detect() == "cuda" else 0, ENGINE_BYTES, whole_node=alone)
@@ -86,13 +87,13 @@ def recipe_task(variant: Variant, stages: int | None = None, *, alone: bool = Fa
 
 
 def run_stages(root: Path, argument: tuple[str, int | None], progress: Progress) -> None:
-    """Run the first stages of a variant's recipe; the store publishes each by one rename."""
+    """Run stages of a variant's recipe; `argument` is the variant's name and the number of stages, None for all."""
     name, stages = argument
     variant_recipe.run_recipe(variants.load(name, root), stages, progress=progress)
 
 
 def check_task(check: Check, side: Variant, variant: Variant, settings: RecordSettings) -> Task:
-    """The task that measures a side for a check of a variant; sides that variants share have one task.
+    """The task that measures one side, the variant or its baseline, for a check; variants share a baseline's task.
 
     Raises:
         SlimqwenError: a config.env or a checkpoint cannot be used.
@@ -104,7 +105,7 @@ def check_task(check: Check, side: Variant, variant: Variant, settings: RecordSe
         f"{check} of {side.name}",
         measure_check,
         (check, side.name, variant.name, settings),
-        # Every check but quality may load the baseline too, in float32.
+        # Every check except quality may also load the baseline, in float32.
         estimate_resources([side], loaded=None if check == "quality" else checks.baseline),
     )
 
@@ -112,7 +113,11 @@ def check_task(check: Check, side: Variant, variant: Variant, settings: RecordSe
 def measure_check(
     root: Path, argument: tuple[Check, str, str, RecordSettings], progress: Progress
 ) -> Measured:
-    """Measure a side for a check, unless a record still holds."""
+    """Measure a side for a check, unless a record of it still holds.
+
+    Args:
+        argument: the check, the names of side and variant, and the settings.
+    """
     check, side_name, name, settings = argument
     side, checks = variants.load(side_name, root), settings.load_checks(variants.load(name, root), progress)
     limit: Limit = None if settings.split_side else AUTO
@@ -122,7 +127,7 @@ def measure_check(
 
 
 def gate_task(variant: Variant, settings: RecordSettings) -> Task:
-    """The task that gates a variant whose checks are recorded."""
+    """The task that writes the gate record of a variant whose checks are recorded."""
     return Task(
         f"gate of {variant.name}",
         f"gate of {variant.name}",
@@ -133,7 +138,7 @@ def gate_task(variant: Variant, settings: RecordSettings) -> Task:
 
 
 def measure_gate(root: Path, argument: tuple[str, RecordSettings], progress: Progress) -> Path:
-    """Gate a variant by its EVALUATION; returns the record."""
+    """Gate a variant by its EVALUATION; returns the record's path."""
     name, settings = argument
     variant = variants.load(name, root)
     return gate.measure_gate(
@@ -146,7 +151,7 @@ def measure_gate(root: Path, argument: tuple[str, RecordSettings], progress: Pro
 
 
 def latency_task(sides: Sequence[Variant], rounds: int, settings: RecordSettings) -> Task:
-    """The task that times variants in turns; nothing runs beside it."""
+    """The task that times variants in turns; no other task runs beside it."""
     names = tuple(side.name for side in sides)
     title = f"latency of {names[-1]}"
     needs = estimate_resources(sides, alone=True)
@@ -156,7 +161,11 @@ def latency_task(sides: Sequence[Variant], rounds: int, settings: RecordSettings
 def measure_latency(
     root: Path, argument: tuple[tuple[str, ...], int, RecordSettings], progress: Progress
 ) -> Measured:
-    """Time variants in turns, unless records of one run still hold."""
+    """Time variants in turns, unless the records of one earlier run still hold.
+
+    Args:
+        argument: names of the variants, number of rounds, and the settings.
+    """
     names, rounds, settings = argument
     sides = [variants.load(name, root) for name in names]
     folders = [root / settings.folder / name for name in names]
@@ -184,11 +193,11 @@ def measure_latency(
 def estimate_resources(
     sides: Sequence[Variant], *, loaded: Variant | None = None, alone: bool = False
 ) -> Resources:
-    """Resources of a node for measuring variants, one at a time.
+    """Resources of a node that measuring variants one at a time needs.
 
     Args:
-        loaded: variant that is loaded beside each, in float32.
-        alone: whether nothing else may run on the node.
+        loaded: variant that is loaded in float32 beside the measured one; None for none.
+        alone: whether no other task may run on the node.
     """
     gpus, memory = 0, 0
     for server in map(ServerCommand.resolve, sides):

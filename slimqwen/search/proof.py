@@ -1,9 +1,9 @@
 """Proof: finalists of a search are gated on items that the search never saw.
 
-Whoever looks best of many on some items owes part of it to these items (the winner's curse), so each finalist is
-gated on the others alone. A finalist has to pass every check, so its p-value is the largest of them (Berger 1982);
-over finalists Holm's procedure (1979) keeps the probability that any finalist worse than a limit is promoted at or
-below `non_inferiority.ALPHA`.
+The best of many candidates owes part of its score to the items that selected it (the winner's curse), so finalists are
+gated only on the other items. A finalist must pass every check, so its p-value is the largest of all figures (Berger
+1982). Over the finalists Holm's procedure (1979) keeps the probability that any finalist worse than a limit is promoted
+at or below `non_inferiority.ALPHA`.
 """
 
 from collections.abc import Sequence
@@ -33,20 +33,20 @@ class Finalist(Block):
     verdict: Verdict = Field(
         description="pass: adjusted_p_value is at most alpha; fail: the proof's gate fails, or a check broke down."
     )
-    reason: str | None = Field(description="Why it is not promoted; null where it is.")
+    reason: str | None = Field(description="Why the finalist is not promoted; null if it is.")
     p_value: Share = Field(
-        description="One-sided, of the hypothesis that a figure lies at or beyond its limit: the largest of all "
-        "figures; 1 where a check broke down."
+        description="One-sided, of the hypothesis that a figure is at or beyond its limit: the largest of all "
+        "figures; 1 if a check broke down."
     )
-    adjusted_p_value: Share = Field(description="The same over all finalists, by Holm's procedure.")
+    adjusted_p_value: Share = Field(description="p_value adjusted over all finalists by Holm's procedure.")
     findings: tuple[Finding, ...] = Field(description="Figures on the proof's items; empty without a gate.")
     record: RelativePath | None = Field(
-        description="Its gate record, as <variant>/<file>; null without a gate."
+        description="The finalist's gate record, as <variant>/<file>; null without a gate."
     )
 
     @property
     def passed(self) -> bool:
-        """Whether it may be served."""
+        """Whether the finalist passed the proof."""
         return self.verdict == Verdict.PASS
 
 
@@ -55,7 +55,7 @@ class Proof(Block):
 
     alpha: Share = Field(description="Largest probability that any finalist is promoted wrongly.")
     proof_share: Share | None = Field(
-        description="Share of all items that the proof has; null where no gate ended."
+        description="Share of all items on the proof's side; null if no gate ended."
     )
     finalists: tuple[Finalist, ...] = Field(min_length=1)
 
@@ -63,19 +63,20 @@ class Proof(Block):
 def prove_finalists(names: Sequence[str], executor: Executor, root: Path, *, command: Sequence[str]) -> Proof:
     """Gate finalists on the proof's items.
 
-    A finalist whose engine crashes ends with its reason while the others go on, records that still hold are used
-    again, and an interrupted proof goes on. Two calls with different finalists are two families of hypotheses, so
-    choose all finalists before a single call.
+    If the engine of a finalist crashes, that finalist fails with the reason and the others go on. Records that still
+    hold are reused, so an interrupted proof continues. Two calls with different finalists are two families of
+    hypotheses: choose all finalists first and call once.
 
     Args:
         names: the finalists: variants of the repository, each with a baseline and an EVALUATION.
-        executor: entered here.
+        executor: executor that is not entered yet; this function enters it.
 
     Returns:
-        The finalists in the order of the names, each with its adjusted verdict and its record.
+        The finalists in the order of `names`, each with its adjusted verdict and its record.
 
     Raises:
-        SlimqwenError: there is no finalist, one has no baseline or no usable config.env, or the executor cannot work.
+        SlimqwenError: there is no finalist, a finalist has no baseline or no usable config.env, or the executor cannot
+            work.
     """
     if not names:
         raise SearchError("no finalist to prove; name at least one variant")
@@ -130,10 +131,11 @@ def _gate_tasks(finalist: Variant, settings: RecordSettings) -> list[Task]:
 def _judge_finalist(
     failed: tuple[str, Sequence[str]], path: Path | None, p_value: float, adjusted: float
 ) -> Finalist:
-    """The verdict of a finalist: its gate passes, and its adjusted p-value is at most ALPHA.
+    """Judge a finalist, which passes if its gate passes and its adjusted p-value is at most ALPHA.
 
     Args:
-        failed: its name, and why tasks failed.
+        failed: name of the finalist, and the reasons of its tasks that failed.
+        path: its gate record; None without one.
     """
     name, reasons = failed[0], ["; ".join(failed[1])] if failed[1] else []
     findings: tuple[Finding, ...] = ()

@@ -1,4 +1,4 @@
-"""The record kind search: every candidate that a search tried, where it ended, and what came out."""
+"""The record kind search: every candidate that a search tried, the rung at which it ended, and the result."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -17,56 +17,64 @@ RUNGS: tuple[Rung, ...] = ("roofline", "fidelity", "acceptance", "speed")
 
 
 class SearchTrial(Block):
-    """A candidate, and the rung that it ended at. A figure of a rung that it did not reach is null."""
+    """A candidate, and the rung at which it ended. Figures of rungs that it did not reach are null."""
 
     number: Count
-    name: str = Field(min_length=1, description="Its variant, for a finalist in experiments/.")
+    name: str = Field(
+        min_length=1, description="Name of the candidate's variant; a finalist's is in experiments/."
+    )
     changes: dict[str, Any] = Field(description="Choices that differ from the base's.")
     rung: Rung = Field(
-        description="Where it ended; in the records of 2026-11-23 fidelity for every crash in an engine."
+        description="Rung at which it ended; records of 2026-11-23 name fidelity for any crash of an engine."
     )
-    reason: str = Field(description="Why it ended there; empty where it passed every rung.")
+    reason: str = Field(description="Why it ended there; empty if it passed every rung.")
     crashed: bool = Field(
-        description="Whether it ended because something died or raised; such a trial has no score."
+        description="Whether it ended because a task died or raised; such a trial has no score."
     )
     checkpoint_bytes: Count
-    bound_tokens_per_second: NonNegative = Field(description="With the acceptance length of the first rung.")
+    bound_tokens_per_second: NonNegative = Field(
+        description="Roofline with the acceptance length that the first rung assumes."
+    )
     kl_nats: Estimate | None = None
     fidelity_share: float | None = Field(None, description="Largest fidelity figure as a share of its limit.")
     fidelity_figure: str | None = Field(None, description="Name of that figure.")
-    acceptance_length: Estimate | None = Field(None, description="Tokens a draft at the candidate's depth.")
-    acceptance_share: Ratio | None = Field(
-        None, description="Acceptance length / the base's on the same prompts, at the gate's depth."
+    acceptance_length: Estimate | None = Field(
+        None, description="Tokens per verify step at the candidate's depth."
     )
-    tokens_per_second: PositiveFloat | None = Field(None, description="Modelled, with the measured length.")
+    acceptance_share: Ratio | None = Field(
+        None, description="Acceptance length over the base's on the same prompts, at the gate's depth."
+    )
+    tokens_per_second: PositiveFloat | None = Field(
+        None, description="Roofline with the measured acceptance length."
+    )
     worst_share: float | None = Field(
         None, description="Largest share of a limit that is used: of fidelity, or of the loss of acceptance."
     )
-    seconds: NonNegative = Field(description="In the rungs that need an engine.")
+    seconds: NonNegative = Field(description="Time in the rungs that need an engine.")
 
     @property
     def passed(self) -> bool:
-        """Whether it passed every rung."""
+        """Whether the candidate passed every rung."""
         return not self.reason
 
     @property
     def speed(self) -> float:
-        """Its tokens per second; 0 where it ended early."""
+        """Tokens per second; 0 if the candidate ended before the last rung."""
         return self.tokens_per_second or 0.0
 
     @property
     def scores(self) -> tuple[float, float, float]:
-        """Figures to minimise: the negative speed, the share of a limit, the size."""
+        """Figures to minimise: negative speed, largest used share of a limit, size in bytes."""
         return -self.speed, self.worst_share or 0.0, float(self.checkpoint_bytes)
 
     @property
     def label(self) -> str:
-        """Its changes, in one line."""
+        """The candidate's changes as one line."""
         return describe_changes(self.changes)
 
 
 class Incumbent(Block):
-    """What candidates have to be faster than."""
+    """The variant that candidates have to be faster than."""
 
     variant: VariantName
     tokens_per_second: PositiveFloat
@@ -80,25 +88,27 @@ class Search(Record):
     version = 4
     verb = "search"
 
-    gpu: str = Field(min_length=1, description="Name in eval/devices.yaml.")
+    gpu: str = Field(min_length=1, description="Name of the GPU in eval/devices.yaml.")
     budget: str = Field(min_length=1, description="eval/gates/<budget>.yaml.")
-    space: str = Field(min_length=1, description="Choices and settings, YAML.")
+    space: str = Field(min_length=1, description="Choices and settings of the space, as YAML.")
     context_len: Positive = Field(description="Cached tokens of each sequence of the modelled decoding.")
     sequences: Positive
     incumbent: Incumbent
     trials: tuple[SearchTrial, ...] = Field(min_length=1)
-    proof: Proof | None = Field(default=None, description="Of the finalists; null where there was none.")
+    proof: Proof | None = Field(
+        default=None, description="Proof of the finalists; null if there was no finalist."
+    )
 
     @property
     def front(self) -> list[SearchTrial]:
-        """Trials that no other beats in speed, share of a limit and size, the fastest first."""
+        """Pareto front: trials that no other trial beats in speed, share of a limit and size, the fastest first."""
         passed = [trial for trial in self.trials if trial.passed]
         best = [trial for trial in passed if not any(_dominates(other, trial) for other in passed)]
         return sorted(best, key=lambda trial: -trial.speed)
 
     @property
     def faster(self) -> list[SearchTrial]:
-        """Trials of the front that are modelled faster than the incumbent."""
+        """Trials of the front whose modelled speed is above the incumbent's."""
         return [trial for trial in self.front if trial.speed > self.incumbent.tokens_per_second]
 
     @property
@@ -128,7 +138,7 @@ class Search(Record):
         )
 
     def tables(self, path: Path) -> list[Table]:
-        """The front; the proof, where there is one; how many candidates ended at each rung."""
+        """Tables of the front, of the proof if there is one, and of how many candidates ended at each rung."""
         least = self.incumbent.tokens_per_second
         front: dict[str, Callable[[SearchTrial], object]] = {
             "candidate": lambda row: row.label,
@@ -174,7 +184,7 @@ class Search(Record):
 
 
 def _dominates(first: SearchTrial, second: SearchTrial) -> bool:
-    """Whether a trial is at least as good as another in speed, share of a limit and size, and better in one."""
+    """Whether `first` is at least as good as `second` in speed, share of a limit and size, and better in one."""
     pairs = list(zip(first.scores, second.scores, strict=True))
     return all(a <= b for a, b in pairs) and any(a < b for a, b in pairs)
 

@@ -1,4 +1,4 @@
-"""The rungs of the ladder that need an engine, each a task in a process of its own that writes no record."""
+"""The rungs of the ladder that need an engine: functions of tasks, which run in their own process, without records."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -21,11 +21,11 @@ from slimqwen.variant import Variant
 
 @dataclass(frozen=True)
 class Budget:
-    """The limits of quality that candidates have to keep.
+    """The quality budget: limits that candidates have to keep.
 
     Attributes:
-        name: name of its file, eval/gates/<name>.yaml.
-        split: side of the texts and documents that a search sees; its proof is made on the other.
+        name: name of the file, eval/gates/<name>.yaml.
+        split: side of texts and documents that the search uses; the proof uses the other side.
     """
 
     name: str
@@ -35,7 +35,7 @@ class Budget:
 
     @classmethod
     def of_variant(cls, base: Variant, name: str) -> "Budget":
-        """The budget that eval/gates/<name>.yaml names.
+        """Read the budget of a base from eval/gates/<name>.yaml.
 
         Raises:
             SettingsError: the file is missing or cannot be used.
@@ -45,9 +45,10 @@ class Budget:
         return cls(name, gate.fidelity, acceptance, gate.split("search", base.root))
 
     def is_met_by(self, trial: SearchTrial) -> bool:
-        """Whether a trial's figures lie within the limits on the search's items, with the intervals that it has.
+        """Whether the whole intervals of a trial's figures are within the limits on the search's items.
 
-        A rung passes a candidate whose interval merely reaches over the limit; few of these would pass a proof.
+        This is stricter than a rung, which passes a candidate whose interval only reaches over a limit; few of those
+        would pass a proof.
         """
         kl, share = trial.kl_nats, trial.acceptance_share
         most, least = self.fidelity.limits.kl_nats, self.acceptance.least_share
@@ -59,7 +60,7 @@ class Budget:
         )
 
     def acceptance_share(self, base: Sequence[Item], own: Sequence[Item]) -> Ratio:
-        """Acceptance length of a candidate / the base's, at the gate's depth, from the items of their records."""
+        """Acceptance length of a candidate over that of the base, at the gate's depth, from both lists of items."""
         depth, least = self.acceptance.gate_depth, self.acceptance.least_share
         return acceptance_share.compare_drafts(base, own, depth=depth, least_share=least).ratio
 
@@ -69,9 +70,9 @@ class LimitShares:
     """Fidelity figures as shares of their limits.
 
     Attributes:
-        worst: figure with the largest share.
-        share: that share; 1 is the limit.
-        lower_share: the largest share of an interval's lower end; above 1 a whole interval lies beyond its limit.
+        worst: name of the figure with the largest share.
+        share: the largest share; 1 is the limit.
+        lower_share: the largest share of an interval's lower end; above 1, a whole interval is beyond its limit.
         kl_nats: KL divergence, nats a token.
     """
 
@@ -82,9 +83,9 @@ class LimitShares:
 
     @classmethod
     def of_figures(cls, fields: Mapping[str, Any], budget: Budget) -> "LimitShares":
-        """Compare the value of `compare_distributions` with the limits.
+        """Divide figures from `compare_distributions` by their limits.
 
-        The divergence over the joined texts has no interval, so its value counts.
+        The divergence of the joined text has no interval, so its value is used as the interval's lower end.
         """
         limits = budget.fidelity.limits
         figures = Figures.model_validate(fields)
@@ -102,12 +103,14 @@ class LimitShares:
 
 @dataclass(frozen=True)
 class RungInput:
-    """What a task of a rung measures.
+    """Argument of a rung's task: what to measure.
 
     Attributes:
-        overlay: folder of the repository of candidates, relative to the real one.
-        budget: name of the gate.
-        deepest: largest depth of the search, which decides the length of prompts.
+        base: name of the base.
+        variant: name of the variant in the overlay.
+        overlay: folder of the overlay, relative to the repository.
+        budget: name of the budget.
+        deepest: largest depth of the search, for which prompts must leave room.
         depths: tokens drafted at a time (K); none for fidelity.
     """
 
@@ -119,7 +122,7 @@ class RungInput:
     depths: tuple[int, ...]
 
     def load(self, root: Path) -> tuple[Variant, Variant, Budget]:
-        """The base, the variant and the limits."""
+        """Load the base, the variant and the budget."""
         base, variant = (variants.load(name, root / self.overlay) for name in (self.base, self.variant))
         return base, variant, Budget.of_variant(base, self.budget)
 
@@ -155,7 +158,7 @@ def measure_acceptance(root: Path, argument: RungInput, progress: Progress) -> l
     _make_checkpoint(variant, progress)
     command = ServerCommand.resolve(variant)
     settings = budget.acceptance
-    # The same prompts for every depth of the space.
+    # Cut for the largest depth, so that every depth of the space has the same prompts.
     longest = command.max_model_len - settings.tokens - argument.deepest - 1
     classes = drafting.cut_prompts(settings, variant, base, longest, budget.split)
     flags = fidelity.weight_flags(command.flags)

@@ -1,7 +1,7 @@
 """The space of a search: the values of each choice for a checkpoint and a GPU, and the decoding that is modelled.
 
-eval/search/<name>.yaml has the settings that cannot be derived; everything else comes from the checkpoint's
-architecture and the GPU's abilities.
+eval/search/<name>.yaml has the settings that cannot be derived; everything else is derived from the checkpoint's
+architecture and the features of the GPU.
 """
 
 from collections.abc import Mapping
@@ -30,8 +30,8 @@ class Decoding(BaseModel):
     """The decoding whose speed is modelled.
 
     Attributes:
-        sequences: sequences at once; fewer where a candidate serves or the GPU's memory holds fewer.
-        context_len: cached tokens of each.
+        sequences: number of concurrent sequences; fewer if a candidate serves fewer or GPU memory holds fewer.
+        context_len: cached tokens of each sequence.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -44,8 +44,8 @@ class IncumbentPoint(BaseModel):
     """The variant that a candidate has to be faster than.
 
     Attributes:
-        variant: its name; empty for the base itself.
-        point: those of its choices that decide what a decode step reads; the others have no effect.
+        variant: name of the variant; empty for the base itself.
+        point: the variant's choices that affect what a decode step reads; other choices need not be stated.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -58,11 +58,11 @@ class SearchSettings(Settings):
     """eval/search/<name>.yaml.
 
     Attributes:
-        choices: values of a choice by its name, instead of the derived ones.
-        stages: parameters of a recipe's stages by stage, for all candidates: text, sizes, steps.
-        points: values to try first; choices left out are the incumbent's.
+        choices: values by the choice's name, instead of derived values.
+        stages: parameters by stage, for the recipes of all candidates: text, sizes, steps.
+        points: points to try first; choices that a point leaves out have the incumbent's value.
         speed_share: share of the fastest speed so far that a candidate's bound has to reach; 0 searches a whole front.
-        acceptance_slack: share by which the first rung lets a candidate's acceptance length exceed the base's.
+        acceptance_slack: share by which, in the first rung's bound, the acceptance length exceeds the base's.
         trials: number of different candidates.
         finalists: largest number of candidates that are proven.
     """
@@ -86,7 +86,7 @@ class Space:
     """The values of every choice, for one checkpoint and one GPU.
 
     Attributes:
-        choices: values by choice, the one without an effect first; a choice with a single value is not searched.
+        choices: values by choice; the first one changes nothing. A choice with a single value is not searched.
     """
 
     choices: Mapping[str, tuple[Value, ...]]
@@ -94,17 +94,17 @@ class Space:
 
     @classmethod
     def derive(cls, base: Variant, gpu: GpuSheet, settings: SearchSettings) -> "Space":
-        """The space of a base on a GPU.
+        """Derive the space of a base on a GPU.
 
         Raises:
-            SearchError: the settings name an unknown choice, or a point outside the space.
+            SearchError: the settings name an unknown choice, or a point that is outside the space.
             CorruptCheckpointError: the base's config.json cannot be used.
         """
         derived = _derive_choices(base, gpu)
         points = [settings.incumbent.point, *settings.points]
         unknown = sorted({*settings.choices}.union(*points) - {*derived})
         if unknown:
-            raise SearchError(f"{unknown[0]!r} is no choice of a search; choices are {', '.join(derived)}")
+            raise SearchError(f"{unknown[0]!r} is no choice of a search; use one of {', '.join(derived)}")
         space = cls(MappingProxyType({**derived, **settings.choices}), settings)
         for choice, value in (each for point in points for each in point.items()):
             if value not in space.choices[choice]:
@@ -120,11 +120,11 @@ class Space:
         return {choice: values for choice, values in self.choices.items() if len(values) > 1}
 
     def complete(self, point: Point) -> dict[str, Value]:
-        """A value for every choice: those of a point, else the first one, which has no effect."""
+        """The point with a value for every choice; a choice that it leaves out gets the first value."""
         return {choice: point.get(choice, values[0]) for choice, values in self.choices.items()}
 
     def first_points(self) -> list[dict[str, Value]]:
-        """Points to begin with: the incumbent's, then those of the settings."""
+        """Points to try first: that of the incumbent, then those of the settings."""
         incumbent = self.complete(self.settings.incumbent.point)
         return [incumbent, *({**incumbent, **point} for point in self.settings.points)]
 
@@ -169,9 +169,9 @@ def _derive_choices(base: Variant, gpu: GpuSheet) -> dict[str, tuple[Value, ...]
         "draft_vocabulary": (1.0, 0.5, 0.25, 0.125) if has_drafts else (1.0,),
         "redistillation": (False, True) if has_drafts else (False,),
         "depth": (1, 2, 3, 4, 5, 6) if has_drafts else (0,),
-        # Not float16: vLLM's fused Gated DeltaNet kernel of verify steps takes bfloat16 or float32 alone.
+        # float16 is left out: vLLM's fused Gated DeltaNet kernel of verify steps supports only bfloat16 and float32.
         "state_dtype": ("auto", "bfloat16") if has_recurrent_layers and wide_states else ("auto",),
-        # Attention kernels of older GPUs leave full CUDA graphs for an FP8 KV cache.
+        # On older GPUs the attention kernels for an FP8 KV cache do not support full CUDA graphs.
         "kv_cache_dtype": ("auto", "fp8") if capability >= (8, 9) else ("auto",),
         "max_sequences": (0,),
     }

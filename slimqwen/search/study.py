@@ -1,8 +1,8 @@
-"""The study of a search: which candidate to try next, and where the others ended.
+"""The study of a search: chooses the next candidate to try, and records at which rung each candidate ended.
 
-Optuna's multi-objective TPE proposes points. It maximises the modelled tokens per second, minimises the largest share
-of a limit that is used, and minimises the bytes of the checkpoint; a candidate that ended before the last rung violates
-a constraint and has no score. The study is a journal in .cache/search/, so the same command goes on where it stopped.
+Optuna's multi-objective TPE proposes points. It maximises the modelled tokens per second, minimises the largest used
+share of a limit, and minimises the bytes of the checkpoint; a candidate that ended before the last rung violates a
+constraint and has no score. The study is a journal in .cache/search/, so the same command continues an interrupted one.
 """
 
 import math
@@ -27,10 +27,10 @@ from slimqwen.search.record import Incumbent, Rung, SearchTrial
 from slimqwen.search.rungs import LimitShares
 
 _STARTUP_TRIALS = 12
-"""Trials before TPE proposes points: those that were enqueued, and random ones."""
+"""Number of trials before TPE proposes points: first the enqueued points, then random ones."""
 
 _ASKS_PER_TRIAL = 20
-"""Suggestions for each trial after which the space counts as used up: most were of known candidates."""
+"""Proposals per trial after which the space counts as exhausted, because most proposals were known candidates."""
 
 _CRASHED = 1e3
 """Constraint value of a candidate that crashed, larger than any measured one."""
@@ -41,8 +41,8 @@ class _Running:
     """A trial that has not ended.
 
     Attributes:
-        row: fields of its `SearchTrial` so far.
-        began: seconds of the monotonic clock.
+        row: fields of the trial's `SearchTrial` that are known so far.
+        began: start of the trial, seconds of the monotonic clock.
     """
 
     trial: Any
@@ -52,10 +52,10 @@ class _Running:
 
 
 class Study:
-    """A search under way.
+    """A search in progress.
 
     Attributes:
-        incumbent: what candidates have to be faster than; measured by `run`.
+        incumbent: the variant that candidates have to be faster than; `run` measures it.
     """
 
     incumbent: Incumbent
@@ -64,11 +64,11 @@ class Study:
     def __init__(
         self, ladder: Ladder, executor: Executor, folder: Path, log: Path, progress: Progress = silent
     ) -> None:
-        """Open a study, or go on with an earlier one of the same ladder.
+        """Open a study, or continue an earlier one of the same ladder.
 
         Args:
-            executor: entered already.
-            folder: folder of the study's journal and of what the rungs have measured.
+            executor: executor that is entered already.
+            folder: folder for the study's journal and for the rungs' results.
             log: file for Optuna's log.
         """
         self._ladder, self._executor, self._progress = ladder, executor, progress
@@ -79,15 +79,15 @@ class Study:
         self._outcomes: dict[str, Outcome] = {}
 
     def run(self, trials: int, seconds: float = math.inf, width: int = 1) -> list[SearchTrial]:
-        """Try candidates, until the trials, the time or the space are used up.
+        """Try candidates until the number of trials, the time or the space is exhausted.
 
         Args:
-            trials: number of different candidates, those of earlier runs included.
-            seconds: time after which no further one is begun.
-            width: candidates that are measured at a time.
+            trials: number of different candidates, including those of earlier runs.
+            seconds: time after which no further candidate is begun.
+            width: number of candidates measured at a time.
 
         Returns:
-            Every candidate once, in the order of their trials.
+            A trial for each candidate, in the order of the trials.
 
         Raises:
             SearchError: the base or the incumbent could not be measured.
@@ -112,7 +112,7 @@ class Study:
         return sorted(self._known.values(), key=lambda trial: trial.number)
 
     def _ask(self, task: Task) -> Outcome | None:
-        """The outcome of a task, of this run or an earlier one; where there is none, submits the task once."""
+        """The outcome of a task from this run or an earlier one; without one, submits the task and returns None."""
         if task.key not in self._outcomes and (value := self._journal.get(task.key)) is not None:
             self._outcomes[task.key] = Result(task.key, value)
         if task.key not in self._outcomes and task.key not in self._waiting:
@@ -121,7 +121,7 @@ class Study:
         return self._outcomes.get(task.key)
 
     def _wait(self) -> None:
-        """Take the outcome of the next task that ends."""
+        """Wait for the next task that ends, and keep its outcome."""
         outcome = self._executor.wait()
         self._waiting.discard(outcome.key)
         self._outcomes[outcome.key] = outcome
@@ -129,7 +129,7 @@ class Study:
             self._journal.add(outcome.key, outcome.value)
 
     def _measure_references(self) -> None:
-        """Measure the acceptance of the base, at the largest depth for first bounds, and of the incumbent."""
+        """Measure the acceptance of the base, at the largest depth (for the first rung), and of the incumbent."""
         ladder = self._ladder
         settings = ladder.space.settings.incumbent
         point = Candidate.from_point(ladder.space.complete(settings.point))
@@ -153,7 +153,7 @@ class Study:
         )
 
     def _value(self, task: Task) -> list[dict[str, Any]]:
-        """The items of an acceptance task that has ended."""
+        """The items of an acceptance task that has ended; a SearchError if it failed."""
         outcome = self._ask(task)
         if isinstance(outcome, Failure):
             raise SearchError(f"{task.title}: {outcome.reason}")
@@ -179,7 +179,7 @@ class Study:
             if "row" in trial.user_attrs:
                 row = SearchTrial.model_validate(trial.user_attrs["row"])
                 self._known[row.name] = row
-            elif trial.state == TrialState.RUNNING:  # of a run that was interrupted
+            elif trial.state == TrialState.RUNNING:  # left over from an interrupted run
                 study.tell(trial.number, state=TrialState.FAIL)
                 study.enqueue_trial(trial.params)
         for point in [] if study.trials else space.first_points():
@@ -187,12 +187,12 @@ class Study:
         return study
 
     def _begin_next_trial(self) -> None:
-        """Begin the trial that the sampler proposes, unless its candidate is known or under way."""
+        """Begin the trial that the sampler proposes, unless its candidate is known or already running."""
         from optuna.samplers import TPESampler
         from optuna.trial import TrialState
 
         ladder, space = self._ladder, self._ladder.space
-        # A run that goes on draws other points than the one before it.
+        # The seed changes with each proposal, so that a continued run does not propose the same points again.
         seed = space.settings.seed + len(self._study.trials)
         self._study.sampler = TPESampler(seed=seed, n_startup_trials=_STARTUP_TRIALS, multivariate=True)
         trial = self._study.ask()
@@ -231,7 +231,7 @@ class Study:
             self._advance(running)
 
     def _advance(self, running: _Running) -> None:
-        """Judge a candidate by the rungs that are measured; submit the task of its next, or finish its trial."""
+        """Judge a candidate by the rungs that are measured; then submit the next rung's task or finish the trial."""
         ladder, candidate = self._ladder, running.candidate
         rungs: list[tuple[Rung, Task]] = [("fidelity", ladder.fidelity_task(candidate))]
         if candidate.depth:
@@ -257,17 +257,17 @@ class Study:
         self._finish_trial(running, "speed", "")
 
     def _least_speed(self) -> tuple[float, str]:
-        """The least bound that a candidate has to reach, and the reason for ending one below it."""
+        """The least bound that a candidate has to reach, tokens/s, and the reason to end one with a lower bound."""
         share = self._ladder.space.settings.speed_share
-        # Only possible finalists count: a candidate that is fast but beyond a limit must not end the others.
+        # Only possible finalists set the bar: a fast candidate that is beyond a limit must not end others.
         within_budget = filter(self._ladder.budget.is_met_by, self._known.values())
         fastest = max((row.speed for row in within_budget), default=0.0)
         if share * fastest > self.incumbent.tokens_per_second:
-            return share * fastest, f"less than {share:.0%} of the fastest so far, even at its bound"
-        return self.incumbent.tokens_per_second, f"slower than {self.incumbent.variant}, even at its bound"
+            return share * fastest, f"even its bound is below {share:.0%} of the fastest speed so far"
+        return self.incumbent.tokens_per_second, f"even its bound is slower than {self.incumbent.variant}"
 
     def _judge_fidelity(self, running: _Running, figures: Mapping[str, Any]) -> str:
-        """Add the figures of the rung to the row; the reason why the candidate ends there, empty where it does not."""
+        """Add the rung's figures to the row; returns why the candidate ends there, or an empty text."""
         shares = LimitShares.of_figures(figures, self._ladder.budget)
         running.row |= {
             "kl_nats": shares.kl_nats,
@@ -280,7 +280,7 @@ class Study:
         return ""
 
     def _judge_acceptance(self, running: _Running, items: Sequence[Mapping[str, Any]]) -> str:
-        """As `_judge_fidelity`."""
+        """Like `_judge_fidelity`, for the rung acceptance."""
         budget = self._ladder.budget
         least = budget.acceptance.least_share
         ratio = budget.acceptance_share(self._base_items, items)
@@ -293,7 +293,7 @@ class Study:
         return f"acceptance length is at most {ratio.high:.3f} of the base's" if ratio.high < least else ""
 
     def _finish_trial(self, running: _Running, rung: Rung, reason: str) -> None:
-        """Record a trial; the sampler learns how far it lies beyond its limits, and its scores if it passed all."""
+        """Record a trial and tell the sampler its excess over the limits and, if it passed every rung, its scores."""
         from optuna.trial import TrialState
 
         if running in self._running:
@@ -310,7 +310,7 @@ class Study:
             self._study.tell(trial, state=TrialState.PRUNED)
 
     def _excess(self, row: SearchTrial) -> float:
-        """How far a trial lies beyond what it was judged by; above 0 where it is no possible finalist."""
+        """Optuna's constraint value: how far a trial is beyond its limit; above 0 if it can be no finalist."""
         if row.crashed:
             return _CRASHED
         if row.passed:
@@ -325,7 +325,7 @@ class Study:
 
 
 def _mean_length(items: Sequence[Mapping[str, Any]], depth: int) -> Estimate:
-    """Acceptance length over all items at a depth."""
+    """Acceptance length over all items at a depth, tokens."""
     (length,) = (row.length for row in summarise_items(items) if row.depth == depth)
     assert length is not None
     return length

@@ -1,1 +1,1 @@
-"""From a config.env to a running vLLM server: flags, platform, command, checks, process."""
+"""What turns a config.env into a running vLLM server: flags, platform, command, checks, process."""

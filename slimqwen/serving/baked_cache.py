@@ -1,11 +1,11 @@
-"""Baked compile cache: what starts of vLLM would compile, packed beside the checkpoint with a manifest.
+"""Baked compile cache: compiled code that a start of vLLM can load, in an archive beside the checkpoint.
 
-It holds the graphs and Triton kernels that one start compiled, and the libraries of FlashInfer that were compiled ahead
-of it. An archive without graphs holds what can be compiled without a GPU (`slimqwen.plan.archive`).
+The archive holds the graphs and Triton kernels that one start compiled, and FlashInfer's libraries that were compiled
+before that start. An archive without graphs holds what can be compiled without a GPU (`slimqwen.plan.archive`).
 
-The manifest says on what machine and with which flags the archive was made. It is used only where all of that is
-the same, because vLLM's own keys leave things out (the draft depth, the thread count), and a hit is never assumed:
-`slimqwen.vllm_plugin.compile_watch` says in vLLM's log, graph by graph, what was loaded and what was compiled.
+The manifest beside the archive states the machine and the flags that it was made with. The archive is used only where
+all of them are the same, because vLLM's own cache keys leave some out (the draft depth, the thread count). A cache hit
+is never assumed: `slimqwen.vllm_plugin.compile_watch` logs for each graph whether it was loaded or compiled.
 """
 
 import hashlib
@@ -33,14 +33,14 @@ from slimqwen.serving.errors import ServingError
 ARCHIVE, MANIFEST = COMPILE_CACHE
 
 LIBRARIES = "flashinfer"
-"""Folder of a cache root with FlashInfer's libraries, <name>/<name>.so each: as FlashInfer keeps prebuilt ones."""
+"""Folder of a cache root with FlashInfer's libraries as <name>/<name>.so, FlashInfer's layout of prebuilt ones."""
 
 KERNELS = "triton"
-"""Folder of a cache root that is Triton's cache: a folder for each form of a kernel."""
+"""Folder of a cache root that is Triton's cache: one folder for each compiled form of a kernel."""
 
 _PACKED = ("vllm/torch_compile_cache", "vllm/modelinfos", LIBRARIES, KERNELS)
-"""The parts of a cache root that hold compiled graphs, their kernels and what the autotuner found, and what vLLM knows
-of the model's class: without it a start asks a process of its own for it, which imports vLLM (`_ModelInfo` in
+"""The packed parts of a cache root: compiled graphs, their kernels, the autotuner's results, and vLLM's facts about the
+model class. Without the facts a start has to import vLLM in one more process to find them (`_ModelInfo` in
 vllm/model_executor/models/registry.py)."""
 
 FLAGS_WITHOUT_EFFECT = frozenset(
@@ -60,31 +60,32 @@ FLAGS_WITHOUT_EFFECT = frozenset(
         "shutdown-timeout",
     }
 )
-"""Flags that no graph depends on; every other one has to be the same, whether vLLM's own key knows it or not."""
+"""Flags that no graph depends on; every other flag has to be the same, even if vLLM's own cache key leaves it out."""
 
 
 _READ_OF_KERNELS = frozenset({".json", ".cubin"})
-"""What Triton reads of a compiled kernel; the steps of its compilation are half of its cache."""
+"""Endings of the files that Triton reads of a compiled kernel; the others, half of its cache, are only intermediate."""
 
 
 def _below_root(name: str) -> str:
     path = PurePosixPath(name)
     if path.is_absolute() or ".." in path.parts:
-        raise ValueError(f"{name} lies outside the cache")
+        raise ValueError(f"{name} lies outside the cache folder")
     return name
 
 
 class BakedCache(BaseModel):
-    """compile_cache.json.
+    """The manifest compile_cache.json.
 
     Attributes:
-        machine: what has to be equal to use it, by name: versions, platform, GPU or instruction set.
+        machine: facts, by name, that must be equal where the archive is used: versions, platform, GPU or instruction
+            set.
         flags: vLLM's flags by name, each value as JSON.
-        environment: the variables a config.env gave.
+        environment: environment variables that the config.env set.
         graphs: compiled graph -> seconds that its compilation took.
         libraries: library of FlashInfer -> seconds that its compilation took.
         files: path in the cache root -> SHA-256.
-        archive_sha256: of the archive beside this file.
+        archive_sha256: SHA-256 of the archive beside this file.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -107,13 +108,13 @@ class BakedCache(BaseModel):
 
 @dataclass(frozen=True)
 class CompiledGraph:
-    """How a start came to one compiled graph.
+    """One graph that a start of vLLM loaded from the cache or compiled.
 
     Attributes:
         name: vLLM's tag: backbone, eagle_head (the MTP head), …
-        loaded: from the cache; otherwise it was compiled.
-        seconds: of loading or compiling.
-        why_compiled: what the cache lacked.
+        loaded: whether it was loaded from the cache; if not, it was compiled.
+        seconds: time of loading or compiling.
+        why_compiled: what the cache lacked; empty if the graph was loaded.
     """
 
     name: str
@@ -123,20 +124,20 @@ class CompiledGraph:
 
 
 def describe_machine(platform: machine.Platform) -> dict[str, str]:
-    """What decides whether compiled code runs here and is what vLLM would compile here, by name."""
+    """Facts, by name, that decide whether code compiled elsewhere runs here and equals what vLLM would compile here."""
     facts = {
         "platform": platform,
         "vllm": _version("vllm"),
         "torch": _version("torch"),
         "python": system.python_version(),
-        # Kernels' build commands hold the paths of headers.
+        # The build commands of kernels contain the paths of headers.
         "environment": sys.prefix,
-        # vLLM traces through what they put in its place.
+        # The fixes replace functions that vLLM traces into its graphs.
         "engine fixes": _engine_fixes(),
     }
     if platform == "cpu":
         return facts | {"instruction set": _cpu_flags()}
-    # Heavy, and not needed on a CPU.
+    # Slow to import, and not needed on a CPU.
     import torch
 
     device = gpu.first_gpu()
@@ -159,10 +160,10 @@ def decisive_flags(flags: Mapping[str, Any]) -> dict[str, str]:
 
 
 def read_manifest(folder: Path) -> BakedCache | None:
-    """The manifest beside a checkpoint, None where no cache was baked.
+    """Read the manifest beside a checkpoint; None if no cache was baked.
 
     Raises:
-        ServingError: it does not follow the schema.
+        ServingError: the manifest does not follow the schema.
     """
     try:
         return BakedCache.model_validate_json((folder / MANIFEST).read_bytes())
@@ -170,7 +171,8 @@ def read_manifest(folder: Path) -> BakedCache | None:
         return None
     except ValidationError as error:
         raise ServingError(
-            f"{folder / MANIFEST} is no manifest of a compile cache ({error.errors()[0]['msg']}); bake it anew"
+            f"{folder / MANIFEST} is no manifest of a compile cache ({error.errors()[0]['msg']}); run the recipe "
+            "with its stage bake_cache again"
         ) from None
 
 
@@ -180,7 +182,13 @@ def list_differences(
     flags: Mapping[str, Any],
     environment: Mapping[str, str],
 ) -> list[str]:
-    """What forbids the cache here, each in words; empty where nothing does."""
+    """List in words why the baked cache cannot be used here; empty if it can.
+
+    Args:
+        facts: facts about this machine, from `describe_machine`.
+        flags: vLLM's flags of the server, by name.
+        environment: environment variables that the config.env sets.
+    """
     pairs = (
         ("", baked.machine, facts),
         ("--", baked.flags, decisive_flags(flags)),
@@ -195,20 +203,20 @@ def list_differences(
 
 
 def pack_cache(root: Path, destination: Path, **made_by: Any) -> BakedCache:
-    """Pack what lies under a cache root into an archive and its manifest.
+    """Pack the files under a cache root into an archive with a manifest.
 
     Args:
-        root: the cache root, nobody writing to it any more.
-        destination: the folder for both.
+        root: the cache root; no process may still write to it.
+        destination: the folder for archive and manifest.
         made_by: the manifest's machine, flags, environment, graphs and libraries.
 
     Raises:
-        ServingError: no compiled graph is there although the manifest names one, or nothing is there at all.
+        ServingError: the root has no compiled graph although `made_by` names one, or has no file at all.
     """
     paths = [path for part in _PACKED for path in sorted((root / part).rglob("*"))]
     files = {path.relative_to(root).as_posix(): path for path in paths if _is_packed(path, root)}
     if (made_by.get("graphs") or not files) and not any(name.endswith("/model") for name in files):
-        raise ServingError(f"vLLM saved no compiled graph under {root}; its log says why")
+        raise ServingError(f"vLLM saved no compiled graph under {root}; read why in its log")
     archive = destination / ARCHIVE
     with tarfile.open(archive, "w:gz") as packed:
         for name, path in files.items():
@@ -230,18 +238,23 @@ def _is_packed(path: Path, root: Path) -> bool:
 
 
 def restore_cache(folder: Path, baked: BakedCache, root: Path) -> None:
-    """Bring a cache root to what the archive beside a checkpoint holds; what is there and whole is left alone.
+    """Unpack the archive beside a checkpoint into a cache root, unless all its files are there already and intact.
 
-    Of two starts at once one restores and the other waits for it.
+    Args:
+        folder: the checkpoint folder with archive and manifest.
+        baked: the manifest.
+        root: the cache root; a second process that restores it at the same time waits.
 
     Raises:
-        ServingError: the archive is missing, damaged, or not the manifest's.
+        ServingError: the archive is missing, damaged, or not the one that the manifest describes.
     """
     if _is_whole(root, baked):
         return
     archive = folder / ARCHIVE
     if not _is(archive, baked.archive_sha256):
-        raise ServingError(f"{archive} is missing or not what {MANIFEST} says; make that checkpoint anew")
+        raise ServingError(
+            f"{archive} is missing or not what {MANIFEST} says; make or download that checkpoint again"
+        )
     with hold_lock(root.parent / f".{root.name}.lock"):
         if not _is_whole(root, baked):
             _unpack(archive, baked, root)
@@ -249,13 +262,15 @@ def restore_cache(folder: Path, baked: BakedCache, root: Path) -> None:
 
 def _unpack(archive: Path, baked: BakedCache, root: Path) -> None:
     with tempfile.TemporaryDirectory(prefix=f".{root.name}.", dir=root.parent) as folder:
-        # Only what the manifest names: `extractall` writes wherever an archive says, before Python 3.11.4 unfiltered.
+        # Only files in the manifest: `extractall` writes wherever the archive says, before Python 3.11.4 unfiltered.
         with tarfile.open(archive) as packed:
             for name in baked.files:
                 _copy_out(packed, name, Path(folder) / name)
         for name, digest in baked.files.items():
             if not _is(Path(folder) / name, digest):
-                raise ServingError(f"{archive} holds another {name} than {MANIFEST} says; bake it anew")
+                raise ServingError(
+                    f"{archive} holds another {name} than {MANIFEST} says; delete both and run the recipe again"
+                )
         root.mkdir(exist_ok=True)
         for part in sorted(Path(folder).iterdir()):
             shutil.rmtree(root / part.name, ignore_errors=True)
@@ -263,7 +278,7 @@ def _unpack(archive: Path, baked: BakedCache, root: Path) -> None:
 
 
 def _copy_out(packed: tarfile.TarFile, name: str, destination: Path) -> None:
-    """One plain file of an archive; nothing where it has none of that name."""
+    """Copy one plain file out of an archive; does nothing if the archive has no file of that name."""
     try:
         content = packed.extractfile(name)
     except KeyError:
@@ -278,11 +293,11 @@ LINE = re.compile(
     r"Graph (?P<name>\S+) (?P<how>loaded from the compile cache|compiled) in (?P<seconds>[\d.]+) s"
     r"(?: \((?P<why>.*)\))?"
 )
-"""How `compile_watch` says it in vLLM's log."""
+"""The line that `compile_watch` writes into vLLM's log for each graph."""
 
 
 def read_graphs(log: str) -> list[CompiledGraph]:
-    """What a start's log says of each graph, in order."""
+    """Read from the log of a start how it got each graph, in the log's order."""
     return [
         CompiledGraph(match["name"], match["how"] != "compiled", float(match["seconds"]), match["why"] or "")
         for match in LINE.finditer(log)
@@ -312,7 +327,7 @@ def _version(package: str) -> str:
 
 
 def _cpu_flags() -> str:
-    """Digest of the CPU's features: kernels are built for exactly those of the machine that builds them."""
+    """Digest of this CPU's features: kernels are compiled for exactly those of the machine that compiles them."""
     for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
         if line.startswith(("flags", "Features")):
             return hashlib.sha256(" ".join(sorted(line.split())).encode()).hexdigest()[:12]

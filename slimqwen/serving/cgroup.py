@@ -1,6 +1,7 @@
-"""Limits of this process's control groups, which a container or a job scheduler sets: CPU time and memory.
+"""Limits of CPU time and memory of this process's control groups, which a container or a job scheduler sets.
 
-Both versions are read. Every group from the process's own to the root may have a limit, and the lowest one counts.
+Control groups of version 1 and 2 are read. Every group from the process's own up to the root may have a limit; the
+lowest limit holds.
 """
 
 import math
@@ -11,7 +12,7 @@ _PROCESS = Path("/proc/self")
 
 
 def cpu_quota() -> float | None:
-    """CPUs whose time the groups allow, 0.5 for half of one; None without a limit."""
+    """CPU time that the groups allow, in CPUs (0.5: half the time of one CPU); None without a limit."""
     quotas = []
     for group in _groups("cpu"):
         both = _words(group / "cpu.max") or (
@@ -33,16 +34,16 @@ def available_memory() -> float:
 
 
 def _memory_limits() -> Iterator[tuple[int, int]]:
-    """Limit and use of each group with a limit, bytes; what the kernel can take back is no use."""
+    """Limit and use, bytes, of each group with a limit; memory that the kernel can reclaim does not count as used."""
     for group in _groups("memory"):
-        # Above memory.high the kernel does not end a process, but slows it down without bound.
+        # Above memory.high the kernel does not kill a process, but slows it down without bound.
         names = ("memory.max", "memory.high", "memory.limit_in_bytes")
         limits = [int(word) for name in names for word in _words(group / name) if word.isdecimal()]
         used = _words(group / "memory.current") or _words(group / "memory.usage_in_bytes")
         if limits and used:
             words = _words(group / "memory.stat")
             figures = dict(zip(words[::2], map(int, words[1::2]), strict=True))
-            # Those of version 1 with "total_" count the groups below as well, as version 2 always does.
+            # In version 1 the fields with "total_" include the groups below, as all fields of version 2 do.
             files = (
                 figures.get(f"total_{name}", figures.get(name, 0))
                 for name in ("inactive_file", "active_file")
@@ -51,7 +52,7 @@ def _memory_limits() -> Iterator[tuple[int, int]]:
 
 
 def _groups(controller: str) -> Iterator[Path]:
-    """Folders of this process's groups that may limit a controller, from its own to the root of each hierarchy."""
+    """Folders of the groups that may limit this process for a controller, from its own to the root of a hierarchy."""
     own = {}
     for line in _lines("cgroup"):
         _, controllers, path = line.split(":", 2)

@@ -1,4 +1,4 @@
-"""A server's chat templates, checked before the start: vLLM would find faults only at the first request."""
+"""Check of a server's chat templates before the start, because vLLM finds their faults only at the first request."""
 
 import json
 from collections.abc import Mapping
@@ -13,7 +13,7 @@ _MESSAGES = ("What is the first?", "It is this.", "And the second?")
 
 
 def served_templates(variant: Variant, flags: Mapping[str, Any]) -> dict[str, ChatTemplate]:
-    """The templates of a variant's server by name: that of --chat-template, or the checkpoint's.
+    """Chat templates that a variant's server uses, by name: the file of --chat-template, or those of the checkpoint.
 
     Raises:
         ServingError: the file of --chat-template cannot be read.
@@ -31,11 +31,11 @@ def served_templates(variant: Variant, flags: Mapping[str, Any]) -> dict[str, Ch
 def check_templates(
     templates: Mapping[str, ChatTemplate], weights: Path, arguments: Mapping[str, Any]
 ) -> None:
-    """Render a chat of three turns, with thinking on and off, by the template that vLLM takes without tools.
+    """Render a chat of three messages, with thinking on and off, by the template that vLLM uses without tools.
 
     Args:
         weights: the checkpoint folder, whose tokenizer_config.json names the special tokens.
-        arguments: template variables that the server sets where a request does not.
+        arguments: template variables that the server sets if a request does not.
 
     Raises:
         ServingError: the special tokens are unreadable, or a template does not render or leaves out a message.
@@ -45,14 +45,16 @@ def check_templates(
         settings = json.loads(file.read_text(encoding="utf-8"))
         tokens = {name: value for name, value in settings.items() if name.endswith("_token")}
     except (OSError, ValueError, AttributeError) as error:
-        raise ServingError(f"{file} cannot be read ({error}); make or download the checkpoint anew") from None
+        raise ServingError(
+            f"{file} cannot be read ({error}); make or download the checkpoint again"
+        ) from None
     if template := templates.get("default"):
         for thinking in (True, False):
             _check_template(template, {**tokens, "enable_thinking": thinking, **arguments})
 
 
 def _check_template(template: ChatTemplate, variables: Mapping[str, Any]) -> None:
-    # Heavy, and only needed here.
+    # Slow to import, and only needed here.
     from transformers.utils.chat_template_utils import render_jinja_template
 
     roles = ("user", "assistant", "user")
@@ -65,7 +67,11 @@ def _check_template(template: ChatTemplate, variables: Mapping[str, Any]) -> Non
     except Exception as error:
         line = getattr(error, "lineno", None)
         location = f"{template.file}, line {line}" if line else str(template.file)
-        raise ServingError(f"chat template {location} does not render: {error}; correct it") from None
+        raise ServingError(
+            f"chat template {location} does not render: {error}; correct the template"
+        ) from None
     missing = [message for message in _MESSAGES if message not in text]
     if missing:
-        raise ServingError(f"chat template {template.file} leaves out the message {missing[0]!r}; correct it")
+        raise ServingError(
+            f"chat template {template.file} leaves out the message {missing[0]!r} of a test chat; correct the template"
+        )

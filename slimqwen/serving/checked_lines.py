@@ -1,7 +1,7 @@
-"""Checked lines: what the installed vLLM made of a variant's config.env, kept in .cache/flags/ for the same lines.
+"""Cache in .cache/flags/ of the results of `slimqwen.serving.flags`, so that unchanged lines are not checked again.
 
-Most of the time of `slimqwen.serving.flags` is the import of vLLM, which a command that only starts a server does not
-need otherwise. A file's name is the digest of all that the check depends on; refusals are not kept.
+The check of a config.env imports vLLM, which takes most of its time and which a command that only starts a server does
+not need otherwise. The name of a cached file is the digest of all inputs of the check; refusals are not cached.
 """
 
 import functools
@@ -22,13 +22,13 @@ _PACKAGES = ("vllm", "torch")
 
 
 def resolve(variant: Variant) -> Resolved:
-    """Flags and environment of a variant's lines, from an earlier check of the same lines where there was one.
+    """Flags and environment variables of a variant's lines, from the cache if the same lines were checked before.
 
     Raises:
         ConfigError: as `flags.resolve`.
     """
     file = variant.root / ".cache" / "flags" / f"{_digest(variant)}.json"
-    with suppress(OSError, ValueError, KeyError, TypeError):  # none, or one that no command wrote
+    with suppress(OSError, ValueError, KeyError, TypeError):  # no file, or one that this module did not write
         return _read(json.loads(file.read_bytes()), variant)
     resolved = flags.resolve(variant)
     content = json.dumps(
@@ -40,8 +40,8 @@ def resolve(variant: Variant) -> Resolved:
         },
         default=str,
     )
-    if _read(json.loads(content), variant) == resolved:  # JSON has every value
-        with suppress(OSError):  # a folder that may not be written, as in an image
+    if _read(json.loads(content), variant) == resolved:  # JSON can represent every value
+        with suppress(OSError):  # the folder is not writable, as in an image
             _write(file, content)
     return resolved
 
@@ -70,7 +70,7 @@ def _write(file: Path, content: str) -> None:
 
 
 def _digest(variant: Variant) -> str:
-    """SHA-256 of the lines, the platform and the check, as hexadecimal digits."""
+    """SHA-256 of all inputs of the check: lines, platform and the check itself, as hexadecimal digits."""
     facts = [
         [(each.key, each.value) for each in variant.settings.values() if each.key not in OWN_KEYS],
         [setting.key for setting in variant.unset],
@@ -82,6 +82,6 @@ def _digest(variant: Variant) -> str:
 
 @functools.cache
 def _check() -> list[str]:
-    """What the check itself consists of: versions of the packages, own keys, code."""
+    """What identifies the check itself: versions of the packages, this project's own keys, and its code."""
     versions = [importlib.metadata.version(package) for package in _PACKAGES]
     return [*versions, *sorted(OWN_KEYS), Path(flags.__file__).read_text(encoding="utf-8")]

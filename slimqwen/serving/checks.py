@@ -1,4 +1,4 @@
-"""Checks before a start: refuse what vLLM would die of, in one line and before it loads anything."""
+"""Checks before a start: what vLLM would die of is refused in one line, before vLLM loads anything."""
 
 import os
 import socket
@@ -18,17 +18,17 @@ from slimqwen.variant import ConfigError, making_command
 from slimqwen.vllm_plugin import registration
 
 _ENGINE_OVERHEAD_BYTES = 1536 * 2**20
-"""Imports and activations of vLLM on a CPU: 1.1 GiB resident were measured, the rest is a margin."""
+"""Memory of vLLM's imports and activations on a CPU, bytes: 1.1 GiB resident were measured, the rest is a margin."""
 
 
 @dataclass(frozen=True)
 class Trouble:
-    """Why a start is refused although vLLM would take it.
+    """Why a start is refused although vLLM would accept the command.
 
     Attributes:
-        description: what happens, after the variant's name.
+        description: what happens; the message puts the variant's name before it.
         cure: what to do instead.
-        evidence: what shows it.
+        evidence: the record, issue or test that shows it.
     """
 
     description: str
@@ -40,13 +40,14 @@ def check_command(command: ServerCommand, trouble: Iterable[Trouble] = ()) -> No
     """Refuse a command that cannot serve.
 
     Args:
-        trouble: what is known to prevent this start.
+        trouble: known trouble with this start; the first is refused unless ALLOW_UNSAFE=1.
 
     Raises:
-        ServingError: no GPU, known trouble, too long a context, heads that the GPUs cannot share, a chat template that
-            does not render, a required compile cache that does not fit, too little memory, a port in use, an API key
-            that protects nothing, a certificate that cannot be read.
-        slimqwen.checkpoint.MissingCheckpointError, CorruptCheckpointError: no weights, or cut short or incomplete.
+        ServingError: no GPU, known trouble, too long a context, heads that cannot be divided between the GPUs, a chat
+            template that does not render, a required compile cache that does not fit, too little memory, a port in
+            use, an API key that protects nothing, a certificate that cannot be read.
+        slimqwen.checkpoint.MissingCheckpointError, CorruptCheckpointError: weights are missing, cut short or
+            incomplete.
         slimqwen.vllm_plugin.errors.PluginError: vLLM would serve without this package's limits and routes.
         ConfigError: VLLM_CPU_KVCACHE_SPACE is no whole number.
     """
@@ -54,12 +55,12 @@ def check_command(command: ServerCommand, trouble: Iterable[Trouble] = ()) -> No
     variant = command.variant
     if command.platform == "cuda" and machine.detect() == "cpu":
         raise ServingError(
-            f"{variant.name} needs a GPU and there is none here; serve it on a GPU host, or try PLATFORM=cpu"
+            f"{variant.name} needs a GPU and there is none here; serve it on a GPU host, or set PLATFORM=cpu"
         )
     if command.platform == "cpu" and machine.is_gpu_build():
         raise ServingError(
-            "the installed vLLM is for GPUs and sees none; check with `nvidia-smi`, give a container its GPUs with "
-            "`docker run --gpus all`, or without a GPU: make install PLATFORM=cpu"
+            "the installed vLLM is for GPUs and sees none; check the driver with `nvidia-smi`, start a container with "
+            "`docker run --gpus all`, or on a host without GPU run `make install PLATFORM=cpu`"
         )
     check_weights(command)
     refuse_trouble(command, trouble)
@@ -71,11 +72,12 @@ def check_command(command: ServerCommand, trouble: Iterable[Trouble] = ()) -> No
 
 
 def check_weights(command: ServerCommand) -> None:
-    """Refuse a checkpoint that vLLM cannot serve with these flags; only headers are read.
+    """Refuse a checkpoint that vLLM cannot serve with the command's flags; reads only headers of weight files.
 
     Raises:
-        ServingError: too long a context, drafts without an MTP head, or heads that the GPUs cannot share.
-        slimqwen.checkpoint.MissingCheckpointError, CorruptCheckpointError: no weights, or cut short or incomplete.
+        ServingError: too long a context, drafts without an MTP head, or heads that cannot be divided between the GPUs.
+        slimqwen.checkpoint.MissingCheckpointError, CorruptCheckpointError: weights are missing, cut short or
+            incomplete.
     """
     weights = command.variant.weights
     checkpoint.check_folder(weights, cure=making_command(weights, command.variant.root))
@@ -100,14 +102,14 @@ def _check_drafts(command: ServerCommand) -> None:
         return
     if not has_mtp_head(weights):
         raise ServingError(
-            f"{command.variant.name} drafts with an MTP head, and {weights} has none; take VLLM_SPECULATIVE_CONFIG out "
-            "of its config.env, or a checkpoint with mtp.* tensors"
+            f"{command.variant.name} drafts with an MTP head, but {weights} has none; remove VLLM_SPECULATIVE_CONFIG "
+            "from its config.env, or use a checkpoint with mtp.* tensors"
         )
 
 
 def _check_api_key() -> None:
     key = os.environ.get("VLLM_API_KEY")
-    # vLLM asks nobody for an empty key, and no client sends white space around one.
+    # With an empty key vLLM serves without one, and no client sends white space around a key.
     if key is not None and (not key or key != key.strip()):
         raise ServingError(
             "VLLM_API_KEY is empty or has white space around it; change it, or unset it to serve without a key"
@@ -115,10 +117,10 @@ def _check_api_key() -> None:
 
 
 def refuse_trouble(command: ServerCommand, trouble: Iterable[Trouble]) -> None:
-    """Refuse a start that is known to die or to change tokens, unless ALLOW_UNSAFE=1.
+    """Refuse a start that is known to die or to give wrong tokens, unless ALLOW_UNSAFE=1.
 
     Raises:
-        ServingError: names the first trouble, its evidence and its cure.
+        ServingError: there is known trouble; the message names the first, its evidence and its cure.
     """
     if command.variant.allow_unsafe:
         return
@@ -132,7 +134,7 @@ def refuse_trouble(command: ServerCommand, trouble: Iterable[Trouble]) -> None:
 
 def _check_context(command: ServerCommand) -> None:
     try:
-        command.max_model_len  # noqa: B018  (resolved, and refused, by vLLM's rules)
+        command.max_model_len  # noqa: B018  (the property raises what vLLM would refuse)
     except ServingError as error:
         settings = command.variant.settings
         setting = settings.get("VLLM_MAX_MODEL_LEN") or settings.get("VLLM_HF_OVERRIDES")
@@ -146,10 +148,10 @@ def _check_requests(command: ServerCommand) -> None:
     budget = variant.settings.get("THINKING_TOKEN_BUDGET")
     if budget is not None and not {"reasoning-parser", "reasoning-config"} & flags.keys():
         raise ServingError(
-            f"{budget.location}: THINKING_TOKEN_BUDGET={budget.value}, and vLLM cannot tell what thinking is; "
-            "add VLLM_REASONING_PARSER=qwen3"
+            f"{budget.location}: THINKING_TOKEN_BUDGET={budget.value}, but without a reasoning parser vLLM cannot tell "
+            "thoughts from text; add VLLM_REASONING_PARSER=qwen3"
         )
-    # A checkpoint without a template serves completions alone.
+    # A checkpoint without a template can serve completions, but no chats.
     if templates := chat_template.served_templates(variant, flags):
         arguments = flags.get("default-chat-template-kwargs", {})
         chat_template.check_templates(templates, variant.weights, arguments)
@@ -162,14 +164,14 @@ def _check_cache(command: ServerCommand) -> None:
     if cache.baked is None:
         reason = f"{command.variant.weights} has no baked compile cache"
     elif cache.differences:
-        reason = f"the baked compile cache is for something else: {'; '.join(cache.differences)}"
+        reason = f"the baked compile cache was made under other conditions: {'; '.join(cache.differences)}"
     elif not cache.baked.graphs:
         reason = "the baked compile cache holds no compiled graph"
     else:
         return
     raise ServingError(
-        f"REQUIRE_BAKED=1 and {reason}; end the recipe with the stage bake_cache, and "
-        f"`slimqwen recipe run --variant {command.variant.name}` here bakes it"
+        f"REQUIRE_BAKED=1, but {reason}; end the recipe with the stage bake_cache and run "
+        f"`slimqwen recipe run --variant {command.variant.name}` on this machine"
     )
 
 
@@ -189,21 +191,21 @@ def _check_memory(command: ServerCommand) -> None:
             weights //= int(command.flags.get(flag, 1))
         needed = max(weights, int(share * total))
         parts = f"weights {_gib(weights)}, {share:.0%} of the GPU's {_gib(total)} requested"
-        cure = "end what else uses the GPU or lower VLLM_GPU_MEMORY_UTILIZATION"
+        cure = "end other programs that use the GPU or lower VLLM_GPU_MEMORY_UTILIZATION"
         if weights > share * total:
-            needed, cure = weights, "take a smaller variant or a larger GPU"
+            needed, cure = weights, "serve a smaller variant or use a larger GPU"
             available = int(share * total)
         elif needed > available:
             available = gpu.await_free_memory(needed)
     if needed > available:
         raise ServingError(
-            f"{command.variant.name} needs {_gib(needed)} ({parts}) and {_gib(available)} of "
+            f"{command.variant.name} needs {_gib(needed)} ({parts}), but only {_gib(available)} of "
             f"{_gib(total)} is free; {cure}"
         )
 
 
 def _widening_bytes(command: ServerCommand) -> int:
-    """What 16-bit matrices take more where the engine fix `widened_linears` keeps them in float32."""
+    """Bytes that 16-bit matrices need in addition if the engine fix `widened_linears` keeps them in float32."""
     if machine.has_avx512():
         return 0
     stored = list_tensors(command.variant.weights).values()
@@ -221,7 +223,7 @@ def _kv_cache_gib(command: ServerCommand) -> int:
 
 
 def _check_tls(command: ServerCommand) -> None:
-    """Read certificate and key, which vLLM does after it has loaded the model."""
+    """Read certificate and key now, because vLLM reads them only after it has loaded the model."""
     root, flags = command.variant.root, command.flags
     certificate, key = (
         root / flags[flag] if flags.get(flag) else None for flag in ("ssl-certfile", "ssl-keyfile")
@@ -230,7 +232,7 @@ def _check_tls(command: ServerCommand) -> None:
         return
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     try:
-        # Without a password it would ask for that of a locked key on the terminal.
+        # Without this password OpenSSL would ask on the terminal for that of an encrypted key.
         context.load_cert_chain(certificate or "", key, password=lambda: "")
         if flags.get("ssl-ca-certs"):
             context.load_verify_locations(root / flags["ssl-ca-certs"])
@@ -252,8 +254,8 @@ def _check_port(command: ServerCommand) -> None:
         except (OSError, OverflowError) as error:
             reason = error.strerror if isinstance(error, OSError) else str(error)
             raise ServingError(
-                f"cannot listen on {command.host}:{command.port} ({reason}); end what listens there, or choose "
-                f"another port by --port or by VLLM_PORT in the config.env of {command.variant.name}"
+                f"cannot listen on {command.host}:{command.port} ({reason}); end the program that listens there, or "
+                f"choose another port with --port or with VLLM_PORT in the config.env of {command.variant.name}"
             ) from None
 
 

@@ -1,7 +1,7 @@
 """Server command: the flags and the environment with which vLLM serves a variant.
 
-One code path builds it for `slimqwen serve`, for the evaluations and for the image, so that all of them serve the
-same thing. Nothing stands between a client and vLLM: `slimqwen serve` becomes the command by exec.
+One code path builds the command for `slimqwen serve`, the evaluations and the image, so that all of them start the
+same server. No process stands between a client and vLLM: `slimqwen serve` replaces itself with the command by exec.
 """
 
 import dataclasses
@@ -24,22 +24,25 @@ from slimqwen.serving.platform import Platform
 from slimqwen.variant import Variant
 from slimqwen.vllm_plugin import api_server, compile_watch, engine_facts, policy, registration
 
-# Passed to vLLM, but not in `ServerCommand.flags`: no compiled graph depends on them.
+# Passed to vLLM, but left out of `ServerCommand.flags`, because no compiled graph depends on them.
 _OWN_CODE = (
     "--worker-extension-cls",
     f"{engine_facts.__name__}.{engine_facts.EngineFacts.__name__}",
     "--middleware",
     "slimqwen.vllm_plugin.readiness.Readiness",
 )
-_CPU_KV_CACHE_GIB = 4  # where config.env sets no VLLM_CPU_KVCACHE_SPACE
+_CPU_KV_CACHE_GIB = 4  # default if config.env sets no VLLM_CPU_KVCACHE_SPACE
 
 
 @dataclasses.dataclass(frozen=True)
 class PlatformChange:
-    """A line of a config.env that a CPU leaves out, or gives another value.
+    """A line of a config.env that serving on a CPU leaves out or gives another value.
 
     Attributes:
-        replacement: the other value; None for a line that is left out.
+        key: key of the line.
+        value: value in the config.env.
+        replacement: value on a CPU; None if the line is left out.
+        why: the reason, for the notice.
     """
 
     key: str
@@ -50,13 +53,13 @@ class PlatformChange:
 
 @dataclasses.dataclass(frozen=True)
 class CompileCache:
-    """Where a server that compiles keeps its compiled graphs.
+    """Compile cache of a server that compiles graphs.
 
     Attributes:
         root: cache folder, one per set of flags or per baked archive.
-        baked: manifest of the archive beside the checkpoint, None without an archive.
+        baked: manifest of the archive beside the checkpoint; None without an archive.
         differences: reasons why the archive does not fit this machine or these flags.
-        required: whether the server must not start without the archive.
+        required: whether the server must not start unless the archive fits.
     """
 
     root: Path
@@ -71,12 +74,12 @@ class CompileCache:
 
     @property
     def libraries(self) -> frozenset[str]:
-        """Libraries of FlashInfer that need no compilation."""
+        """FlashInfer's libraries that a usable archive holds, so that they need no compilation."""
         return frozenset(self.usable.libraries if self.usable else ())
 
     @property
     def kernels(self) -> frozenset[str]:
-        """Forms of Triton kernels that need no compilation, as folders of Triton's cache."""
+        """Forms of Triton kernels that a usable archive holds, as folder names of Triton's cache."""
         return self.usable.kernels if self.usable else frozenset()
 
 
@@ -85,14 +88,15 @@ class ServerCommand:
     """The vLLM process that serves a variant on a platform.
 
     Attributes:
-        variant: the variant served.
+        variant: the variant that is served.
         platform: cpu or cuda.
         argv: whole command line, the Python interpreter first.
         environment: variables added to the caller's environment.
-        flags: values by flag name, after the platform's changes.
-        platform_changes: lines of the config.env that the platform changed.
-        variables: part of environment that compiled graphs may depend on: the config.env's, and vLLM's plugins.
-        cache: cache of compiled graphs, None where nothing is compiled.
+        flags: values by flag name, with `platform_changes` applied.
+        platform_changes: lines of the config.env that a CPU leaves out or replaces.
+        variables: the part of `environment` that compiled graphs may depend on: variables of the config.env, and the
+            list of vLLM's plugins.
+        cache: compile cache; None if nothing is compiled.
     """
 
     variant: Variant
@@ -115,8 +119,9 @@ class ServerCommand:
             platform: cpu or cuda; by default the variant's PLATFORM, else this machine's.
 
         Raises:
-            ConfigError: a line that vLLM would not take.
-            ServingError: the manifest of the baked cache is unreadable, or nothing is compiled and one is required.
+            ConfigError: vLLM would refuse a line.
+            ServingError: the manifest of the baked cache is unreadable, or a baked cache is required although nothing
+                is compiled.
         """
         platform = platform or variant.platform or machine.detect()
         resolved = checked_lines.resolve(variant)
@@ -130,15 +135,15 @@ class ServerCommand:
         flags["model"], argv["model"] = str(variant.weights), ("--model", str(variant.weights))
         flags["port"] = port if port is not None else flags.get("port", 8000)
         argv["port"] = ("--port", str(flags["port"]))
-        # Unset, vLLM loads no plugin that adds routes; set, its compile key holds the list.
+        # Without VLLM_PLUGINS vLLM loads no plugin that adds routes; its compile key contains the list.
         variables = {"VLLM_PLUGINS": ",".join(registration.PLUGINS), **resolved.environment}
         cache = None
         if not flags.get("enforce-eager"):
             cache = _compile_cache(variant, platform, flags, variables)
         elif variant.require_baked:
             raise ServingError(
-                f"{variant.name} compiles nothing and a baked compile cache is required; set VLLM_ENFORCE_EAGER=0 in "
-                "its config.env, or do without REQUIRE_BAKED"
+                f"REQUIRE_BAKED=1, but {variant.name} compiles nothing; set VLLM_ENFORCE_EAGER=0 in its config.env, or "
+                "remove REQUIRE_BAKED"
             )
         words = (word for of_flag in argv.values() for word in of_flag)
         return cls(
@@ -154,7 +159,7 @@ class ServerCommand:
 
     @property
     def host(self) -> str:
-        """Address to listen on; vLLM's default is every interface."""
+        """Address that the server listens on; vLLM's default is every interface."""
         return str(self.flags.get("host", "0.0.0.0"))
 
     @property
@@ -176,7 +181,7 @@ class ServerCommand:
 
     @property
     def served_model_name(self) -> str:
-        """The model's name in requests."""
+        """Name of the model in requests: the first of --served-model-name, else the checkpoint's path."""
         names = self.flags.get("served-model-name") or [str(self.variant.weights)]
         return str(names[0])
 
@@ -185,12 +190,12 @@ class ServerCommand:
         """Context length in tokens, prompt and output together.
 
         Raises:
-            ServingError: vLLM would refuse it.
+            ServingError: vLLM would refuse the context length.
         """
         return resolve_context(self.variant.weights, self.flags, self.variables)
 
     def as_shell(self) -> str:
-        """The command for a shell: one variable, or one flag with its value, per line."""
+        """The command as shell text, with one variable, or one flag and its value, per line."""
         lines = [f"{key}={shlex.quote(value)}" for key, value in sorted(self.environment.items())]
         lines.append(shlex.join(self.argv[:3]))
         for word in self.argv[3:]:
@@ -201,15 +206,15 @@ class ServerCommand:
         return " \\\n".join(lines)
 
     def process_environment(self) -> dict[str, str]:
-        """The environment of the vLLM process.
+        """The whole environment of the vLLM process.
 
-        Stray VLLM_* and TORCHINDUCTOR_* variables would change what is measured (VLLM_PLUGINS even drops the engine
-        fixes, an engine in this process sets some for its compiler), so only the API key passes. On CUDA a host
-        without nvcc gets the toolkit of this environment, and on a CPU every process has torch's OpenMP library. A
-        user without a home or a name gets both.
+        Of the caller's VLLM_* and TORCHINDUCTOR_* variables only VLLM_API_KEY is passed on, because the others would
+        change what is measured: VLLM_PLUGINS would even drop the engine fixes, and an engine in this process sets some
+        for its own compiler. On CUDA a host without nvcc gets the CUDA toolkit of this Python environment. On a CPU
+        torch's OpenMP library is preloaded. A user without a home or a name gets both.
 
         Raises:
-            ServingError: that toolkit cannot be composed.
+            ServingError: the CUDA toolkit cannot be composed.
         """
         inherited = {key: value for key, value in os.environ.items() if not is_stray(key)}
         if self.platform == "cpu":
@@ -220,14 +225,14 @@ class ServerCommand:
         return inherited | dict(self.environment)
 
     def with_cache_root(self, root: Path) -> "ServerCommand":
-        """The same command with an unbaked compile cache in another folder: for baking, and to time a cold start."""
+        """The same command with an unbaked compile cache in the folder `root`: for baking, and to time a cold start."""
         assert self.cache is not None
         cache = CompileCache(root, None, (), required=False)
         environment = MappingProxyType({**self.environment, **_cache_environment(cache, self.platform)})
         return dataclasses.replace(self, environment=environment, cache=cache)
 
     def compared_with_plan(self, expected: engine_facts.PlanExpectation) -> "ServerCommand":
-        """The same command, whose server compares its engine with a plan when it starts."""
+        """The same command, for a server that compares its engine with the plan `expected` when it starts."""
         plan = {engine_facts.VARIABLE: expected.model_dump_json()}
         return dataclasses.replace(self, environment=MappingProxyType({**self.environment, **plan}))
 
@@ -253,7 +258,7 @@ def _compile_cache(
 ) -> CompileCache:
     baked = baked_cache.read_manifest(variant.weights)
     differences: tuple[str, ...] = ()
-    # vLLM's own cache key has left flags out before (num_speculative_tokens), so each set of flags has its own root.
+    # vLLM's own cache key has left out flags (num_speculative_tokens), so each set of flags has its own root.
     key = json.dumps({"model": str(variant.weights), **baked_cache.decisive_flags(flags)}, sort_keys=True)
     name = f"{variant.name}-{hashlib.sha256(key.encode()).hexdigest()[:16]}"
     if baked is not None:
@@ -265,7 +270,7 @@ def _compile_cache(
 
 
 def is_stray(key: str) -> bool:
-    """Whether a variable of the shell is kept from servers, `ServerCommand.process_environment` says why."""
+    """Whether a variable of the shell is not passed on to servers; `ServerCommand.process_environment` says why."""
     return key.startswith(("VLLM_", "TORCHINDUCTOR_")) and key != "VLLM_API_KEY"
 
 
@@ -284,9 +289,9 @@ def _environment(
         environment |= _cache_environment(cache, platform)
     if platform == "cpu":
         environment["OMP_NUM_THREADS"] = str(machine.physical_cores())
-        # Kernels take the number of threads at run time, so that one compile cache serves hosts and shares of any size.
+        # Kernels read the number of threads at run time, so that one compile cache fits any number of CPUs.
         environment["TORCHINDUCTOR_CPP_DYNAMIC_THREADS"] = "1"
-        # Without it vLLM takes 0.92 of the machine's memory.
+        # Without this variable vLLM takes 0.92 of the machine's memory.
         environment["VLLM_CPU_KVCACHE_SPACE"] = str(_CPU_KV_CACHE_GIB)
     return environment | dict(variables)
 

@@ -1,4 +1,4 @@
-"""The context of a server, prompt and output together, as vLLM resolves it from checkpoint and flags."""
+"""Context length of a server, as vLLM resolves it from checkpoint and flags."""
 
 import functools
 import json
@@ -12,18 +12,18 @@ from slimqwen.serving.errors import ServingError
 
 _LONGER = "VLLM_ALLOW_LONG_MAX_MODEL_LEN"
 _FLAGS = ("max-model-len", "hf-overrides", "hf-config-path", "disable-sliding-window", "trust-remote-code")
-"""What decides the context beside the checkpoint."""
+"""Flags that affect the context length, in addition to the checkpoint."""
 
 
 def resolve_context(weights: Path, flags: Mapping[str, Any], variables: Mapping[str, str]) -> int:
-    """Longest prompt and output together, tokens; with "auto" vLLM may lower it to what fits into memory.
+    """Context length in tokens, prompt and output together; with "auto" vLLM may lower it to what fits in memory.
 
     Args:
         flags: values by flag name, without dashes.
         variables: environment variables of the config.env.
 
     Raises:
-        ServingError: vLLM would refuse it; the message is for after the place of the line.
+        ServingError: vLLM would refuse it; the caller puts the location of the line before the message.
     """
     config = checkpoint.text_config(checkpoint.read_config(weights))
     deciding = {name: flags[name] for name in _FLAGS if name in flags}
@@ -31,7 +31,7 @@ def resolve_context(weights: Path, flags: Mapping[str, Any], variables: Mapping[
     is_plain = deciding.keys() <= {"max-model-len"} and _LONGER not in variables and _is_unscaled(config)
     if not is_plain or not isinstance(positions, int):
         return _ask_vllm(weights, json.dumps(deciding), variables.get(_LONGER, "0"))
-    # The same without the import of vLLM, which takes longer than the rest of a start's checks.
+    # The same result without importing vLLM, which would take longer than all other checks of a start.
     if limit > positions:
         raise ServingError(
             f"VLLM_MAX_MODEL_LEN={limit}, but the checkpoint has {positions} positions; set at most {positions}"
@@ -43,7 +43,7 @@ def _is_unscaled(config: Mapping[str, Any]) -> bool:
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     return rope.get("rope_type", rope.get("type", "default")) == "default" and not any(
         isinstance(value, dict)
-        for value in rope.values()  # one for each kind of layer
+        for value in rope.values()  # one set of parameters for each kind of layer
     )
 
 
@@ -56,7 +56,7 @@ def _ask_vllm(weights: Path, deciding: str, may_be_longer: str) -> int:
         try:
             model = EngineArgs(model=str(weights), skip_tokenizer_init=True, **flags).create_model_config()
         except ValueError as error:
-            from pydantic import ValidationError  # a ValueError
+            from pydantic import ValidationError  # pydantic's ValidationError is a ValueError
 
             reason = error.errors()[0]["msg"] if isinstance(error, ValidationError) else str(error)
             first_sentence = " ".join(reason.removeprefix("Value error, ").split()).partition(". ")[0]

@@ -1,8 +1,9 @@
-"""CUDA toolkit for a server: the host's own, or one composed from the packages of this environment.
+"""CUDA toolkit for a server: the host's own, or one composed from the packages of this Python environment.
 
 FlashInfer compiles kernels at their first use: it needs a CUDA_HOME with nvcc, headers and libraries to link with, and
-ninja on PATH (flashinfer/jit/cpp_ext.py). The CUDA lock brings all of it, but in packages whose libraries have no
-unversioned names, and libcuda comes with a driver alone. A folder of links and one stub make a CUDA_HOME of them.
+ninja on PATH (flashinfer/jit/cpp_ext.py). The packages of the CUDA lock contain all of that except libcuda, which only
+a driver installs, but the linker does not find their libraries, whose names end in versions. A folder of links to the
+packages and a stub of libcuda make a CUDA_HOME.
 """
 
 import hashlib
@@ -21,7 +22,7 @@ _DEFAULT_HOME = "/usr/local/cuda"
 
 
 def variables(cache: Path, environment: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """The variables that let a process compile CUDA code; empty where the host has nvcc and ninja of its own.
+    """Environment variables with which a process can compile CUDA code; empty if the host has nvcc and ninja.
 
     Args:
         cache: folder of the composed toolkit, which later starts reuse.
@@ -42,7 +43,7 @@ def variables(cache: Path, environment: Mapping[str, str] = os.environ) -> dict[
 
 
 def missing(environment: Mapping[str, str] = os.environ) -> tuple[str, ...]:
-    """Those of nvcc, ninja and a C++ compiler that a process with this environment lacks to compile CUDA code."""
+    """Which of nvcc, ninja and a C++ compiler a process with this `environment` cannot find to compile CUDA code."""
     tools = {
         "nvcc": _nvcc(environment),
         "ninja": shutil.which("ninja", path=environment.get("PATH", os.defpath)),
@@ -52,9 +53,9 @@ def missing(environment: Mapping[str, str] = os.environ) -> tuple[str, ...]:
 
 
 def _nvcc(environment: Mapping[str, str]) -> str | None:
-    """The nvcc that FlashInfer would run: of CUDA_HOME, else on PATH, else of /usr/local/cuda.
+    """The nvcc that FlashInfer would run: that of CUDA_HOME, else on PATH, else of /usr/local/cuda; None without one.
 
-    One on PATH counts only with headers beside it: FlashInfer takes the folder above its own for the toolkit.
+    An nvcc on PATH counts only if its toolkit has headers: FlashInfer uses the folder above the nvcc's as CUDA_HOME.
     """
     home = environment.get("CUDA_HOME") or environment.get("CUDA_PATH")
     on_path = shutil.which("nvcc", path=environment.get("PATH", os.defpath))
@@ -68,13 +69,13 @@ def _compiler(environment: Mapping[str, str]) -> str | None:
 
 
 def _packages() -> Path | None:
-    """The folder of NVIDIA's packages that has a compiler; None in an environment for a CPU."""
+    """Folder of NVIDIA's Python packages that contains nvcc; None in an environment for a CPU."""
     folders = sorted(Path(sysconfig.get_path("purelib")).glob("nvidia/cu[0-9]*"), reverse=True)
     return next((folder for folder in folders if shutil.which(str(folder / "bin" / "nvcc"))), None)
 
 
 def _compose(packages: Path, cache: Path, compiler: str) -> Path:
-    """Make the folder of links, or reuse that of an earlier start."""
+    """Make the folder of links to the packages, or reuse the folder of an earlier start."""
     listing = "\n".join([str(packages), *sorted(file.name for file in (packages / "lib").iterdir())])
     home = cache / f"cuda-toolkit-{hashlib.sha256(listing.encode()).hexdigest()[:16]}"
     if home.is_dir():
@@ -101,9 +102,11 @@ def _compose(packages: Path, cache: Path, compiler: str) -> Path:
 
 
 def _link_stub(compiler: str, library: Path) -> None:
-    """Link a libcuda without functions: code linked with it loads the driver's libcuda, which has the same soname."""
+    """Link an empty libcuda: code that is linked with it loads the driver's libcuda, which has the same soname."""
     command = [compiler, "-shared", "-nostdlib", "-x", "c++", os.devnull, "-Wl,-soname,libcuda.so.1"]
     linker = subprocess.run([*command, "-o", str(library)], capture_output=True, text=True)
     if linker.returncode != 0:
         reason = (linker.stderr.strip().splitlines() or ["it printed nothing"])[-1]
-        raise ServingError(f"{compiler} cannot link a library ({reason}); Debian: apt-get install g++")
+        raise ServingError(
+            f"{compiler} cannot link a library ({reason}); install a C++ compiler, on Debian: apt-get install g++"
+        )

@@ -1,4 +1,4 @@
-"""Counts of drafted and accepted tokens, per position, from vLLM's own counters."""
+"""Numbers of drafts and of accepted draft tokens per position, from vLLM's own counters."""
 
 import math
 import time
@@ -15,11 +15,11 @@ _METRICS = "vllm:spec_decode_num_"
 
 @dataclass(frozen=True)
 class DraftCounts:
-    """The engine's counters for some requests.
+    """The engine's counters for a set of requests.
 
     Attributes:
         drafts: number of drafts.
-        accepted_per_position: accepted tokens at positions 1..K.
+        accepted_per_position: number of accepted draft tokens at positions 1..K.
         output_tokens: tokens of all continuations.
         seconds: wall time of all continuations.
     """
@@ -38,14 +38,15 @@ class DraftCounts:
 def count_drafts_in_vllm(
     weights: Path, prompts: Sequence[Sequence[int]], tokens: int, depth: int
 ) -> DraftCounts:
-    """Have vLLM continue prompts, token ids, greedily, drafting with the checkpoint's MTP head.
+    """Have vLLM continue prompts greedily with drafts of the checkpoint's MTP head, and count the drafts.
 
     Args:
+        prompts: token ids.
         tokens: longest continuation, tokens.
         depth: tokens drafted at a time (K).
 
     Raises:
-        ServingError: every continuation ended at once.
+        ServingError: vLLM drafted nothing, because every continuation ended at its first token.
     """
     longest = max(map(len, prompts)) + tokens
     with in_process.engine(
@@ -53,26 +54,26 @@ def count_drafts_in_vllm(
     ) as llm:
         counts = count_drafts(llm, prompts, tokens=tokens)
     if not counts.drafts:
-        raise ServingError(f"vLLM drafted nothing with {weights}; give longer prompts or more tokens")
+        raise ServingError(f"vLLM drafted nothing with {weights}; use longer prompts or more output tokens")
     return counts
 
 
 def needed_context(tokens: int, depth: int) -> int:
-    """The context length, tokens, that holds so many and one more draft; a multiple of 16 keeps cache blocks whole."""
+    """Context length that holds `tokens` and one draft of `depth` tokens: a multiple of 16, to fill cache blocks."""
     return 16 * math.ceil((tokens + depth + 1) / 16)
 
 
 def count_drafts(
     llm: Any, prompts: Sequence[Sequence[int]], *, tokens: int, temperature: float = 0.0, seed: int = 0
 ) -> DraftCounts:
-    """Have an engine continue prompts, as many at a time as it takes, and count its drafts.
+    """Have an engine continue prompts, as many at a time as it runs, and count its drafts.
 
     Args:
-        llm: engine of `in_process.engine`; at depth 0 it drafts nothing.
+        llm: engine of `in_process.engine`; an engine at depth 0 drafts nothing.
         prompts: token ids.
         tokens: longest continuation, tokens.
         temperature: sampling temperature; 0 is greedy.
-        seed: seed of sampling; each prompt has its own, derived from it.
+        seed: seed of sampling; the seed of a prompt is `seed` plus its index.
     """
     from vllm import SamplingParams
 

@@ -1,8 +1,8 @@
 """Flags of a config.env, checked by the installed vLLM itself before anything starts.
 
-`VLLM_<FLAG>=value` is `--<flag> value` for every option of vLLM's own parser. A key is known only if it equals an
-option string exactly: argparse also parses prefixes of options. The parser's own actions check types and choices,
-vLLM's config classes (vllm/config/*.py) check ranges.
+`VLLM_<FLAG>=value` is `--<flag> value` for every option of vLLM's own parser. A key must equal a whole option string,
+although argparse also accepts prefixes of options. The parser's own actions check types and choices, vLLM's config
+classes (vllm/config/*.py) check ranges.
 """
 
 import argparse
@@ -28,7 +28,7 @@ _SECRET = re.compile(r"(API_KEY|ACCESS_KEY|TOKEN|SECRET|PASSWORD)$")
 _DEVICE_CHOICE = ("CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER")
 
 _FIELD_NAMES: Mapping[str, str] = MappingProxyType({"kv_cache_dtype": "cache_dtype"})
-"""Where the parser's name of a flag differs from the field of vLLM's config class."""
+"""Flags whose name in the parser differs from the field of vLLM's config class, with that field."""
 
 _OBJECTS: Mapping[str, str | None] = MappingProxyType(
     {
@@ -37,12 +37,12 @@ _OBJECTS: Mapping[str, str | None] = MappingProxyType(
         "default-chat-template-kwargs": None,
     }
 )
-"""Flags that take a JSON object, and the class of vllm.config that has its keys."""
+"""Flags whose value is a JSON object, with the class of vllm.config whose fields are its keys."""
 
 _TORCH_VARIABLE = re.compile(
     r"(OMP|MKL)_NUM_THREADS|(TORCH|TORCHINDUCTOR|TORCHDYNAMO|PYTORCH|TRITON)_[A-Z0-9_]+"
 )
-"""Variables that torch and Triton read; vLLM lists its own."""
+"""Environment variables that torch and Triton read; those of vLLM are listed by vLLM itself."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,10 +50,10 @@ class Flag:
     """One flag of vLLM as a config.env sets it.
 
     Attributes:
-        name: the option without its dashes, `max-num-seqs`.
-        value: the text as vLLM's parser reads it: bool, int, float, str, a list, or decoded JSON.
+        name: the option without its dashes, such as `max-num-seqs`.
+        value: the value as vLLM's parser reads it: bool, int, float, str, a list, or decoded JSON.
         argv: the words of the command line; empty for a switch that is off.
-        setting: the line it comes from.
+        setting: the line of the config.env.
     """
 
     name: str
@@ -64,7 +64,7 @@ class Flag:
 
 @dataclasses.dataclass(frozen=True)
 class Resolved:
-    """Flags of vLLM by name, and variables for its environment, that a variant's lines set."""
+    """What a variant's lines set: flags of vLLM by name, and environment variables for vLLM."""
 
     flags: Mapping[str, Flag]
     environment: Mapping[str, str]
@@ -74,7 +74,7 @@ def resolve(variant: Variant) -> Resolved:
     """Check every line of a variant against the installed vLLM.
 
     Raises:
-        ConfigError: an unknown key, a secret, a value that vLLM's parser or config classes refuse.
+        ConfigError: a key is unknown, set twice or a secret, or vLLM's parser or config classes refuse a value.
     """
     for setting in variant.unset:
         _require_known(setting)
@@ -102,7 +102,7 @@ def resolve(variant: Variant) -> Resolved:
 
 @functools.cache
 def options() -> Mapping[str, argparse.Action]:
-    """Key of config.env -> option of vLLM's parser, aliases included; takes about 15 s, once per process."""
+    """Option of vLLM's parser for each possible key of config.env; the first call in a process takes about 15 s."""
     actions: dict[str, argparse.Action] = {}
     for action in _parser()._actions:
         for option in action.option_strings:
@@ -113,7 +113,7 @@ def options() -> Mapping[str, argparse.Action]:
 
 
 def import_cli_args() -> Any:
-    """The module of vLLM that makes the parser of a server's command line and checks what it parsed."""
+    """Import the module of vLLM that makes the parser of a server's command line and checks the parsed values."""
     try:
         from vllm.entrypoints.common import cli_args
     except ImportError:  # until vLLM 0.32
@@ -128,7 +128,7 @@ def _parser() -> argparse.ArgumentParser:
 
     with contextlib.ExitStack() as patches:
         if current_platform.is_unspecified():
-            # A GPU build that sees no GPU: its config classes ask for a device, and only defaults depend on which.
+            # A GPU build that sees no GPU: the config classes need some device, and only defaults depend on which one.
             patches.enter_context(patch.object(type(current_platform), "device_type", "cpu"))
         parser: argparse.ArgumentParser = import_cli_args().make_arg_parser(FlexibleArgumentParser())
     return parser
@@ -138,11 +138,11 @@ def _require_known(setting: Setting) -> None:
     key = setting.key
     if _SECRET.search(key):
         raise ConfigError(
-            f"{setting.location}: {key} is a secret; export it in the shell that serves, never in a file"
+            f"{setting.location}: {key} is a secret; export it in the shell that runs `slimqwen serve`, never in a file"
         )
     if key in _DEVICE_CHOICE:
         raise ConfigError(
-            f"{setting.location}: {key} chooses a GPU of one machine; export it in the shell that serves"
+            f"{setting.location}: {key} chooses GPUs of one machine; export it in the shell that runs `slimqwen serve`"
         )
     import vllm.envs
 
@@ -161,10 +161,10 @@ def _require_known(setting: Setting) -> None:
 
 
 def parse(setting: Setting) -> Flag:
-    """Read one line whose key is a flag of vLLM.
+    """Parse one line of a config.env whose key is a flag of vLLM.
 
     Raises:
-        ConfigError: a value that vLLM's parser refuses.
+        ConfigError: vLLM's parser refuses the value.
     """
     action = options()[setting.key]
     option = next(option for option in action.option_strings if option.startswith("--"))
@@ -172,7 +172,9 @@ def parse(setting: Setting) -> Flag:
     text = setting.value
     if action.nargs == 0:
         if text not in ("0", "1"):
-            raise ConfigError(f"{setting.location}: {setting.key}={text}: a switch takes 1 or 0")
+            raise ConfigError(
+                f"{setting.location}: {setting.key}={text}: a switch is on or off; write 1 or 0"
+            )
         if isinstance(action, argparse.BooleanOptionalAction):
             argv: tuple[str, ...] = (option if text == "1" else f"--no-{name}",)
         else:
@@ -211,7 +213,7 @@ def _parsed_by_vllm(setting: Setting, action: argparse.Action, argv: list[str]) 
 
 
 def _check_object(setting: Setting, config_class: str | None, value: Any) -> None:
-    """Check that a value is a JSON object or null, and its keys against the fields of vLLM's config class."""
+    """Check that a value is a JSON object or null whose keys are fields of vLLM's config class."""
     from vllm import config
 
     if value is None:
@@ -238,7 +240,7 @@ def _check_object(setting: Setting, config_class: str | None, value: Any) -> Non
 
 
 def _check_depth_schedule(setting: Setting, speculation: Mapping[str, Any]) -> None:
-    """Check the draft depths by batch size: vLLM does so when the weights are loaded, and lowers them in silence."""
+    """Check the draft depths by batch size, which vLLM checks only after it has loaded weights and silently lowers."""
     from vllm.v1.spec_decode.dynamic.utils import validate_and_normalize_dynamic_sd_schedule
 
     try:
@@ -249,13 +251,13 @@ def _check_depth_schedule(setting: Setting, speculation: Mapping[str, Any]) -> N
     deepest = max(depth for _, _, depth in schedule)
     if drafts is not None and deepest > drafts:
         raise ConfigError(
-            f"{setting.location}: {setting.key}={setting.value}: {_SCHEDULE} asks for {deepest} drafts, but vLLM would "
-            f"silently draft {drafts}; raise num_speculative_tokens to {deepest}"
+            f"{setting.location}: {setting.key}={setting.value}: {_SCHEDULE} asks for {deepest} drafts, but vLLM "
+            f"would silently draft {drafts}; raise num_speculative_tokens to {deepest}"
         )
 
 
 def _check_variable(setting: Setting) -> None:
-    """Let vLLM read an environment variable of its own that has this value."""
+    """Have vLLM itself parse the value of one of its environment variables."""
     import vllm.envs
 
     read = vllm.envs.environment_variables.get(setting.key)
@@ -271,11 +273,13 @@ def _check_variable(setting: Setting) -> None:
 def _check_port(flags: Mapping[str, Flag]) -> None:
     port = flags.get("port")
     if port is not None and not 1 <= port.value <= 65535:
-        raise ConfigError(f"{port.setting.location}: {port.setting.key}={port.value}: a port is 1 to 65535")
+        raise ConfigError(
+            f"{port.setting.location}: {port.setting.key}={port.value}: choose a port from 1 to 65535"
+        )
 
 
 def _check_ranges(flags: Mapping[str, Flag]) -> None:
-    """Validate each value by its field in vLLM's config classes; vLLM validates them together when it starts."""
+    """Validate each value by itself as a field of vLLM's config classes; a start of vLLM validates them together."""
     from vllm import config
 
     classes = (
@@ -301,7 +305,7 @@ def _check_ranges(flags: Mapping[str, Flag]) -> None:
 
 @functools.cache
 def _validator(owner: Any, name: str) -> type[BaseModel]:
-    """A model of one field alone: most of vLLM's config classes cannot be built without a model."""
+    """A pydantic model of one field of `owner`, because most of vLLM's config classes need a checkpoint to be built."""
     annotation = owner.__pydantic_fields__[name].rebuild_annotation()
     return create_model("Field", __config__=ConfigDict(arbitrary_types_allowed=True), value=(annotation, ...))
 

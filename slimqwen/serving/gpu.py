@@ -1,4 +1,4 @@
-"""The GPUs that this process sees; a server, whose config.env chooses none, computes on the first."""
+"""The GPUs that this process sees; a server computes on the first, because a config.env cannot choose one."""
 
 import time
 from dataclasses import dataclass
@@ -15,8 +15,8 @@ class CudaDevice:
 
     Attributes:
         index: device index in torch.
-        name: product name, "NVIDIA A40".
-        capability: compute capability, "8.6".
+        name: product name, such as "NVIDIA A40".
+        capability: compute capability, such as "8.6".
     """
 
     index: int
@@ -26,7 +26,7 @@ class CudaDevice:
 
 def all_gpus() -> list[CudaDevice]:
     """The GPUs that this process sees, in torch's order; empty without one."""
-    # Heavy, and only needed for a GPU.
+    # Slow to import, and only needed for a GPU.
     import torch
 
     gpus = []
@@ -47,15 +47,15 @@ def free_and_total_memory() -> tuple[int, int]:
 
     free, total = torch.cuda.mem_get_info(0)
     if torch.cuda.get_device_properties(0).is_integrated:
-        # CUDA counts the files that the kernel caches in the common memory as used; vLLM does not either.
+        # On a GPU that shares the host's memory CUDA counts cached files as used memory; vLLM does not, nor do we.
         free = min(total, available_memory())
     return free, total
 
 
 def await_free_memory(needed: int) -> int:
-    """Free memory of the first GPU once `needed` bytes are free, or once it has not grown for `_SETTLED_S`.
+    """Wait until `needed` bytes are free on the first GPU or free memory stops growing; returns the free bytes.
 
-    A process that has ended is gone before its memory is.
+    The driver frees the memory of a process some time after the process has ended.
     """
     free, _ = free_and_total_memory()
     grew = time.monotonic()

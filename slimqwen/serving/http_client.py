@@ -1,4 +1,4 @@
-"""HTTP clients of measured servers: past the shell's proxy, with the API key, whatever certificate they have."""
+"""HTTP clients for measured servers: they use no proxy, send the API key and accept any certificate."""
 
 import os
 
@@ -8,9 +8,9 @@ from slimqwen.vllm_plugin.api_key import authorization
 
 
 def open_client(timeout_s: float, base_url: str = "") -> httpx.Client:
-    """A client of a measured server, to be closed.
+    """Open a client of a measured server; the caller closes it.
 
-    Its certificate is not checked: it names the server for users, and may be signed by itself.
+    The server's certificate is not checked: it is made for another host name than this client uses, or self-signed.
     """
     return httpx.Client(
         base_url=base_url, headers=authorization(), timeout=timeout_s, trust_env=False, verify=False
@@ -18,16 +18,16 @@ def open_client(timeout_s: float, base_url: str = "") -> httpx.Client:
 
 
 def open_async_client(timeout_s: float | None) -> httpx.AsyncClient:
-    """As `open_client`, for coroutines; without a timeout it waits as long as the server does."""
+    """Open a client as `open_client` does, for coroutines; with `timeout_s` None it waits without limit."""
     return httpx.AsyncClient(headers=authorization(), timeout=timeout_s, trust_env=False, verify=False)
 
 
 def bypass_proxy(host: str) -> None:
-    """Have the clients of libraries, vLLM's benchmark and lm-eval, reach a host without the shell's proxy.
+    """Set NO_PROXY for a host, so that vLLM's benchmark client and lm-eval reach it without the shell's proxy.
 
-    They read the variable when they send a request, in this process and in those that it starts.
+    Both read the variable at each request, in this process and in its child processes.
     """
     excepted = os.environ.get("no_proxy") or os.environ.get("NO_PROXY") or ""
     if host not in excepted.split(","):
-        # Some read one spelling, some the other.
+        # Some libraries read one spelling, some the other.
         os.environ["no_proxy"] = os.environ["NO_PROXY"] = f"{excepted},{host}".lstrip(",")

@@ -1,7 +1,7 @@
-"""vLLM in this process, for stages and tests: no HTTP, its counters within reach, the same result every time.
+"""vLLM engines in this process, for stages and tests: no HTTP, readable counters, the same result every time.
 
-A load takes about 5 seconds for a small model, the first one 15 more for imports. Several engines can follow one
-another in a process; two at once cannot.
+Loading a small model takes about 5 seconds, the first time 15 more for imports. A process can run several engines one
+after the other, but not two at once.
 """
 
 import copy
@@ -19,7 +19,7 @@ from slimqwen.serving.errors import ServingError
 from slimqwen.variant import repository_root
 
 _ENVIRONMENT = {
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # without a process of its own the scheduler has no timing of its own
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # a scheduler in its own process would form batches by chance of timing
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_LOGGING_LEVEL": "WARNING",
 }
@@ -27,7 +27,7 @@ _ENVIRONMENT = {
 
 @contextmanager
 def environment(variables: Mapping[str, str]) -> Iterator[None]:
-    """Set environment variables of this process for a block."""
+    """Set environment variables of this process for the length of a `with` block."""
     before = {name: os.environ.get(name) for name in variables}
     os.environ.update(variables)
     try:
@@ -42,12 +42,12 @@ def environment(variables: Mapping[str, str]) -> Iterator[None]:
 
 @contextmanager
 def engine(folder: Path | str, **arguments: Any) -> Iterator[Any]:
-    """A `vllm.LLM` on a checkpoint folder, shut down at the end; of a multimodal checkpoint the language model alone.
+    """A `vllm.LLM` on a checkpoint folder, shut down after the block; a multimodal checkpoint is loaded without vision.
 
     Args:
         folder: a checkpoint that vLLM can load.
-        arguments: of `LLM`, in addition to and instead of the ones for a small engine without compilation.
-            `num_speculative_tokens=K` is short for MTP at that depth; 0 means without.
+        arguments: arguments of `LLM`, which extend and override those of a small engine without compilation.
+            `num_speculative_tokens=K` is short for MTP with drafts of K tokens; 0 means no drafts.
     """
     drafts = arguments.pop("num_speculative_tokens", 0)
     if drafts:
@@ -56,7 +56,7 @@ def engine(folder: Path | str, **arguments: Any) -> Iterator[Any]:
         "distributed_executor_backend": "uni",
         "dtype": "bfloat16",
         "enforce_eager": True,
-        # A prefix hit computes other tokens together, which decides near ties otherwise.
+        # A prefix hit changes which tokens are computed together, and with it the outcome of near ties.
         "enable_prefix_caching": False,
         # On a GPU, vLLM's own share of its memory.
         **({"kv_cache_memory_bytes": 256 << 20} if machine.detect() == "cpu" else {}),
@@ -68,11 +68,11 @@ def engine(folder: Path | str, **arguments: Any) -> Iterator[Any]:
     }
     with ExitStack() as stack:
         stack.enter_context(environment(_ENVIRONMENT | machine.user_variables(os.environ, repository_root())))
-        # Only now: its modules read the environment.
+        # Imported only now, because vLLM's modules read the environment at import.
         from vllm import LLM, envs
         from vllm.distributed import cleanup_dist_env_and_memory
 
-        stack.callback(envs.disable_envs_cache)  # an engine freezes what vLLM reads of the environment
+        stack.callback(envs.disable_envs_cache)  # an engine freezes vLLM's view of the environment
         llm = None
         try:
             llm = LLM(str(folder), **{**small, **arguments})
@@ -86,11 +86,11 @@ def engine(folder: Path | str, **arguments: Any) -> Iterator[Any]:
 
 
 def served_arguments(flags: Mapping[str, Any]) -> dict[str, Any]:
-    """A server's flags, by name without dashes, as arguments of `LLM`; those of the HTTP server alone are left out."""
+    """Convert a server's flags, by name without dashes, to arguments of `LLM`, without those of the HTTP server."""
     from vllm.engine.arg_utils import EngineArgs
 
     known = {field.name for field in dataclasses.fields(EngineArgs)} - {"model"}
-    # vLLM writes into the dictionaries that it is given.
+    # Copied, because vLLM writes into the dictionaries that it is given.
     named = {name.replace("-", "_"): copy.deepcopy(value) for name, value in flags.items()}
     return {
         "dtype": "auto",
@@ -116,10 +116,10 @@ def served_engine(weights: Path, flags: Mapping[str, Any], **overrides: Any) -> 
 
 
 def try_out(folder: Path) -> None:
-    """Have vLLM load a checkpoint, its MTP head included if its config says that it has one, and say a token.
+    """Have vLLM load a checkpoint, with the MTP head that its config may announce, and generate a token.
 
     Raises:
-        ServingError: vLLM does not load it, or does not answer.
+        ServingError: vLLM cannot load it or generates nothing.
     """
     from vllm import SamplingParams
 
@@ -137,16 +137,16 @@ def try_out(folder: Path) -> None:
 
 
 def read_prompts(llm: Any, prompts: Sequence[Sequence[int]], consume: Callable[[Any, Any], None]) -> None:
-    """Have an engine read prompts together, and hand on the distribution that it gives every token after the first.
+    """Have an engine read prompts together, and pass on its distributions for every token after the first.
 
-    vLLM makes a Python object of every number that it returns; the whole distributions of a text would be millions.
-    So they are taken where vLLM picks its top k from them: `sampler.gather_logprobs`, in this process.
+    vLLM makes a Python object of every number that it returns, millions for the whole distributions of a text. They
+    are therefore intercepted where vLLM takes its top k from them: `sampler.gather_logprobs`, in this process.
 
     Args:
-        llm: of `engine`.
+        llm: engine of `engine`.
         prompts: token ids.
-        consume: hears (log-probabilities [positions, vocabulary], the tokens that follow [positions]) for a prompt, or
-            for a part of it where it is read in parts; parts come in order, prompts in any.
+        consume: called with log-probabilities [positions, vocabulary] and the tokens that follow [positions], for a
+            prompt or a chunk of it; the chunks of a prompt come in order, prompts in any order.
     """
     from vllm import SamplingParams
 
@@ -166,12 +166,13 @@ def read_prompts(llm: Any, prompts: Sequence[Sequence[int]], consume: Callable[[
 
 
 def read_head_inputs(llm: Any, prompts: Sequence[Sequence[int]], consume: Callable[[Any], None]) -> None:
-    """Have an engine read prompts, and hand on the inputs of its output head: the hidden states after the last norm.
+    """Have an engine read prompts, and pass on the inputs of its output head: the hidden states after the last norm.
 
     Args:
-        llm: of `engine`, in any format that vLLM serves.
+        llm: engine of `engine`, with weights of any format that vLLM serves.
         prompts: token ids.
-        consume: called with the hidden states of some tokens, [tokens, hidden], in any order, until all were passed.
+        consume: called with the hidden states of some tokens, [tokens, hidden], until all tokens have been passed, in
+            any order.
     """
     from vllm import SamplingParams
 
@@ -184,7 +185,7 @@ def read_head_inputs(llm: Any, prompts: Sequence[Sequence[int]], consume: Callab
 
     model.compute_logits = compute_logits
     try:
-        # The scores of a prompt's tokens are asked for so that the head is computed at each of them.
+        # Log-probabilities of the prompt are requested so that the output head is computed at each of its tokens.
         settings = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0)
         llm.generate([{"prompt_token_ids": list(ids)} for ids in prompts], settings, use_tqdm=False)
     finally:
@@ -192,11 +193,11 @@ def read_head_inputs(llm: Any, prompts: Sequence[Sequence[int]], consume: Callab
 
 
 def counter(llm: Any, name: str) -> int:
-    """What a counter of the engine stands at, `vllm:spec_decode_num_accepted_tokens` for example."""
+    """Present value of a counter of the engine, such as `vllm:spec_decode_num_accepted_tokens`."""
     return sum(metric.value for metric in llm.get_metrics() if metric.name == name)
 
 
 def vector(llm: Any, name: str) -> tuple[int, ...]:
-    """A counter with one value a position, `vllm:spec_decode_num_accepted_tokens_per_pos` for example."""
+    """Present values of a counter per position, such as `vllm:spec_decode_num_accepted_tokens_per_pos`."""
     vectors = [tuple(metric.values) for metric in llm.get_metrics() if metric.name == name]
     return tuple(map(sum, zip(*vectors, strict=True)))

@@ -6,11 +6,11 @@ _KV_CACHE_USAGE = "vllm:kv_cache_usage_perc"
 
 
 def read_metrics(text: str) -> dict[str, float]:
-    """Read metrics in Prometheus' text format.
+    """Parse metrics in Prometheus' text format.
 
     Returns:
-        Values by sample name, summed over engines (KV cache usage: of the fullest engine); the buckets of a
-        histogram by `<name>_bucket/<upper bound>`.
+        Values by sample name, summed over engines (KV cache usage: the largest of all engines); the buckets of a
+        histogram are named `<name>_bucket/<upper bound>`.
 
     Raises:
         ValueError: the text is in another format.

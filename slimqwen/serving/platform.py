@@ -1,4 +1,4 @@
-"""Platform of this machine, cpu or cuda, and the flags that a CPU leaves out or replaces."""
+"""Platform of this machine, cpu or cuda, and the flags that serving on a CPU leaves out or replaces."""
 
 import importlib.util
 import math
@@ -19,11 +19,11 @@ Platform = Literal["cpu", "cuda"]
 
 @dataclass(frozen=True)
 class GpuOnly:
-    """A flag that is left out, or replaced, on a CPU.
+    """A flag that serving on a CPU leaves out or replaces.
 
     Attributes:
-        flag: its name without dashes.
-        applies: whether a CPU cannot have this value.
+        flag: name of the flag without dashes.
+        applies: tells for a value of the flag whether a CPU cannot have it.
         instead: value on a CPU; None leaves the flag out.
         why: the reason, for the notice.
     """
@@ -35,8 +35,8 @@ class GpuOnly:
 
 
 def detect() -> Platform:
-    """Return cuda where torch sees a GPU, else cpu."""
-    # Importing torch takes seconds, so only the functions that need it import it.
+    """Return "cuda" if torch sees a GPU, else "cpu"."""
+    # Importing torch takes seconds, so only the functions that need it do so.
     import torch
 
     return "cuda" if torch.cuda.is_available() else "cpu"
@@ -48,7 +48,7 @@ def has_nvidia_driver() -> bool:
 
 
 def is_gpu_build() -> bool:
-    """Whether the installed torch, and vLLM with it, is one for GPUs."""
+    """Whether the installed torch, and therefore vLLM, is a build for GPUs."""
     import torch
 
     return torch.version.cuda is not None
@@ -62,35 +62,35 @@ def has_avx512() -> bool:
 
 
 def allowed_cpus() -> int:
-    """Logical CPUs that this process may use, at least 1: its affinity, or the quota of its container, rounded up."""
+    """Logical CPUs that this process may use, at least 1: by its affinity or its container's quota, rounded up."""
     affinity = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     quota = cgroup.cpu_quota()
     return affinity if quota is None else max(1, min(affinity, math.ceil(quota)))
 
 
 def physical_cores() -> int:
-    """Cores that this process may use, at least 1: as many OpenMP threads as vLLM's CPU kernels use best."""
+    """Physical cores that this process may use, at least 1: the number of OpenMP threads at which vLLM is fastest."""
     return min(psutil.cpu_count(logical=False) or 1, allowed_cpus())
 
 
 def total_memory() -> int:
-    """Bytes of this machine's memory, or the limit of this process's container."""
+    """Bytes of this machine's memory, or of its container's limit if that is lower."""
     return int(min(psutil.virtual_memory().total, cgroup.memory_limit()))
 
 
 def available_memory() -> int:
-    """Bytes that this process can still take, of the machine's memory and within its container's limit."""
+    """Bytes that this process can still allocate, by the machine's memory and its container's limit."""
     return int(min(psutil.virtual_memory().available, cgroup.available_memory()))
 
 
 def user_variables(environment: Mapping[str, str], root: Path) -> dict[str, str]:
-    """HOME and USER for libraries that ask for them, where the user has no home to write to, or no name.
+    """HOME and USER for a user without a writable home or without a name; empty for other users.
 
-    Containers often run under a user id that nothing else knows of (`docker run --user`, OpenShift).
+    Libraries need both, but containers often run under a user id without an account (`docker run --user`, OpenShift).
 
     Args:
-        environment: variables that these are added to.
-        root: the repository, in which the home of such a user is.
+        environment: environment to which the result is added.
+        root: the repository, in which such a user gets a home.
     """
     variables = {}
     try:
@@ -112,7 +112,7 @@ def preloaded_libraries(environment: Mapping[str, str]) -> dict[str, str]:
         environment: environment of the process to start.
 
     Returns:
-        Nothing where an OpenMP library is preloaded already, or torch brings none that LD_PRELOAD can name.
+        An empty dictionary if an OpenMP library is preloaded already or LD_PRELOAD cannot name torch's.
     """
     preloaded = environment.get("LD_PRELOAD", "")
     torch = importlib.util.find_spec("torch")
@@ -120,7 +120,7 @@ def preloaded_libraries(environment: Mapping[str, str]) -> dict[str, str]:
         return {}
     package = Path(torch.origin).parent
     folders = (package.parent / "torch.libs", package / "lib")
-    # The loader splits LD_PRELOAD at spaces and colons.
+    # LD_PRELOAD cannot name such a path: the loader splits it at spaces and colons.
     libraries = [
         path for folder in folders for path in folder.glob("libgomp*.so*") if not re.search("[ :]", str(path))
     ]
@@ -148,6 +148,6 @@ GPU_ONLY: tuple[GpuOnly, ...] = (
     GpuOnly("gpu-memory-utilization", _always, None, "VLLM_CPU_KVCACHE_SPACE sizes the KV cache on a CPU"),
     GpuOnly("kv-cache-memory-bytes", _always, None, "VLLM_CPU_KVCACHE_SPACE sizes the KV cache on a CPU"),
     GpuOnly("attention-backend", _always, None, "a CPU has one attention backend"),
-    GpuOnly("compilation-config", _always, None, "its fused kernels exist on CUDA only"),
+    GpuOnly("compilation-config", _always, None, "the fused kernels exist on CUDA only"),
 )
 """The flags that a CPU leaves out or replaces; serving on a CPU prints each of them."""

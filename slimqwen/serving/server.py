@@ -24,10 +24,10 @@ from slimqwen.serving.server_log import find_last_cause
 from slimqwen.vllm_plugin import api_server, compile_watch
 
 _POLL_S = 0.1
-"""How often to ask a server that starts whether it is ready."""
+"""Seconds between two questions whether a starting server is ready."""
 
 _OVERDUE_S = 10.0
-"""How much later than it should a server may end on a busy host, before it is killed."""
+"""Seconds beyond its own time limit that a server on a busy host gets to end, before it is killed."""
 
 
 @dataclass(frozen=True)
@@ -35,9 +35,9 @@ class RunningServer:
     """A vLLM server whose /health answered 200.
 
     Attributes:
-        command: the command that it runs.
-        pid: process of its API server.
-        log: file of its output, None for a server that somebody else started.
+        command: the command that the server runs.
+        pid: process id of the API server.
+        log: file of the server's output; None for a server that another program started.
     """
 
     command: ServerCommand
@@ -45,7 +45,7 @@ class RunningServer:
     log: Path | None
 
     def __post_init__(self) -> None:
-        """Let every client that is going to measure it reach it."""
+        """Have all HTTP clients of this process reach the server without a proxy."""
         bypass_proxy(self.command.client_host)
 
     @property
@@ -55,7 +55,7 @@ class RunningServer:
 
     @property
     def model(self) -> str:
-        """The model's name in requests."""
+        """Name of the model in requests."""
         return self.command.served_model_name
 
     @property
@@ -68,10 +68,10 @@ def prepare(command: ServerCommand, trouble: Iterable[checks.Trouble] = ()) -> N
     """Check a command, and unpack the baked compile cache to where vLLM looks for it.
 
     Args:
-        trouble: what the plan of this start dies of.
+        trouble: known trouble of this start, by its plan.
 
     Raises:
-        ServingError: the archive is damaged, or one of the errors of `checks.check_command`.
+        ServingError: the archive is damaged, or as `checks.check_command`.
     """
     checks.check_command(command, trouble)
     if command.cache is not None and command.cache.usable:
@@ -90,7 +90,8 @@ def run_server(
         progress: receives (activity, seconds since the start, 0).
 
     Raises:
-        ServingError: vLLM ended or was not ready in time, its log's last error quoted; or an error of `prepare`.
+        ServingError: vLLM ended or was not ready in time; the message quotes the last error of its log. Or as
+            `prepare`.
     """
     prepare(command)
     log.parent.mkdir(parents=True, exist_ok=True)
@@ -105,11 +106,11 @@ def run_server(
 
 @dataclass(frozen=True)
 class ServerProcess:
-    """API server that ends with this process.
+    """An API server that ends when this process ends.
 
     Attributes:
         pid: process id.
-        lifeline: this process's end of a socket whose other end the server and its forks have.
+        lifeline: this process's end of a socket pair; the server and its forks hold the other end.
     """
 
     pid: int
@@ -121,7 +122,7 @@ class ServerProcess:
         return bool(select.select([self.lifeline], [], [], 0)[0])
 
     def end(self) -> None:
-        """End the server, by force where closing its lifeline does not."""
+        """End the server: close its lifeline, and kill it if that does not end it in time."""
         server = None
         with contextlib.suppress(psutil.NoSuchProcess):
             server = psutil.Process(self.pid)
@@ -136,11 +137,11 @@ class ServerProcess:
 def start_process(
     argv: Sequence[str], *, environment: Mapping[str, str], folder: Path, output: IO[bytes]
 ) -> Iterator[ServerProcess]:
-    """Start an API server for the length of a `with` block, and no longer than this process.
+    """Start an API server for the length of a `with` block; it also ends when this process ends.
 
-    Where there is a spawner (`slimqwen.serving.spawner`), the server is its fork, else a process of its own. It has a
-    process group of its own, which Ctrl-C does not reach, but the session of its starter: Linux shares the CPU between
-    sessions first (autogroup), and a client of another one sees its tokens late, many at once.
+    The server is a fork of the spawner (`slimqwen.serving.spawner`) if there is one, else a new process. It has its
+    own process group, so that Ctrl-C does not reach it, but stays in the session of its starter: Linux divides CPU time
+    between sessions first (autogroup), so a client in another session would receive tokens late and in bursts.
 
     Args:
         argv: the command of `slimqwen.vllm_plugin.api_server`.
@@ -156,12 +157,14 @@ def start_process(
         stack.enter_context(ours)
         with theirs:
             if requests := spawner.find_spawner(argv, environment):
-                with contextlib.suppress(OSError):  # then no line comes back either
+                with contextlib.suppress(
+                    OSError
+                ):  # the spawner has died: `_send_job` gets no line back and says so
                     socket.send_fds(requests, [b"."], [theirs.fileno(), output.fileno()])
             else:
                 process = _execute(argv, environment, folder, output, theirs)
         if requests:
-            # The environment may hold an API key: through a socket, not on a command line.
+            # Sent through a socket, because the environment may hold an API key, which a command line would show.
             job = {"argv": list(argv), "environment": dict(environment), "folder": str(folder)}
             pid = _send_job(ours, job)
         else:
@@ -195,14 +198,14 @@ def _execute(
 
 
 def _send_job(connection: socket.socket, job: Mapping[str, Any]) -> int:
-    """Send a forked server its job; its process id."""
+    """Send a job to a forked server; returns the server's process id."""
     line = b""
     with contextlib.suppress(OSError), connection.makefile("rb") as lines:
         connection.sendall(json.dumps(job).encode() + b"\n")
         line = lines.readline()
     if not line:
         raise ServingError(
-            "the process that servers are forked from died; run the command again, which starts another"
+            "the process that forks servers has died; run the command again, which starts a new one"
         )
     return int(line)
 
@@ -211,7 +214,7 @@ def find_running(command: ServerCommand) -> RunningServer | None:
     """Find a ready server on the command's port that runs exactly this command, environment included.
 
     Returns:
-        None where the port is free, or taken by anything else, a server that warms up or drains included.
+        None if the port is free or used by anything else, such as a server that still warms up or already drains.
     """
     # Whether a baked cache was required does not change how a graph was obtained.
     wanted = {key: value for key, value in command.environment.items() if key != compile_watch.VARIABLE}
@@ -220,7 +223,7 @@ def find_running(command: ServerCommand) -> RunningServer | None:
             continue
         with contextlib.suppress(psutil.Error, httpx.HTTPError):
             listener = psutil.Process(connection.pid)
-            # On a GPU vLLM's engine is a fork of the API server and has its socket too.
+            # On a GPU vLLM's engine is a fork of the API server and listens on the same socket.
             for process in (listener, *listener.parents()):
                 if not _runs(process, command, wanted):
                     continue
@@ -240,7 +243,7 @@ def _runs(process: psutil.Process, command: ServerCommand, environment: Mapping[
 
 
 def free_port() -> int:
-    """A TCP port that nothing listens on now."""
+    """A TCP port of 127.0.0.1 on which nothing listens at present."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
@@ -251,7 +254,7 @@ def _wait_until_ready(
 ) -> None:
     started = time.monotonic()
     activity = f"start {command.variant.name}"
-    # One client for all questions: each makes a TLS context, which takes longer than the question.
+    # One client for all requests, because each client makes a TLS context, which takes longer than a request.
     with open_client(timeout_s=2) as client:
         while (elapsed := time.monotonic() - started) < timeout_s:
             progress(activity, elapsed, 0)

@@ -1,24 +1,24 @@
-"""Why vLLM failed, by its log."""
+"""Finds in a log of vLLM why it failed."""
 
 import re
 from pathlib import Path
 
 _PREFIX = re.compile(r"^\(\w+(?: pid=\d+)?\) [A-Z]+ \S+ \S+ \[[^\]]*\] ?")
-"""Process, level, time and place of a line."""
+"""Beginning of a log line: process, level, time and source line."""
 
 _ERROR = re.compile(
     r"(?:[\w.]+\.)?\w*(?:Error|Exception)(?:: .*)?$|error: (?P<refusal>.*)$|.* died unexpectedly"
 )
-"""The last line of a traceback, a refusal of this package, a killed worker."""
+"""Text of an error: the last line of a traceback, a refusal by this package, or the death of a worker."""
 
 _CONSEQUENCE = re.compile(
     r"Engine(?:Dead|Died)Error|CancelledError|Worker failed with error|root cause|the engine died"
 )
-"""An error that another one caused: each process of vLLM logs that the one below it failed, and so does the warm-up."""
+"""Error that another error caused: vLLM's processes, and the warm-up, log that a process on which they rely failed."""
 
 
 def find_last_cause(log: Path) -> str | None:
-    """The last error in a log of vLLM that no other error caused, in one line; None without an error."""
+    """The last error in a log of vLLM that was not caused by another error, in one line; None without an error."""
     errors = []
     for line in log.read_text(encoding="utf-8", errors="replace").splitlines():
         text = _PREFIX.sub("", line).strip()

@@ -1,4 +1,4 @@
-"""A server to measure: one that already runs the variant, or one that is started for the measurement alone."""
+"""A server for a measurement: one that already runs the variant, or one that is started for the measurement."""
 
 import contextlib
 from collections.abc import Iterator
@@ -20,7 +20,7 @@ _DEFAULT_MAX_NUM_SEQS = 16  # where the variant leaves --max-num-seqs to vLLM
 
 
 class ServerLostError(SlimqwenError):
-    """A server died or refused requests while it was measured, so there is no result."""
+    """A server died or refused requests during a measurement, so there is no result."""
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class SharedServer:
     """A variant and the server that runs it.
 
     Attributes:
-        already_running: whether it ran before the measurement; such a server may have other clients.
+        already_running: whether the server ran before the measurement; it may then have other clients.
         max_model_len: longest prompt and output together that the server accepts, tokens.
     """
 
@@ -39,7 +39,7 @@ class SharedServer:
 
     @property
     def max_num_seqs(self) -> int:
-        """Number of sequences that the server runs at once according to its flags."""
+        """Most sequences that the server runs at once, by its flags."""
         return int(self.server.command.flags.get("max-num-seqs", _DEFAULT_MAX_NUM_SEQS))
 
 
@@ -47,7 +47,7 @@ class SharedServer:
 def share_server(
     variant: Variant, *, port: int | None = None, log: Path, progress: Progress = silent
 ) -> Iterator[SharedServer]:
-    """Use the server on the port if it runs exactly this variant, else start one and stop it afterwards.
+    """Use the server on the variant's port if it runs exactly this variant, else start one and stop it afterwards.
 
     Args:
         port: TCP port instead of the variant's own.
@@ -75,15 +75,18 @@ def max_model_len(base_url: str) -> int:
         return int(get_response(f"{base_url}/v1/models").json()["data"][0]["max_model_len"])
     except (ValueError, LookupError, TypeError) as error:
         raise ServerLostError(
-            f"{base_url}/v1/models states no max_model_len, so no vLLM answers there; check what listens on that port"
+            f"{base_url}/v1/models states no max_model_len, so it is no vLLM; check which program listens on that port"
         ) from error
 
 
 def require_healthy(server: RunningServer, activity: str) -> None:
-    """Check that a server still answers.
+    """Check that a server still answers /health.
+
+    Args:
+        activity: what was being done, for the message.
 
     Raises:
-        ServerLostError: it does not.
+        ServerLostError: the server does not answer.
     """
     try:
         get_response(f"{server.base_url}/health")
@@ -92,7 +95,12 @@ def require_healthy(server: RunningServer, activity: str) -> None:
 
 
 def server_lost(server: RunningServer, activity: str, seen: BaseException | str) -> ServerLostError:
-    """The error for a server that failed during a measurement: the cause by its log, else what the client has seen."""
+    """The error for a server that failed during a measurement; its cause is from the server's log, else `seen`.
+
+    Args:
+        activity: what was being done, for the message.
+        seen: the error that the client met.
+    """
     if isinstance(seen, BaseException):
         seen = f"{type(seen).__name__}: {seen}"
     cause = find_last_cause(server.log) if server.log else None
@@ -103,7 +111,7 @@ def server_lost(server: RunningServer, activity: str, seen: BaseException | str)
 
 
 def get_response(url: str) -> httpx.Response:
-    """GET from a served model, with its API key.
+    """Send a GET request with the API key to a model server.
 
     Raises:
         ServerLostError: no answer, or an error status.

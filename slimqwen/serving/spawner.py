@@ -1,11 +1,11 @@
-"""The spawner: a process that has imported vLLM's API server and forks a server for every request, on a CPU.
+"""The spawner: a process on a CPU that has imported vLLM's API server and forks a server for each request.
 
-Half of a start on a CPU is imports. Here each server is a fork of a process in which vLLM has run nothing yet, so it
-is as fresh as one of its own, without them. `share_spawner` starts a spawner for the servers of a block (`python -m`
-this module, its requests on standard input), `slimqwen.recipe.warm_worker` forks one for those of its jobs.
+Half the time of a start on a CPU goes into imports. A server that is forked here needs none, and is as fresh as a new
+process, because vLLM has not run anything in the spawner. `share_spawner` starts a spawner for the servers of a block
+(`python -m` this module, with requests on standard input); `slimqwen.recipe.warm_worker` forks one for its jobs.
 
-A request is two descriptors: the server's end of a socket, on which its job comes, and its output. Forks inherit the
-socket for requests, other processes do not.
+A request consists of two descriptors: the server's end of a socket on which it receives its job, and its output. Only
+forks inherit the socket for requests.
 """
 
 import gc
@@ -28,7 +28,7 @@ _API_SERVER = "slimqwen.vllm_plugin.api_server"
 _READ_AT_USE = frozenset(
     {"VLLM_API_KEY", "VLLM_CACHE_ROOT", "VLLM_CPU_KVCACHE_SPACE", "VLLM_NO_USAGE_STATS", "VLLM_PLUGINS"}
 )
-"""Variables of vLLM that it does not read while it is imported."""
+"""Environment variables that vLLM does not read at import, so that a fork may set them."""
 
 _block: ExitStack | None = None  # of `share_spawner`
 _requests: socket.socket | None = None  # to the spawner of this process
@@ -36,9 +36,9 @@ _requests: socket.socket | None = None  # to the spawner of this process
 
 @contextmanager
 def share_spawner() -> Iterator[None]:
-    """Fork the servers of a block from one process, started for the first of them; on a GPU nothing changes.
+    """Fork all servers that are started in a `with` block from one spawner; on a GPU this has no effect.
 
-    Inside a job or a block that has a spawner, servers are forks of that one.
+    The first server starts the spawner. In a job or a block that already has a spawner, that spawner is used.
     """
     global _block
     if _requests is not None or _block is not None:
@@ -52,11 +52,11 @@ def share_spawner() -> Iterator[None]:
 
 
 def find_spawner(argv: Sequence[str], environment: Mapping[str, str]) -> socket.socket | None:
-    """The socket for the request of a server; None where the server needs a process of its own.
+    """The socket on which a server is requested from the spawner; None if the server must be a new process.
 
     Args:
         argv: the server's command.
-        environment: all of its variables; one that vLLM may read while it is imported needs a process of its own.
+        environment: all variables of the server; a variable that vLLM may read at import needs a new process.
     """
     names = {name for name in environment if name.startswith("VLLM_")}
     if tuple(argv[1:3]) != ("-m", _API_SERVER) or not names <= _READ_AT_USE:
@@ -67,7 +67,7 @@ def find_spawner(argv: Sequence[str], environment: Mapping[str, str]) -> socket.
 
 
 def _start_process(block: ExitStack) -> None:
-    """Start a spawner for the rest of a block; requests before it has imported vLLM wait for it."""
+    """Start a spawner that lives until the end of `block`; early requests wait until it has imported vLLM."""
     global _requests
     _requests, theirs = socket.socketpair(type=socket.SOCK_SEQPACKET)
     with theirs:
@@ -96,7 +96,7 @@ def _end_process(process: "subprocess.Popen[bytes]") -> None:
 
 
 def main() -> None:
-    """Import vLLM's API server, and fork servers until the starter ends."""
+    """Import vLLM's API server, and fork servers until the process that started the spawner ends."""
     from slimqwen.vllm_plugin import api_server
 
     lifeline.watch(0)
@@ -108,14 +108,14 @@ def main() -> None:
 
 
 def new_variables(before: Mapping[str, str]) -> dict[str, str]:
-    """Environment variables that have been set or changed since."""
+    """Environment variables that have been set or changed since `before` was copied."""
     return {name: value for name, value in os.environ.items() if before.get(name) != value}
 
 
 def fork_spawner(variables: Mapping[str, str], descriptor: int) -> None:
-    """Fork a spawner for this process and its forks; it ends with the last of them.
+    """Fork a spawner for this process and its forks; the spawner ends with the last of them.
 
-    This process has imported vLLM's API server, and nothing has computed in it.
+    This process must have imported vLLM's API server and must not have run anything of vLLM.
 
     Args:
         variables: environment variables that importing vLLM has set.
@@ -131,9 +131,9 @@ def fork_spawner(variables: Mapping[str, str], descriptor: int) -> None:
 
 
 def _fork_servers(requests: socket.socket, variables: Mapping[str, str]) -> NoReturn:
-    """Fork a server for every request, until nobody is left who could send one."""
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody asks how a server ended
-    read_end, write_end = os.pipe()  # a server ends with this process too
+    """Fork a server for each request, until no process is left that could send one."""
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps ended servers
+    read_end, write_end = os.pipe()  # closed with this process, which ends its servers
     while descriptors := socket.recv_fds(requests, 1, 2)[1]:
         starter, output = descriptors
         if os.fork() == 0:
@@ -146,7 +146,7 @@ def _fork_servers(requests: socket.socket, variables: Mapping[str, str]) -> NoRe
 
 
 def _serve(starter: int, spawner: int, output: int, variables: Mapping[str, str]) -> NoReturn:
-    """Become the API server of a job, as if its command had been executed."""
+    """Turn this fork into the API server of its job, as if the job's command had been executed."""
     import setproctitle
 
     from slimqwen.vllm_plugin import api_server
@@ -166,13 +166,13 @@ def _serve(starter: int, spawner: int, output: int, variables: Mapping[str, str]
         os.dup2(output, 2)
         os.close(output)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-        # First: it looks for its memory in the old environment.
+        # Before the environment is replaced, because setproctitle writes over the memory of the original one.
         setproctitle.setproctitle(" ".join(job["argv"]))
         os.environ.clear()
         os.environ.update({**variables, **job["environment"]})
         sys.argv = job["argv"][2:]
         api_server.run_fork(starter, spawner)
-    finally:  # not into the spawner's own code
+    finally:  # must not return into the spawner's own code
         sys.excepthook(*sys.exc_info())
         sys.stderr.flush()
         os._exit(1)

@@ -1,4 +1,4 @@
-"""Variants that are measured for speed and memory only.
+"""Speed-only variants, whose responses mean nothing, so that only speed and memory are measured.
 
 Their weights are random, or their flags set the acceptance length (synthetic acceptance).
 """
@@ -10,13 +10,13 @@ from slimqwen.variant import Variant
 
 
 def refuse_speed_only(variant: Variant, measurement: str) -> None:
-    """Refuse to evaluate the answers of such a variant.
+    """Refuse to evaluate the responses of a speed-only variant.
 
     Args:
-        measurement: its name in the message, such as "quality".
+        measurement: name of the refused measurement in the message, such as "quality".
 
     Raises:
-        ServingError: its weights are random or vLLM loads none, or its acceptance is synthetic.
+        ServingError: the variant's weights are random or vLLM loads none, or its acceptance is synthetic.
     """
     if (found := _find_reason(variant)) is not None:
         reason, instead = found
@@ -29,17 +29,17 @@ def is_speed_only(variant: Variant) -> bool:
 
 
 def _find_reason(variant: Variant) -> tuple[str, str] | None:
-    """Why a variant is measured for speed and memory only, and what to evaluate instead; None if it is not."""
+    """Why a variant is speed-only, and how to measure instead; None if it is not."""
     if (variant.weights / "config.json").is_file() and checkpoint.has_random_weights(variant.weights):
         return (
-            f"weights/{variant.weights.name} has no weights of its own, so it serves to measure speed and memory only",
+            f"weights/{variant.weights.name} has random weights, which allow to measure only speed and memory",
             "on a trained checkpoint",
         )
     load_format = variant.settings.get("VLLM_LOAD_FORMAT")
     if load_format is not None and load_format.value == "dummy":
         return (
-            f"{load_format.location}: dummy weights are random, which serve to measure speed and memory only",
-            "without it",
+            f"{load_format.location}: dummy weights are random, which allow to measure only speed and memory",
+            "without this line",
         )
     setting = variant.settings.get("VLLM_SPECULATIVE_CONFIG")
     speculation = vllm_flags.parse(setting).value if setting is not None else None
@@ -47,6 +47,6 @@ def _find_reason(variant: Variant) -> tuple[str, str] | None:
         return (
             f"{setting.location}: rejection_sample_method is synthetic, which accepts drafts regardless of their "
             "content",
-            "without it",
+            "without this setting",
         )
     return None

@@ -30,7 +30,7 @@ NEW = "variant new --name new --base tiny --hypothesis x"
         ("variant promote --variant tiny", 2, "tiny is a baseline"),
         (f"{NEW.replace('new --base', 'tiny --base')}", 2, "experiments/tiny exists"),
         (f"{NEW.replace('--base tiny', '--base tinny')}", 2, "did you mean tiny?"),
-        ("bench latency --variant tiny --baseline", 2, "one that has a baseline"),
+        ("bench latency --variant tiny --baseline", 2, "exactly one variant, which has a baseline"),
         ("eval quality --variant tiny --full --limit 3", 2, "exclude each other"),
         ("eval quality --varian tiny", 2, "No such option: --varian"),
         ("evl quality", 2, "Did you mean 'eval'?"),

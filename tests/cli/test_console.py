@@ -74,9 +74,13 @@ def test_sigterm_ends_a_command_as_ctrl_c_does(monkeypatch, capsys):
         (["gate"], 3, "Missing option '--variant'"),
         (["gate", "--variant", "tiny-awq", "--no-such"], 3, "No such option"),
         (["plan", "--gpu", "a10g"], 2, "Missing option '--variant'"),
-        (["plan", "--variant", "tiny", "--compile"], 2, "--compile takes one GPU"),
+        (["plan", "--variant", "tiny", "--compile"], 2, "--compile works for one GPU"),
         (["plan", "--variant", "tiny", "--gpu", "cpu", "--kernels"], 2, "a CPU runs no Triton kernels"),
-        (["tune", "tiny", "--load", "1,x"], 2, "--load 1,x: give numbers such as 1,4,16"),
+        (
+            ["tune", "tiny", "--load", "1,x"],
+            2,
+            "--load 1,x: give numbers of concurrent requests, such as 1,4,16",
+        ),
     ],
 )
 def test_a_usage_error_is_no_verdict(monkeypatch, capsys, words, code, message):

@@ -108,7 +108,7 @@ def test_a_failed_part_is_named_beside_the_others_with_its_cause(
     found: Callable[..., None], said: list[str]
 ) -> None:
     found({"speed": LOST})
-    with pytest.raises(SearchError, match=r"^failed: speed; the lines above say why"):
+    with pytest.raises(SearchError, match=r"^failed: speed; read why above"):
         demo.demo()
     assert f"  speed       {LOST}" in said
     assert "  quality     pass" in said

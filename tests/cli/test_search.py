@@ -52,19 +52,23 @@ def test_the_chosen_settings_become_a_variant(asked: dict[str, Any], tmp_path: P
     assert "written: experiments/fast; next: `slimqwen gate --variant fast`" in said
     made = variant.load("fast", tmp_path)
     assert (made.lineage, made.baseline) == (("fast", "v"), "v")
-    assert made.hypothesis == "v is faster with MTP K=2 and responds alike."
+    assert made.hypothesis == "v is faster with MTP K=2 and gives the same responses."
     assert made.settings["VLLM_SPECULATIVE_CONFIG"].value == '{"method": "mtp", "num_speculative_tokens": 2}'
     assert made.settings["VLLM_MAX_NUM_SEQS"].value == "4"
 
 
 @pytest.mark.parametrize(
-    ("chosen", "why"), [("MTP K=2", "no settings would change"), (None, "nothing is decided yet")]
+    ("chosen", "why"),
+    [
+        ("MTP K=2", "the variant has the chosen settings already"),
+        (None, "the verdict is inconclusive"),
+    ],
 )
 def test_without_lines_nothing_is_written(
     asked: dict[str, Any], tmp_path: Path, chosen: str | None, why: str
 ) -> None:
     asked.update(chosen=chosen, lines={})
-    assert f"fast is not written: {why}" in said_by("tune --variant v --apply fast")
+    assert f"fast was not written: {why}" in said_by("tune --variant v --apply fast")
     assert asked["loads"] is None
     assert not (tmp_path / "experiments" / "fast").exists()
 

@@ -44,7 +44,7 @@ def fail_with(error):
         (AssertionError(), "unexpected AssertionError"),
         (
             ImportError("no module named x"),
-            "unexpected ImportError: no module named x; `make install` repairs .venv",
+            "unexpected ImportError: no module named x; run `make install` to repair .venv",
         ),
         (
             PermissionError(errno.EACCES, "Permission denied", "/a/b"),

@@ -69,7 +69,7 @@ def test_both_sides_of_the_split_have_as_many_prompts_of_other_documents(reposit
 def test_a_context_that_holds_no_prompt_is_told(repository: Path) -> None:
     tiny = variant.load("tiny", repository)
     settings = AcceptanceSettings.load("small", repository)
-    with pytest.raises(EvalError, match="the context of tiny holds no prompt beside"):
+    with pytest.raises(EvalError, match="the context of tiny is too short for a prompt, "):
         drafting.cut_prompts(settings, tiny, tiny, 0)
 
 
@@ -151,7 +151,9 @@ def test_a_checkpoint_without_a_head_is_refused(repository: Path) -> None:
 
 def test_more_groups_than_prompts_are_an_error(repository: Path) -> None:
     write_gate(repository, "bad", PLAN.replace("groups: 2", "groups: 9"))
-    with pytest.raises(SettingsError, match=r"eval/gates/bad.yaml: .*4 prompts do not make 9 groups"):
+    with pytest.raises(
+        SettingsError, match=r"eval/gates/bad.yaml: .*4 prompts cannot be divided into 9 groups"
+    ):
         AcceptanceSettings.load("bad", repository)
 
 
@@ -199,5 +201,5 @@ def test_a_proof_counts_more_prompts_than_a_search() -> None:
 
 def test_a_proof_has_a_prompt_for_every_group() -> None:
     settings = AcceptanceSettings.load("tinyworld", ROOT).model_dump()
-    with pytest.raises(ValueError, match="5 prompts do not make 6 groups"):
+    with pytest.raises(ValueError, match="5 prompts cannot be divided into 6 groups"):
         AcceptanceSettings.model_validate(settings | {"groups": 6, "proof_prompts": 5})

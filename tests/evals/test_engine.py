@@ -251,7 +251,9 @@ def test_where_every_engine_breaks_down_the_reference_shows_that_vllm_runs(
     lengths = [None, None, None, list(SHORTEST)]
     record = measure(*["starting: died"] * 3, ([response(1)] * 16, NOISE), lengths=lengths)
     assert [engine.failure for engine in record.engines] == ["starting: died"] * 3
-    with pytest.raises(EvalError, match=r"v: the reference engine fails \(starting: no memory\); its log"):
+    with pytest.raises(
+        EvalError, match=r"v: the reference engine failed \(starting: no memory\); read why in its log"
+    ):
         measure("starting: died", FINE, FINE, "starting: no memory")
 
 
@@ -321,7 +323,7 @@ def test_the_result_and_the_titled_progress_come_back(processes: EngineProcesses
     [
         (engine_jobs.raise_error, None, 600, "alone: RuntimeError: sizes do not match"),
         (engine_jobs.end_by_signal, "SIGSEGV", 600, "cached: the process died (SIGSEGV)"),
-        (engine_jobs.hang, None, 8, "together: no end within 8 s"),
+        (engine_jobs.hang, None, 8, "together: not finished within 8 s"),
     ],
 )
 def test_a_breakdown_is_one_line_that_names_the_activity(

@@ -294,9 +294,9 @@ def test_planted_damage_has_its_verdict_and_an_equal_variant_passes(serve, write
 @pytest.mark.parametrize(
     ("later", "fault"),
     [
-        ({"measure": "ended"}, "loops: measure ended goes with responses_of"),
-        ({"measure": "ended", "responses_of": "loops"}, "which names an earlier task"),
-        ({"measure": "exact_match", "responses_of": "chats"}, "loops: measure ended goes with responses_of"),
+        ({"measure": "ended"}, "loops: measure ended needs responses_of"),
+        ({"measure": "ended", "responses_of": "loops"}, "with the name of an earlier task"),
+        ({"measure": "exact_match", "responses_of": "chats"}, "loops: measure ended needs responses_of"),
     ],
 )
 def test_a_task_that_scores_no_earlier_responses_is_refused(tmp_path, later, fault):

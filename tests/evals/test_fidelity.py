@@ -250,7 +250,9 @@ def test_unrelated_vocabularies_are_refused(settings, tmp_path):
     merges = tokenizer["model"]["merges"]
     tokenizer["model"]["merges"] = merges[:100]
     (other / "tokenizer.json").write_text(json.dumps(tokenizer))
-    with pytest.raises(EvalError, match=r"differently and there is no vocab_map\.json; name the baseline"):
+    with pytest.raises(
+        EvalError, match=r"differently and there is no vocab_map\.json; name the variant's base"
+    ):
         reference_of(other, TINY, settings)
 
 

@@ -69,7 +69,13 @@ def test_a_table_of_fidelity_has_limits_and_noise_ratios(one: Variant, checks: C
     record = store.read_record(path)
     (table,) = record.tables(path)
     assert table.rows[0] == ("KL, nats a token", "single", "0.00100 ± 0.00001", "0.003", "pass")
-    assert table.rows[6] == ("KL of the texts joined, nats a token", "single", "0.00100", "0.003", "pass")
+    assert table.rows[6] == (
+        "KL of all texts joined into one, nats a token",
+        "single",
+        "0.00100",
+        "0.003",
+        "pass",
+    )
     assert table.rows[7:] == (("noise ratio: KL, nats a token", "served", "1.50 [1.50, 1.50]", "2", "pass"),)
     assert table.notes[0] == "9 positions of 9 of 9 texts; bits per byte of all texts."
     served = {"served": record.modes["single"].model_copy(update={"top_k": 20})}
@@ -78,7 +84,7 @@ def test_a_table_of_fidelity_has_limits_and_noise_ratios(one: Variant, checks: C
         update={"modes": {**record.modes, **served}, "verdicts": {**record.verdicts, **verdicts}}
     )
     assert [note for note in both.tables(path)[0].notes if "HTTP" in note] == [
-        "served: over HTTP; KL of the likeliest 20 tokens and of all others as one."
+        "served: over HTTP; KL over the likeliest 20 tokens, with all other tokens as one bucket."
     ]
 
 

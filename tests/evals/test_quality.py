@@ -245,7 +245,7 @@ def test_a_variant_that_serves_one_request_at_a_time_is_asked_the_same(measure, 
 
 def test_a_limit_without_a_standard_error_is_refused_before_anything_starts(measure, add_served, stand_in):
     server = stand_in()
-    with pytest.raises(EvalError, match="2 items or more"):
+    with pytest.raises(EvalError, match="set it to 2 or more"):
         measure(add_served("tiny", server), limit=1)
     assert server.requests == []
 
@@ -456,7 +456,7 @@ def test_a_template_without_a_thinking_switch_is_named(small_suite, add_served, 
         score(suite, one, limit=2)
     template = "{% for m in messages %}Q {{ m.content }}{% endfor %} A"
     (one.server.weights / "chat_template.jinja").write_text(template)
-    with pytest.raises(EvalError, match="weights/tiny has no thinking switch"):
+    with pytest.raises(EvalError, match="weights/tiny ignores enable_thinking"):
         score(suite, one, limit=2)
 
 

@@ -141,7 +141,8 @@ def test_two_gpus_share_weights_heads_and_states():
 
 
 @pytest.mark.parametrize(
-    ("gpus", "said"), [(2, None), (8, None), (3, "3 GPUs cannot share 16 heads"), (32, "32 GPUs")]
+    ("gpus", "said"),
+    [(2, None), (8, None), (3, "3 GPUs cannot share 16 heads"), (32, "32 GPUs")],
 )
 def test_gpus_that_cannot_share_the_heads_are_refused(gpus: int, said: str | None):
     subject = find_subject("qwen3.5-4b", ROOT)

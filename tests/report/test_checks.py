@@ -135,7 +135,7 @@ def test_a_cited_record_of_another_checkpoint_is_a_fault_and_one_that_is_not_cit
     assert all("checkpoint" in fault.fault and "measurements.json" in fault.cure for fault in result)
     claim("b", records=[])
     assert all(
-        "no table, measurements.json or page" in fault.fault
+        "no table, measurements.json or Markdown page" in fault.fault
         for fault in checks.check_records(repository).faults
     )
 

@@ -284,8 +284,8 @@ def test_text_outside_the_blocks_is_left_alone(repository, readme):
 @pytest.mark.parametrize(
     ("text", "cause"),
     [
-        ("<!-- table:variants -->\n", "lacks its <!-- end -->"),
-        ("<!-- table:variants -->\n<!-- table:results a -->\n<!-- end -->\n", "lacks its <!-- end -->"),
+        ("<!-- table:variants -->\n", "has no <!-- end --> after it"),
+        ("<!-- table:variants -->\n<!-- table:results a -->\n<!-- end -->\n", "has no <!-- end --> after it"),
         ("<!-- table:comparison a -->\n<!-- end -->\n", "there is no table 'comparison a'"),
         ("<!-- table:nonsense -->\n<!-- end -->\n", "there is no table 'nonsense'"),
     ],

@@ -89,14 +89,14 @@ def test_a_proof_decides_what_to_serve(tmp_path: Path) -> None:
 def test_tables_show_the_front_and_where_the_others_ended(tmp_path: Path) -> None:
     crashed = trial(2, rung="fidelity", reason="its process died (SIGSEGV)", crashed=True)
     slow = [
-        trial(number, rung="roofline", reason="slower than tiny-best, even at its bound") for number in (3, 4)
+        trial(number, rung="roofline", reason="even its bound is slower than tiny-best") for number in (3, 4)
     ]
     record = search(passed(1, 100_000, 0.9, 9_000_000), crashed, *slow)
     front, ended = record.tables(tmp_path / "search_tiny.json")
     assert front.rows == (("depth 1", "100,000", "1.30", "4.500 ± 0.020", "-", "-", "90%", "9.00"),)
     assert any("No speed here was measured" in note for note in front.notes)
     assert ended.rows == (
-        ("roofline", "slower than tiny-best, even at its bound", "2", "0"),
+        ("roofline", "even its bound is slower than tiny-best", "2", "0"),
         ("fidelity", "its process died (SIGSEGV)", "1", "1"),
         ("acceptance", "-", "0", "0"),
         ("speed", "-", "1", "0"),

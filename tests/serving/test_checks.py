@@ -45,7 +45,7 @@ def test_a_port_in_use_is_refused(servable):
         command = servable(port=taken.getsockname()[1])
 
         with pytest.raises(
-            ServingError, match=rf"127\.0\.0\.1:{command.port}.*another port by --port or by VLLM_PORT"
+            ServingError, match=rf"127\.0\.0\.1:{command.port}.*another port with --port or with VLLM_PORT"
         ):
             checks.check_command(command)
 
@@ -81,7 +81,7 @@ def test_a_gpu_whose_memory_stays_in_use_is_refused_after_a_wait(servable, monke
     monkeypatch.setattr(gpu, "free_and_total_memory", lambda: (total // 2, total))
     waited = []
     monkeypatch.setattr(gpu, "await_free_memory", lambda needed: waited.append(needed) or total // 2)
-    with pytest.raises(ServingError, match="end what else uses the GPU"):
+    with pytest.raises(ServingError, match="end other programs that use the GPU"):
         checks._check_memory(dataclasses.replace(servable(), platform="cuda"))
     assert waited == [int(0.92 * total)]
 
@@ -89,7 +89,7 @@ def test_a_gpu_whose_memory_stays_in_use_is_refused_after_a_wait(servable, monke
 def test_weights_are_shared_among_the_gpus_that_split_them(servable, monkeypatch):
     monkeypatch.setattr(gpu, "free_and_total_memory", lambda: (10**6, 10**6))
     one = dataclasses.replace(servable(), platform="cuda")
-    with pytest.raises(ServingError, match="take a smaller variant or a larger GPU"):
+    with pytest.raises(ServingError, match="serve a smaller variant or use a larger GPU"):
         checks._check_memory(one)
     size = sum(file.stat().st_size for file in one.variant.weights.glob("*.safetensors"))
     half = {"tensor-parallel-size": 4, "pipeline-parallel-size": -(-size // 10**6)}
@@ -110,7 +110,7 @@ def test_a_key_that_would_protect_nothing_is_refused(servable, monkeypatch, key)
     [
         (["VLLM_MAX_MODEL_LEN=1000000"], r"config.env:5: VLLM_MAX_MODEL_LEN=1000000.*set at most"),
         (["THINKING_TOKEN_BUDGET=8"], r"config\.env:5: .*VLLM_REASONING_PARSER=qwen3"),
-        (["REQUIRE_BAKED=1"], "compiles nothing and a baked compile cache is required"),
+        (["REQUIRE_BAKED=1"], "REQUIRE_BAKED=1, but v compiles nothing"),
         (
             ["VLLM_ENFORCE_EAGER=0", "REQUIRE_BAKED=1"],
             r"has no baked compile cache; .*recipe run --variant v",

@@ -45,7 +45,7 @@ def root(tmp_path: Path) -> Path:
 @pytest.mark.parametrize(
     ("name", "reason"),
     [
-        ("random", "weights/random has no weights"),
+        ("random", "weights/random has random weights"),
         ("synthetic", "is synthetic"),
         ("dummy", "dummy weights are random"),
     ],

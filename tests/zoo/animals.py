@@ -57,7 +57,7 @@ _PACKED = {"calibrate": "is quantised already"}
 _FOREIGN = _PACKED | dict.fromkeys(("calibrate mtp", "quantise_lm_head"), "in the format .*; take the 16-bit")
 _PACKED_MTP = {"redistill_mtp": "MTP head is quantised"}
 _NO_MTP = {
-    "serve with drafts": "has none; take VLLM_SPECULATIVE_CONFIG out",
+    "serve with drafts": "has none; remove VLLM_SPECULATIVE_CONFIG",
     "trim_draft_vocab": "nothing drafts; take trim_draft_vocab out",
     "calibrate mtp": "no mtp layers; take mtp off",
     "redistill_mtp": "has no MTP head; take redistill_mtp out",

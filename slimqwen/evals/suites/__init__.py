@@ -1,1 +1,1 @@
-"""Suites of tasks: their files, their data, and their run through lm-eval against a server."""
+"""Suites of tasks: their files, their data, and the code that runs them through lm-eval against a server."""

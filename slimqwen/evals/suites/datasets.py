@@ -1,7 +1,7 @@
 """Data of suites that are not in this repository: hub datasets and nltk resources, fetched into data/.
 
 A dataset is fetched at one commit, checked against the hub's hashes, and published by one rename; its manifest.json
-names the commit. From then on it is only hashed, so that runs need no network.
+names the commit. Later runs only check its hashes, so they need no network.
 """
 
 import json
@@ -27,7 +27,7 @@ class HubDataset(BaseModel):
     """Files of a dataset repository on the hub.
 
     Attributes:
-        revision: commit of 40 hexadecimal digits; None for the newest of main.
+        revision: commit of 40 hexadecimal digits; None for the newest commit of the branch main.
         folder: destination relative to the repository root.
         files: paths in the hub's repository.
     """
@@ -43,28 +43,31 @@ class HubDataset(BaseModel):
 def fetch_datasets(
     datasets: Iterable[HubDataset], resources: Iterable[str], root: Path, progress: Progress = silent
 ) -> list[str]:
-    """Fetch the data of a suite; check those that are present.
+    """Fetch the data of a suite that are missing, and check those that are present.
+
+    Args:
+        resources: names of nltk resources.
 
     Returns:
-        A line for each dataset and resource.
+        A line for each dataset and resource that says whether it was fetched or present.
 
     Raises:
-        HubError: as for `fetch_dataset` and `fetch_nltk`.
-        EvalError: as for `fetch_dataset`.
+        HubError: as `fetch_dataset` and `fetch_nltk`.
+        EvalError: as `fetch_dataset`.
     """
     lines = [fetch_dataset(dataset, root, progress) for dataset in datasets]
     return lines + [f"{archive.relative_to(root)} is present" for archive in fetch_nltk(resources, root)]
 
 
 def fetch_dataset(dataset: HubDataset, root: Path, progress: Progress = silent) -> str:
-    """Fetch a dataset at its pinned commit, or hash it if it is present; one line says which.
+    """Fetch a dataset at its pinned commit, or check its hashes if it is present; returns a line that says which.
 
-    An interrupted call leaves its files in data/.download-<name>/<commit>, where the next call continues. HF_TOKEN in
-    the environment opens gated repositories, HF_ENDPOINT names another hub.
+    An interrupted call leaves its files in data/.download-<name>/<commit>, where the next call continues. The
+    environment variable HF_TOKEN opens gated repositories, HF_ENDPOINT names another hub.
 
     Raises:
-        HubError: offline mode, no network, no such repository, commit or file, no right to read it, or a file that is
-            not as the hub lists it.
+        HubError: offline mode, no network, no such repository, commit or file, no right to read it, or a file that
+            does not match the hub's hash.
         EvalError: the local dataset is of another commit, or was changed.
     """
     state = "is present, every file as it was fetched"
@@ -82,7 +85,9 @@ def _download(dataset: HubDataset, root: Path, progress: Progress) -> None:
 
     def select(names: Sequence[str]) -> Sequence[str]:
         if absent := [name for name in dataset.files if name not in names]:
-            raise HubError(f"{dataset.repository} has no {', '.join(absent)}; correct the suite's files")
+            raise HubError(
+                f"{dataset.repository} has no {', '.join(absent)}; correct its `files` in the suite"
+            )
         return dataset.files
 
     with download_files(repository, root / dataset.folder, select, progress) as (folder, commit, files):
@@ -95,7 +100,7 @@ def _download(dataset: HubDataset, root: Path, progress: Progress) -> None:
 
 
 def fetch_nltk(resources: Iterable[str], root: Path) -> list[Path]:
-    """The archives of nltk's resources, fetched by nltk's downloader, which checks them against its index.
+    """Fetch nltk resources that are missing, by nltk's own downloader, which checks their hashes; returns the archives.
 
     Raises:
         HubError: no network, or no such resource.
@@ -121,10 +126,10 @@ def require_datasets(datasets: Sequence[HubDataset], resources: Iterable[str], r
     """Check that all data of a suite are present.
 
     Returns:
-        nltk's archives, which decide scores as the datasets do.
+        Archives of the nltk resources, which affect scores as the datasets do.
 
     Raises:
-        EvalError: some data are missing or were changed; names the command that fetches them.
+        EvalError: some data are missing or were changed.
     """
     missing = [
         str(dataset.folder) for dataset in datasets if not (root / dataset.folder / MANIFEST).is_file()
@@ -146,18 +151,20 @@ def _nltk_archives(name: str, root: Path) -> list[Path]:
 
 
 def _checked_revision(dataset: HubDataset, root: Path) -> str:
-    """The commit of the dataset in data/, if that is the suite's and every file is as it was fetched."""
+    """The commit of the local dataset; an EvalError unless the suite wants it and every file is as it was fetched."""
     folder = root / dataset.folder
     cure = f"delete {dataset.folder} and run {_CURE}"
     manifest: dict[str, Any] = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
     source = f"{manifest['repository']} at {manifest['revision']}"
     if manifest["repository"] != dataset.repository or dataset.revision not in (None, manifest["revision"]):
         raise EvalError(
-            f"{dataset.folder} is {source}, the suite needs {dataset.repository} at {dataset.revision or 'main'}; "
+            f"{dataset.folder} is {source}, but the suite needs {dataset.repository} at {dataset.revision or 'main'}; "
             f"{cure}"
         )
     for name in dataset.files:
         file = folder / name
         if not file.is_file() or sha256(file) != manifest["files"].get(name):
-            raise EvalError(f"{dataset.folder}/{name} is no longer the file of {source}; {cure}")
+            raise EvalError(
+                f"{dataset.folder}/{name} was changed or deleted since it was fetched from {source}; {cure}"
+            )
     return str(manifest["revision"])

@@ -1,6 +1,6 @@
-"""lm-eval's client of a served model, with progress, a journal of responses, and finish reasons of generations.
+"""lm-eval's client of a model server, extended by progress, a journal of responses, and finish reasons.
 
-Importing lm-eval takes tens of seconds, so this module is imported inside functions.
+Importing lm-eval takes tens of seconds, so other modules import this one inside functions.
 """
 
 import copy
@@ -19,14 +19,14 @@ from slimqwen.progress import Progress
 from slimqwen.records.journal import Journal
 
 THOUGHTS_START, THOUGHTS_END = "<think>", "</think>"
-"""Marks of Qwen3.5's thoughts."""
+"""Tags around Qwen3.5's thoughts."""
 
 _TIMEOUT_S = 300
 _SLOWEST_TOKEN_S = 0.25  # a server slower than that counts as hung
 
 
 class PromptTooLongError(SlimqwenError):
-    """A prompt that the served context cannot hold; cutting it would change the question."""
+    """A prompt is longer than the served context; cutting it would change the question."""
 
 
 class Generation(str):
@@ -34,7 +34,7 @@ class Generation(str):
 
     Attributes:
         finish_reason: "stop", or "length" if the token limit cut it.
-        tokens: generated tokens, thoughts included; None if the server does not say.
+        tokens: generated tokens, thoughts included; None if the server reports no usage.
     """
 
     finish_reason: str | None
@@ -48,13 +48,13 @@ class Generation(str):
 
 
 class ServedCompletions(LocalCompletionsAPI):  # type: ignore[misc]  # lm_eval is untyped
-    """`local-completions` with progress, a journal of responses, and finish reasons.
+    """lm-eval's `local-completions` model with progress, a journal of responses, and finish reasons.
 
     No request is sent after one that failed, because the server is probably gone.
 
     Attributes:
-        thinking: enable_thinking of the chat template; responses then exclude the thoughts, and one with unfinished
-            thoughts is empty. None where prompts are rendered already: responses stay as they are.
+        thinking: enable_thinking of the chat template; thoughts are then removed from responses, and a response with
+            unfinished thoughts is empty. None if prompts use no chat template: responses stay as they are.
         task: name of the task that the requests belong to.
         activity: current activity, for progress and errors.
     """
@@ -79,12 +79,13 @@ class ServedCompletions(LocalCompletionsAPI):  # type: ignore[misc]  # lm_eval i
         self.activity, self._done, self._total = "starting", 0, 0
 
     def begin_task(self, name: str, thinking: bool | None, *, by_chat: bool, too_long_is_wrong: bool) -> None:
-        """Turn to the requests of a task.
+        """Set how the requests of the next task are sent.
 
         Args:
-            thinking: see the attribute.
-            by_chat: whether the server renders the prompts itself and reads tool calls in the responses.
-            too_long_is_wrong: whether a prompt that the served context cannot hold has an empty response.
+            name: name of the task.
+            thinking: as the attribute.
+            by_chat: whether requests go to the chat endpoint, which renders prompts and parses tool calls itself.
+            too_long_is_wrong: whether a prompt longer than the served context gets an empty response, not an error.
         """
         self.task, self.thinking = name, thinking
         self._by_chat, self._too_long_is_wrong = by_chat, too_long_is_wrong
@@ -94,18 +95,18 @@ class ServedCompletions(LocalCompletionsAPI):  # type: ignore[misc]  # lm_eval i
     def apply_chat_template(
         self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True
     ) -> Any:
-        """Prompt rendered by the checkpoint's chat template; the chat itself where the server renders it."""
+        """Render a chat with the checkpoint's chat template, or encode it as text if the server is to render it."""
         messages, tools = chat_of(chat_history)
         if self._by_chat:
             return chat_text(messages, tools)
         return render(self.tokenizer, messages, self.thinking, add_generation_prompt, tools)
 
     def parse_generations(self, outputs: Any, **_: Any) -> list[str]:
-        """Texts of one response, with finish reason and length."""
+        """Generations in one HTTP response, with finish reason and length."""
         return [self._generation(outputs, choice) for choice in outputs["choices"]]
 
     async def amodel_call(self, **request: Any) -> Any:
-        """One request; a failure is raised at the end of the batch, because lm-eval does not await it earlier."""
+        """Send one request; a failure is raised at the end of the batch, because lm-eval awaits no request before."""
         if self._failure is not None:
             return [(0.0, False)]
         try:
@@ -138,11 +139,11 @@ class ServedCompletions(LocalCompletionsAPI):  # type: ignore[misc]  # lm_eval i
             self.timeout, self.max_length = _TIMEOUT_S, self._max_model_len - 1
 
     def loglikelihood(self, requests: list[Any], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
-        """Log-likelihoods of given answers."""
+        """Log-likelihoods of given answers, in nats, and whether each is the greedy response."""
         return self._all_or_nothing("scoring options", requests, super().loglikelihood)
 
     def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> list[float]:
-        """Log-likelihoods of whole texts; a text longer than the context takes several requests."""
+        """Log-likelihoods of whole texts, in nats; a text longer than the context takes several requests."""
         return self._all_or_nothing("scoring texts", requests, super().loglikelihood_rolling)
 
     def _create_payload(self, messages: Any, *, generate: bool = False, **keywords: Any) -> dict[str, Any]:
@@ -168,7 +169,7 @@ class ServedCompletions(LocalCompletionsAPI):  # type: ignore[misc]  # lm_eval i
     def _journal_key(
         self, *, messages: Any, generate: bool, gen_kwargs: Any = None, ctxlens: Any = None, **_: Any
     ) -> dict[str, Any]:
-        """Everything that decides a response: the request, and how the response is parsed. Key of the journal."""
+        """Journal key of a request: everything that affects its response, the parsing of the response included."""
         payload = self._create_payload(
             self.create_message(messages),
             generate=generate,
@@ -180,7 +181,7 @@ class ServedCompletions(LocalCompletionsAPI):  # type: ignore[misc]  # lm_eval i
     def _generation(self, outputs: Any, choice: Any) -> Generation:
         message = choice.get("message") or {"content": choice.get("text")}
         text = message["content"] or ""
-        # A server with a reasoning parser has parted the thoughts from the content already.
+        # A server with a reasoning parser has already separated the thoughts from the content.
         if self.thinking is not None and not message.get("reasoning"):
             is_thinking = self.thinking or text.lstrip().startswith(THOUGHTS_START)
             _, end, response = text.rpartition(THOUGHTS_END)
@@ -206,7 +207,7 @@ def render(
     add_generation_prompt: bool = True,
     tools: list[dict[str, Any]] | None = None,
 ) -> str:
-    """Render messages with a chat template; `thinking` sets its enable_thinking, None leaves the default."""
+    """Render messages with a chat template; `thinking` is its enable_thinking, None leaves the template's default."""
     switch = {} if thinking is None else {"enable_thinking": thinking}
     return str(
         tokenizer.apply_chat_template(
@@ -221,7 +222,7 @@ def render(
 
 
 def _as_request(message: dict[str, Any]) -> dict[str, Any]:
-    """A message whose tool calls are in the form of requests, arguments as text, not that of chat templates."""
+    """Convert a message from the form of chat templates to that of requests: tool-call arguments become JSON text."""
     if not message.get("tool_calls"):
         return message
     calls = []

@@ -1,4 +1,4 @@
-"""A suite of tasks run through lm-eval against a running server: the items of each task, scored."""
+"""Run a suite of tasks through lm-eval against a running server, and score the items of each task."""
 
 import contextlib
 import hashlib
@@ -41,11 +41,11 @@ class Item:
         item: hash of the item, the same for every variant.
         value: score in the task's measure.
         weight: weight of the score in the mean: bytes for BITS_PER_BYTE, else 1.
-        output: text that was scored; None if nothing is generated.
+        output: generated text that was scored; None if nothing is generated.
         truncated: whether the token limit cut the output; None if nothing is generated.
         repeat: number of the generation of this item, from 0.
         cluster: hash shared by the generations of one item; None where each item has a single one.
-        output_tokens: generated tokens with thoughts; None if nothing is generated or the server does not say.
+        output_tokens: generated tokens with thoughts; None if nothing is generated or the server reports no usage.
     """
 
     task: str
@@ -65,9 +65,9 @@ class TaskRun:
     """All scored responses to one task.
 
     Attributes:
-        items: one for each response, by index and repeat.
-        available_count: items that the task has in all.
-        rendered: whether its prompts went through a chat template.
+        items: one for each response, sorted by index and repeat.
+        available_count: all items of the task, scored or not.
+        rendered: whether the prompts went through a chat template.
     """
 
     task: SuiteTask
@@ -86,25 +86,25 @@ def run_suite(
     split: Split | None = None,
     progress: Progress = silent,
 ) -> tuple[list[TaskRun], list[Path]]:
-    """Ask a running server the items of a suite and score its responses.
+    """Send the items of a suite to a running server and score its responses.
 
     Args:
         limit: items of each task, AUTO, or None for all.
-        answers: journal of an earlier run's responses.
-        split: side of the split that the items are on; None for both.
+        answers: journal of responses, with those of an interrupted run.
+        split: side of the split whose items are used; None for both sides.
 
     Returns:
-        Tasks in the suite's order, and the files that decide their scores.
+        Tasks in the suite's order, and the files that affect their scores.
 
     Raises:
-        EvalError: a task is missing or broken, the chat template has no switch that the suite needs, or the suite's
-            data are not fetched.
+        EvalError: a task is missing or broken, the chat template lacks the thinking switch that the suite sets, or the
+            suite's data are not fetched.
         ServerLostError: the server died or refused a request.
         PromptTooLongError: the served context cannot hold a prompt.
     """
     root = server.variant.root
     suite.write_own_task(root)
-    # Data, task files and the Python that these call decide the scores.
+    # Data, task files and the Python code that task files call affect the scores.
     files = set(datasets.require_datasets(suite.datasets, suite.nltk, root))
     for pattern in ("*.yaml", "*.py"):
         files.update((root / suite.tasks_folder).glob(pattern) if suite.tasks_folder else ())
@@ -115,7 +115,7 @@ def run_suite(
     with capture_output(log, "lm_eval"), contextlib.chdir(root):
         from datasets import disable_caching
 
-        # A cache would serve items as an earlier run on this machine processed them.
+        # A cache would return items as an earlier run on this machine processed them.
         disable_caching()
         if suite.nltk:
             import nltk  # type: ignore[import-untyped]
@@ -161,11 +161,11 @@ def parse_samples(
     """Convert lm-eval's samples of one task to items.
 
     Args:
-        sizes: item count of each lm-eval task that it consists of, in order.
+        sizes: item count of each lm-eval task that `task` consists of, in order.
         runs: for each repeat, the "samples" of `lm_eval.evaluate`, by lm-eval task.
 
     Raises:
-        EvalError: an item has no score under the task's measure, or several.
+        EvalError: an item has no score or several scores in the task's measure.
     """
     offsets = dict(zip(sizes, itertools.accumulate(sizes.values(), initial=0), strict=False))
     items = [
@@ -181,7 +181,7 @@ def parse_samples(
 
 
 def score_endings(task: SuiteTask, run: TaskRun) -> TaskRun:
-    """Score by ENDED the responses of another task, whose items keep them."""
+    """Score the responses of another task's `run` by the measure ENDED; the new items leave the outputs out."""
     items = [
         replace(
             item,
@@ -205,7 +205,11 @@ def _evaluate(
     *,
     rendered: bool,
 ) -> Mapping[str, Any]:
-    """lm-eval's results of one pass over the items to ask."""
+    """Run lm-eval once over the selected items and return its results.
+
+    Args:
+        item_numbers: items to evaluate, by lm-eval task.
+    """
     import aiohttp
     import lm_eval
 
@@ -213,7 +217,7 @@ def _evaluate(
         if lm_eval_task.OUTPUT_TYPE == "generate_until":  # replaces the client's seed
             lm_eval_task.set_config("generation_kwargs", {"seed": seed}, update=True)
     try:
-        # Not simple_evaluate, which spends half a minute on listing the installed packages with pip.
+        # simple_evaluate would spend half a minute on listing the installed packages with pip.
         results: Mapping[str, Any] = lm_eval.evaluate(
             lm=client,
             task_dict={"tasks": {name: lm_eval_tasks[name] for name in item_numbers}},
@@ -238,7 +242,9 @@ def _task_manager(suite: Suite, root: Path) -> Any:
     missing = [task.name for task in asked if task.lm_eval_name not in manager.all_tasks]
     if missing:
         searched = ", ".join(folder.name for folder in folders)
-        raise EvalError(f"suite {suite.name}: no task {', '.join(missing)} in {searched}/; correct the suite")
+        raise EvalError(
+            f"suite {suite.name}: no task {', '.join(missing)} in {searched}/; correct the task's name in the suite"
+        )
     return manager
 
 
@@ -256,31 +262,31 @@ def _make_client(
         tokenizer=str(server.server.weights),
         tokenizer_backend="huggingface",
         tokenized_requests=True,
-        # At 1 lm-eval takes another code path with other stop sequences; the server queues the second request.
+        # At 1 lm-eval takes another code path with other stop sequences; at 2 the server queues one request if need be.
         num_concurrent=max(2, server.max_num_seqs),
         max_retries=1,  # a request that fails once is a fact about the server, not noise
         seed=SEED,
         header=authorization() or None,
         verify_certificate=False,  # see `serving.http_client`
     )
-    # The server's, which is another than the tokenizer's with --chat-template or with a processor.
+    # The server's template differs from the tokenizer's with --chat-template or with a processor.
     templates = served_templates(server.variant, server.server.command.flags)
     client.tokenizer.chat_template = {name: each.text for name, each in templates.items()} or None
     if suite.text_prefix is not None:
         prefix_id = client.tokenizer.get_vocab().get(suite.text_prefix)
         if prefix_id is None:
             raise EvalError(
-                f"suite {suite.name}: text_prefix {suite.text_prefix!r} is not a token of this checkpoint; name one"
+                f"suite {suite.name}: text_prefix {suite.text_prefix!r} is not a token of this checkpoint; set another"
             )
         client.custom_prefix_token_id = int(prefix_id)
     return client
 
 
 def _load_tasks(manager: Any, suite: Suite, task: SuiteTask) -> dict[str, Any]:
-    """lm-eval tasks that a task of the suite consists of, by name."""
+    """Load the lm-eval tasks that a task of the suite consists of, by name."""
     name = task.lm_eval_name
     names = manager.task_index[name].cfg["task"] if name in manager.all_groups else [name]
-    # Only members of a group take overrides.
+    # lm-eval applies overrides only to members of a group.
     members = [{"task": member, **task.overrides} for member in names]
     loaded = manager.load([{"group": f"{suite.name} {task.name}", "task": members}])
     lm_eval_tasks: dict[str, Any] = dict(sorted(loaded["tasks"].items()))
@@ -294,9 +300,9 @@ def _load_tasks(manager: Any, suite: Suite, task: SuiteTask) -> dict[str, Any]:
 
 
 def _seeded(process: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """A task's processing of its items with a fixed seed.
+    """Wrap a task's `process_docs` so that each call starts from the same random seed.
 
-    Some tasks shuffle options in it, and lm-eval processes the items twice: for asking and for scoring.
+    Some tasks shuffle options in it, and lm-eval calls it twice: to make the prompts and to score the responses.
     """
 
     def process_with_seed(items: Any) -> Any:
@@ -309,7 +315,7 @@ def _seeded(process: Callable[[Any], Any]) -> Callable[[Any], Any]:
 def _select_items(
     lm_eval_tasks: Mapping[str, Any], suite: Suite, count: int | None, split: Split | None
 ) -> dict[str, list[int]]:
-    """Numbers of the items to ask by lm-eval task: of the first `count` items of all tasks; None for all."""
+    """Select the first `count` items over all lm-eval tasks (None: all); returns item numbers by lm-eval task."""
     items = [
         (name, number, doc)
         for name, lm_eval_task in lm_eval_tasks.items()
@@ -325,9 +331,9 @@ def _select_items(
 
 
 def _split_text(lm_eval_task: Any, doc: Mapping[str, Any]) -> str:
-    """The text whose hash decides an item's side of the split: its question, or the text that is scored.
+    """The text whose hash decides on which side of the split an item is: its question, or the text that is scored.
 
-    Two tasks may ask the same question, and fidelity may read the texts of a task; equal texts are on one side.
+    Two tasks may ask the same question, and fidelity may read the texts of a task; equal texts are on the same side.
     """
     for text in (lm_eval_task.doc_to_text(doc), lm_eval_task.doc_to_target(doc)):
         if isinstance(text, str) and text:
@@ -336,25 +342,28 @@ def _split_text(lm_eval_task: Any, doc: Mapping[str, Any]) -> str:
 
 
 def _require_chat_template(suite: Suite, tokenizer: Any, weights: Path) -> None:
-    """Raise an EvalError without a chat template, or without a thinking switch if a task sets it."""
+    """Raise an EvalError if there is no chat template, or no enable_thinking in it although a task sets thinking."""
     from slimqwen.evals.suites.lm_eval_client import render
 
     if tokenizer.chat_template is None:
-        raise EvalError(f"weights/{weights.name} has no chat template, which this suite needs; add one")
+        raise EvalError(
+            f"weights/{weights.name} has no chat template, which this suite needs; add chat_template.jinja"
+        )
     sets_thinking = any(task.thinking is not None for task in suite.tasks)
     if sets_thinking and render(tokenizer, _QUESTION, True) == render(tokenizer, _QUESTION, False):
         raise EvalError(
-            f"the chat template of weights/{weights.name} has no thinking switch: enable_thinking changes nothing"
+            f"the chat template of weights/{weights.name} ignores enable_thinking, which the suite {suite.name} sets; "
+            "remove `thinking` from its tasks"
         )
 
 
 def thinks_by_default(tokenizer: Any) -> bool:
-    """Whether responses begin with thoughts where a prompt is rendered without enable_thinking."""
+    """Whether the model thinks before it responds if a prompt is rendered without enable_thinking."""
     from slimqwen.evals.suites.lm_eval_client import THOUGHTS_END, THOUGHTS_START, render
 
     prompt = render(tokenizer, _QUESTION, None)
     is_open = prompt.rfind(THOUGHTS_START) > prompt.rfind(THOUGHTS_END)
-    # Qwen3 opens its thoughts itself; its template only closes them where thinking is off.
+    # Qwen3 itself generates the opening tag; its template writes both tags only where thinking is off.
     return is_open or prompt != render(tokenizer, _QUESTION, False)
 
 
@@ -363,7 +372,7 @@ def _item(task: SuiteTask, sample: Mapping[str, Any], offset: int, repeat: int) 
         value, weight = _score(task.measure, sample)
     except (KeyError, TypeError, ValueError) as error:
         raise EvalError(
-            f"{task.name}: the items have no {task.measure} ({error!r}); correct the suite"
+            f"{task.name}: the items have no {task.measure} ({error!r}); correct `measure` in the suite"
         ) from error
     if not math.isfinite(value):
         raise EvalError(
@@ -391,7 +400,7 @@ def _hash(content: Any) -> str:
 
 
 def _score(measure: str, sample: Mapping[str, Any]) -> tuple[float, float]:
-    """Score of an item, and its weight."""
+    """Score of an item in the unit of the measure, and its weight."""
     if measure == ANSWER_MARGIN:
         options = [float(log_likelihood) for log_likelihood, _ in sample["filtered_resps"]]
         right = options.pop(int(sample["target"]))

@@ -1,4 +1,4 @@
-"""A needle in a haystack: a fact at some depth of a long text, asked for at its end."""
+"""Needle-in-a-haystack questions: a fact is hidden in a long text, and the question about it follows the text."""
 
 import itertools
 import random
@@ -13,12 +13,12 @@ _COLOURS = ("amber", "blue", "crimson", "green", "ivory", "silver", "violet", "w
 def make_needle_questions(
     texts: Sequence[str], characters: Sequence[int], depths: Sequence[float], count: int, seed: int
 ) -> list[Question]:
-    """Questions for a code of seven digits, the same for the same arguments.
+    """Make questions for a hidden code of seven digits; equal arguments give equal questions.
 
     Args:
-        texts: what the needles are hidden in, in another order for each question, again from the first where they end.
-        characters: lengths of the haystacks; tokens would differ between the tokenizers of two variants.
-        depths: places of the needle as shares of the haystack, moved to the start of a line.
+        texts: texts of the haystacks, joined in another order for each question and repeated if they are too short.
+        characters: lengths of the haystacks; lengths in tokens would differ between the tokenizers of two variants.
+        depths: positions of the needle as shares of the haystack; each is moved to the start of a line.
         count: questions of each length and depth.
     """
     rng = random.Random(seed)

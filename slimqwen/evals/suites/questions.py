@@ -1,9 +1,9 @@
-"""Questions as tasks of lm-eval: those of an own evaluation, eval/own/NAME/questions.jsonl, and their scoring.
+"""Questions as lm-eval tasks: the file eval/own/NAME/questions.jsonl of an own evaluation, and the scoring.
 
 A line holds `prompt` (the user's message) or `messages` (a chat, with `tools`), `answer`, and optionally `choices`.
-The metric of suite.yaml decides what is right; without one each question is scored by its form: by choice where it has
-choices, as a tool call where its answer is an object, else exactly. A chat with tools goes to the server's
-/v1/chat/completions, so that the tool parser which clients rely on reads the calls.
+The metric of suite.yaml decides what is right. Without one, the form of a question decides: it is scored by choice if
+it has choices, as a tool call if its answer is an object, else by exact match. A chat with tools goes to the server's
+/v1/chat/completions, so that the tool parser on which clients rely parses the calls.
 """
 
 import json
@@ -21,13 +21,13 @@ from slimqwen.text.files import CorpusError, read_json_lines
 Metric = Literal["exact", "contains", "choice", "tool_call"]
 
 SCORE = "exact_match"
-"""Name of the metric in lm-eval's results, whatever decides it."""
+"""Name of the score in lm-eval's results, the same for every metric."""
 
 _CHAT = "slimqwen-chat:"
-"""Begins the text of a question that is a whole chat: lm-eval passes texts alone, and the client renders this one."""
+"""Prefix of a text that encodes a whole chat, because lm-eval passes only text; the client decodes and renders it."""
 
 _CALLS = "slimqwen-calls:"
-"""Stands between the text of a response and the tool calls that the server found in it, as JSON."""
+"""Separates the text of a response from the tool calls that the server found in it, as JSON."""
 
 
 class Question(BaseModel):
@@ -35,10 +35,10 @@ class Question(BaseModel):
 
     Attributes:
         prompt: message of the user.
-        messages: chat instead of a prompt, in the form of chat templates; ends before the response.
+        messages: chat instead of a prompt, as chat templates take it, without the response that is asked for.
         tools: functions that the chat offers.
         answer: the right response; one of the choices; or the tool call {"name", "arguments"}.
-        choices: all responses of a multiple choice, listed after the prompt under the letters A, B, C, …
+        choices: options of a multiple-choice question, listed after the prompt under the letters A, B, C, …
     """
 
     model_config = ConfigDict(extra="ignore", frozen=True)
@@ -59,22 +59,22 @@ class Question(BaseModel):
     @model_validator(mode="after")
     def _check_fields_together(self) -> Self:
         if (self.prompt is None) == (self.messages is None):
-            raise ValueError("give one of prompt and messages")
+            raise ValueError("give either prompt or messages")
         if self.tools and self.messages is None:
-            raise ValueError("tools go with messages")
+            raise ValueError("tools need messages instead of prompt")
         if self.choices is not None and self.answer not in self.choices:
             raise ValueError("the answer is none of the choices; write the choice itself, not its letter")
         if isinstance(self.answer, dict) and not isinstance(self.answer.get("name"), str):
             raise ValueError('an answer that is a tool call is {"name": …, "arguments": {…}}')
         if isinstance(self.answer, dict) and not self.tools:
             raise ValueError(
-                "an answer that is a tool call takes tools; the server reads no call without them"
+                "an answer that is a tool call needs `tools`; without them the server parses no calls"
             )
         return self
 
     @property
     def form(self) -> Metric:
-        """The metric that fits where suite.yaml names none."""
+        """The metric by which this question is scored if suite.yaml names none."""
         if self.choices is not None:
             return "choice"
         return "tool_call" if isinstance(self.answer, dict) else "exact"
@@ -84,7 +84,7 @@ def read_questions(file: Path, metric: Metric | None) -> list[Question]:
     """Read and check all questions.
 
     Raises:
-        CorpusError: the file cannot be read, or lines are unusable; names each fault with its first lines.
+        CorpusError: the file cannot be read, or lines cannot be used; names each fault with its first line numbers.
     """
     questions: list[Question] = []
     faults: dict[str, list[int]] = {}
@@ -97,7 +97,7 @@ def read_questions(file: Path, metric: Metric | None) -> list[Question]:
         try:
             question = Question.model_validate(content)
             if (metric or question.form) == "choice" and question.choices is None:
-                raise ValueError("metric choice, and no choices")
+                raise ValueError("metric choice needs choices")
             if (metric == "tool_call") != isinstance(question.answer, dict) and metric is not None:
                 raise ValueError(f"metric {metric} does not fit this answer")
             questions.append(question)
@@ -117,17 +117,18 @@ def read_questions(file: Path, metric: Metric | None) -> list[Question]:
 
 
 def _line_numbers(numbers: Sequence[int]) -> str:
-    """The first three of the lines that share a fault, and how many more do."""
+    """Text that names the first three of these line numbers and how many more there are."""
     more = f" and {len(numbers) - 3} more" if len(numbers) > 3 else ""
     return f"line{'s' if len(numbers) > 1 else ''} {', '.join(map(str, numbers[:3]))}{more}"
 
 
 def write_task(name: str, file: Path, metric: Metric | None, max_gen_toks: int, folder: Path) -> None:
-    """Write the questions as a task of lm-eval: task file, items and scoring.
+    """Write the questions as an lm-eval task: task file, items and scoring.
 
     Args:
-        name: of the task.
-        folder: created if missing; its files are replaced whole, because two variants may be asked side by side.
+        name: name of the task.
+        file: questions.jsonl.
+        folder: created if missing; each file in it is replaced by a rename, because two runs may use it at once.
 
     Raises:
         CorpusError: as `read_questions`.
@@ -154,15 +155,15 @@ def write_task(name: str, file: Path, metric: Metric | None, max_gen_toks: int, 
 
 
 def item_rows(questions: Iterable[Question]) -> list[dict[str, str]]:
-    """The items of a task; one string each, for a data set's columns have one type, answers and tools several."""
+    """Items of a task, each a JSON string: a dataset column has one type, but answers and tools have several."""
     return [{"question": question.model_dump_json(exclude_none=True)} for question in questions]
 
 
 def question_text(item: Mapping[str, str]) -> str:
-    """The user's message of an item, or a whole chat in the form that `chat_of` reads.
+    """The user's message of an item, or its whole chat as `chat_text` encodes it.
 
     Raises:
-        ValueError: a message that no server takes.
+        ValueError: no server would accept a message of the chat.
     """
     question = Question.model_validate_json(item["question"])
     choices = [_choice_list(question.choices)] if question.choices else []
@@ -176,12 +177,12 @@ def question_text(item: Mapping[str, str]) -> str:
 
 
 def chat_text(messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None) -> str:
-    """A chat as the text that `chat_of` reads."""
+    """Encode a chat as text; `chat_of` decodes it."""
     return _CHAT + json.dumps({"messages": messages, "tools": tools})
 
 
 def chat_of(messages: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], list[dict[str, Any]] | None]:
-    """Messages and tools of the chat that lm-eval made of a text of `question_text`, or of any other text."""
+    """Messages and tools of a chat by lm-eval, whose single message may be a chat encoded by `chat_text`."""
     content = messages[0]["content"] if len(messages) == 1 else ""
     if not content.startswith(_CHAT):
         return messages, None
@@ -192,11 +193,11 @@ def chat_of(messages: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], list[
 def score_response(
     item: Mapping[str, str], responses: Sequence[str], metric: Metric | None
 ) -> dict[str, float]:
-    """1 for a right response, else 0; in the form of lm-eval's `process_results`.
+    """Score a response as lm-eval's `process_results` does: 1 if it is right, else 0.
 
     Args:
-        responses: of the model without its thoughts; the first counts.
-        metric: None for the one that fits the question's form.
+        responses: the model's responses without thoughts; only the first is scored.
+        metric: None for the metric of the question's form.
     """
     question = Question.model_validate_json(item["question"])
     response = responses[0].strip()
@@ -214,18 +215,18 @@ def score_response(
 
 
 def response_text(text: str, calls: Sequence[Mapping[str, Any]]) -> str:
-    """A response as one text: what it says, and the tool calls that the server found in it."""
+    """Join the text of a response and the tool calls that the server found in it; `tool_calls` separates them."""
     return text + _CALLS + json.dumps(calls) if calls else text
 
 
 def tool_calls(response: str) -> list[tuple[str, str]]:
-    """Name, and arguments as `_call` writes them, of each tool call of a `response_text`."""
+    """Name and normalised arguments of each tool call in a text by `response_text`."""
     _, _, calls = response.partition(_CALLS)
     return [_call(call) for call in json.loads(calls or "[]")]
 
 
 def _call(call: Mapping[str, Any]) -> tuple[str, str]:
-    """Name and arguments of a call; equal arguments are equal texts, those that are no JSON equal no others."""
+    """Name and arguments of a call, normalised so that equal arguments are equal texts; invalid JSON stays as it is."""
     arguments = call.get("arguments") or {}
     text = arguments if isinstance(arguments, str) else json.dumps(arguments)
     try:
@@ -236,13 +237,13 @@ def _call(call: Mapping[str, Any]) -> tuple[str, str]:
 
 
 def _number(digits: str) -> float:
-    """The number that some digits of JSON write, where 2.0 is 2."""
+    """Convert a JSON number with a point or exponent; 2.0 becomes the integer 2."""
     number = float(digits)
     return int(number) if number.is_integer() else number
 
 
 def _normalised(text: str) -> str:
-    """Lower case, one space between words, no full stop at the end."""
+    """The text in lower case, with one space between words and no full stop at the end."""
     return " ".join(text.casefold().split()).rstrip(".")
 
 
@@ -252,7 +253,7 @@ def _choice_list(choices: Sequence[str]) -> str:
 
 
 def _chosen(response: str, choices: Sequence[str]) -> str | None:
-    """The choice that a response names: by its text, by a letter at its beginning, or by its last letter on its own."""
+    """The choice that a response names: by its whole text, by its letter at the start, or by the last single letter."""
     for choice in choices:
         if _normalised(choice) == _normalised(response):
             return choice

@@ -28,13 +28,13 @@ BITS_PER_BYTE: Final = "bits_per_byte"
 """Negative log2-likelihood of a text per UTF-8 byte; comparable across vocabularies."""
 
 ENDED: Final = "ended"
-"""1 for a response that ends: it neither loops nor runs to its token limit (`loops.is_looping`)."""
+"""1 for a response that ends by itself, without a loop (`loops.is_looping`) or its token limit; else 0."""
 
 AUTO: Final = "auto"
-"""Limit of a sample size by power analysis: as many items as decide at a task's margin by the suite's assumptions."""
+"""Sample size by power analysis: the items that a verdict at the task's margin needs under the suite's assumptions."""
 
 Limit = int | Literal["auto"] | None
-"""Items of each task; None for all."""
+"""Number of items of each task; None for all, AUTO for the sample size by power analysis."""
 
 
 class SuiteTask(BaseModel):
@@ -48,13 +48,13 @@ class SuiteTask(BaseModel):
         assumed_discordance: for right-or-wrong answers, the share of items that two equally good variants answer
             differently.
         assumed_deviation: for other measures, the standard deviation of the paired differences.
-        definition: lm-eval task, or group of tasks whose items are pooled; the name by default.
-        overrides: fields of that definition to replace.
+        definition: lm-eval task, or group of tasks whose items are pooled; `name` by default.
+        overrides: fields of the definition that are replaced.
         thinking: enable_thinking of the chat template; None leaves the default. Thoughts are not scored.
         repeats: generations of each item, each with its own seed.
         responses_of: earlier task whose responses are scored by ENDED; nothing is generated for this one.
-        tools: whether items offer tools, so that the server's chat endpoint and its tool parser respond.
-        too_long_is_wrong: whether a prompt beyond the served context has an empty response; else it is an error.
+        tools: whether items offer tools, so that requests go to the server's chat endpoint and its tool parser.
+        too_long_is_wrong: whether a prompt beyond the served context gets an empty response; if not, it is an error.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -80,7 +80,7 @@ class SuiteTask(BaseModel):
 
     @property
     def items_to_decide(self) -> int | None:
-        """Items that decide at the margin under the suite's assumption; None without one."""
+        """Items needed for a verdict at the margin under the suite's assumption; None if it makes none."""
         if self.assumed_discordance is not None:
             return non_inferiority.items_to_decide(self.non_inferiority_margin, self.assumed_discordance)
         if self.assumed_deviation is not None:
@@ -88,7 +88,7 @@ class SuiteTask(BaseModel):
         return None
 
     def settings(self, *, rendered: bool) -> dict[str, Any]:
-        """Settings that two records must share to be comparable, besides the measure and the items.
+        """Settings that two records must share to be comparable, in addition to measure and items.
 
         Args:
             rendered: whether prompts go through a chat template.
@@ -116,12 +116,12 @@ class Suite(Settings):
         tasks_folder: folder of the suite's own lm-eval task files, relative to the repository.
         lm_eval_folders: folders of lm-eval's own tasks that hold its definitions.
         chat_template: whether prompts go through the checkpoint's chat template.
-        text_prefix: token before each text to be scored, as in training; a name, because ids differ.
-        sample: items of a limited run: the first of the file, or those chosen by their hashes.
+        text_prefix: text of the token before each scored text, as in training; its id differs between vocabularies.
+        sample: items of a limited run: `first` of the file, or `drawn`, those with the smallest hashes.
         datasets: hub datasets, fetched by `slimqwen download --suite`.
         nltk: nltk resources for scoring, fetched by the same command.
         tasks: tasks in the order of the file.
-        proof_share: share of the items that a search never sees, because its proof is made on them; it also splits the
+        proof_share: share of the items that are kept from a search for the proof of its result; it also splits the
             texts of fidelity and the documents of acceptance of the same gate.
         questions: how the questions of an own evaluation are asked; None for other suites.
     """
@@ -146,7 +146,8 @@ class Suite(Settings):
         for task in self.tasks:
             if (task.measure == ENDED) != (task.responses_of in earlier):
                 raise ValueError(
-                    f"{task.name}: measure {ENDED} goes with responses_of, which names an earlier task"
+                    f"{task.name}: measure {ENDED} needs responses_of with the name of an earlier task, and the other "
+                    "way round"
                 )
             earlier.add(task.name)
         return self
@@ -169,7 +170,7 @@ class Suite(Settings):
         )
 
     def require_questions(self, root: Path) -> None:
-        """Check the questions of an own evaluation; nothing for other suites.
+        """Check the questions of an own evaluation; does nothing for other suites.
 
         Raises:
             CorpusError: as `questions.read_questions`.
@@ -178,7 +179,7 @@ class Suite(Settings):
             self._read_questions(root, self.questions)
 
     def offers_tools(self, root: Path) -> bool:
-        """Whether a question offers tools.
+        """Whether any question of the suite offers tools.
 
         Raises:
             CorpusError: as `require_questions`.
@@ -188,19 +189,19 @@ class Suite(Settings):
         return any(question.tools for question in self._read_questions(root, self.questions))
 
     def _read_questions(self, root: Path, own: OwnQuestions) -> list[Question]:
-        with contextlib.chdir(root):  # paths stand in messages
+        with contextlib.chdir(root):  # so that messages have relative paths
             return questions.read_questions(OWN / self.name / "questions.jsonl", own.metric)
 
     def write_own_task(self, root: Path) -> None:
-        """Write the questions of an own evaluation as a task into `tasks_folder`; nothing for other suites.
+        """Write the questions of an own evaluation as a task into `tasks_folder`; does nothing for other suites.
 
         Raises:
-            CorpusError: a question is unusable.
+            CorpusError: as `questions.read_questions`.
         """
         if self.questions is None or self.tasks_folder is None:
             return
         file = OWN / self.name / "questions.jsonl"
-        with contextlib.chdir(root):  # lm-eval reads its task file there, and paths stand in messages
+        with contextlib.chdir(root):  # lm-eval resolves the paths there, and messages have relative paths
             questions.write_task(
                 self.tasks[0].name,
                 file,
@@ -210,5 +211,5 @@ class Suite(Settings):
             )
 
     def split(self, side: Side | None) -> Split | None:
-        """A side of the split of its items; None for all of them."""
+        """The named side of the split of the suite's items; None for all items."""
         return Split(side=side, proof_share=self.proof_share) if side else None

@@ -1,4 +1,4 @@
-"""Requests that a tool call fulfils: several tools on offer, one of them right, every argument stated."""
+"""Questions whose answer is a tool call: several tools are offered, one is right, and every argument is stated."""
 
 import random
 from typing import Any
@@ -37,14 +37,14 @@ _OFFERED, _REQUIRED, _OPTIONAL = 4, 3, 3
 
 
 def make_tool_questions(count: int, seed: int) -> list[Question]:
-    """Questions with a tool call as their answer, the same for the same arguments."""
+    """Make questions whose answer is a tool call; equal `count` and `seed` give equal questions."""
     rng = random.Random(seed)
     return [_make_question(rng) for _ in range(count)]
 
 
 def _make_question(rng: random.Random) -> Question:
     verb, noun = rng.choice(_VERBS), rng.choice(_NOUNS)
-    # The others do the same to something else, or something else to the same.
+    # The wrong tools have the same verb with another noun, or another verb with the same noun.
     near = [(each, noun) for each in _VERBS if each != verb] + [
         (verb, each) for each in _NOUNS if each != noun
     ]
@@ -53,7 +53,7 @@ def _make_question(rng: random.Random) -> Question:
     right = tools[0]["function"]
     parameters = right["parameters"]
     optional = [name for name in parameters["properties"] if name not in parameters["required"]]
-    stated = {*parameters["required"], optional[0]}  # what is not stated has to be left out
+    stated = {*parameters["required"], optional[0]}  # the call must leave out what the request does not state
     arguments = {
         name: _choose_value(schema, rng)
         for name, schema in parameters["properties"].items()

@@ -1,4 +1,4 @@
-"""Executors: where tasks run. `local` runs them here, `ray` on the nodes of a Ray cluster."""
+"""Executors, which run tasks: `local` on this machine, `ray` on the nodes of a Ray cluster."""
 
 from slimqwen.search.executors.local import LocalExecutor as LocalExecutor
 from slimqwen.search.executors.task import ENGINE_BYTES as ENGINE_BYTES

@@ -1,4 +1,4 @@
-"""The local executor: tasks run on this machine, one after another or several at a time, each on CPUs of its own."""
+"""The local executor: runs tasks on this machine, one after another or several at a time, each on its own CPUs."""
 
 import os
 from collections import deque
@@ -15,21 +15,21 @@ from slimqwen.search.executors.task import Outcome, Task
 from slimqwen.serving import platform
 
 _DEFAULT_MAX_WIDTH = 4
-"""Most tasks at a time by default: with more, a sampler would propose points without results."""
+"""Largest default number of tasks at a time: with more, a search's sampler would see too few results per proposal."""
 
 _ALONE = -1
-"""Lane with every CPU, for a task beside which nothing runs."""
+"""Lane with every CPU, for a task that must run alone."""
 
 
 def default_width() -> int:
-    """Tasks at a time on this machine: one for each core, and one where engines run on a GPU."""
+    """Default number of tasks at a time on this machine: one for each core; one if engines run on a GPU."""
     return 1 if platform.detect() == "cuda" else min(_DEFAULT_MAX_WIDTH, platform.physical_cores())
 
 
 class LocalExecutor:
-    """Runs tasks in the order in which they were submitted, each in a lane with CPUs of its own.
+    """Runs tasks in the order in which they were submitted, each in a lane: a set of CPUs for one task at a time.
 
-    A task that needs the whole node or a GPU runs alone; the memory that running tasks need fits this machine.
+    A task that needs the whole node or a GPU runs alone; others start only if their memory fits beside running tasks.
     """
 
     def __init__(
@@ -38,9 +38,9 @@ class LocalExecutor:
         """Make an executor for a repository.
 
         Args:
-            progress: receives the progress of the running tasks, the task's title before the activity.
+            progress: receives the progress of the running tasks; the task's title is put before the activity.
             warm: whether tasks are forks of processes that have imported vLLM.
-            width: tasks that run at a time at most.
+            width: largest number of tasks that run at a time.
         """
         self._root, self._progress, self._warm, self._width = root, progress, warm, width
         self._waiting: deque[Task] = deque()
@@ -48,11 +48,11 @@ class LocalExecutor:
         self._processes: dict[int, TaskProcess] = {}
 
     def __enter__(self) -> Self:
-        """Nothing has to be started before the first task."""
+        """Return the executor; processes are started with the first task."""
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Stop the running tasks, and forget those that have not begun."""
+        """Stop the running tasks and drop those that have not begun."""
         self._waiting.clear()
         self._running.clear()
         for process in self._processes.values():
@@ -61,11 +61,11 @@ class LocalExecutor:
 
     @property
     def width(self) -> int:
-        """Tasks that run at a time at most."""
+        """Largest number of tasks that run at a time."""
         return self._width
 
     def submit(self, task: Task) -> None:
-        """Append a task, or put it first if it is urgent; one whose key is pending already is ignored."""
+        """Queue a task, an urgent one in front; it is ignored if a task with its key is pending already."""
         if all(task.key != other.key for other in (*self._waiting, *self._running.values())):
             if task.urgent:
                 self._waiting.appendleft(task)
@@ -73,7 +73,7 @@ class LocalExecutor:
                 self._waiting.append(task)
 
     def wait(self) -> Outcome:
-        """The outcome of the next task that ends.
+        """Wait for the next task that ends, and return its outcome.
 
         Raises:
             SearchError: no task is pending.
@@ -91,7 +91,7 @@ class LocalExecutor:
                     return outcome
 
     def _begin_tasks(self) -> None:
-        """Start waiting tasks in their order while a lane and memory are free."""
+        """Start queued tasks in their order while a lane and enough memory are free."""
         while self._waiting and (lane := self._find_free_lane(self._waiting[0])) is not None:
             task = self._running[lane] = self._waiting.popleft()
             if lane not in self._processes:
@@ -100,7 +100,7 @@ class LocalExecutor:
             self._processes[lane].begin(task)
 
     def _find_free_lane(self, task: Task) -> int | None:
-        """The lane that a task can begin in now; None where it has to wait."""
+        """A lane in which a task can begin now; None if it has to wait."""
         runs_alone = self._width > 1 and bool(task.resources.whole_node or task.resources.gpus)
         if not self._running:
             return _ALONE if runs_alone else 0
@@ -110,7 +110,7 @@ class LocalExecutor:
         return next((lane for lane in range(self._width) if lane not in self._running), None)
 
     def _cpus(self, lane: int) -> Collection[int]:
-        """CPUs of a lane, equally many for each; none for a lane without a restriction."""
+        """CPUs of a lane, as many as each other lane has; empty if the lane may use every CPU."""
         if self._width == 1 or lane == _ALONE:
             return ()
         cpus = sorted(os.sched_getaffinity(0))

@@ -1,4 +1,4 @@
-"""Processes of tasks: an exception, a crash or a lack of memory there is a failure here."""
+"""Processes of tasks: an exception, a crash or a lack of memory in a task's process becomes a Failure."""
 
 import os
 from collections.abc import Collection, Iterator
@@ -18,9 +18,9 @@ _LOG = Path("logs") / "tasks.log"
 
 
 class TaskProcess:
-    """Runs one task at a time, each in a fork of one process that ends with this one.
+    """Runs one task at a time, each in a fork of one starter process, which ends when this process ends.
 
-    What tasks print goes to logs/tasks.log of the repository.
+    The output of tasks goes to logs/tasks.log of the repository.
     """
 
     def __init__(
@@ -29,8 +29,8 @@ class TaskProcess:
         """Make a runner of tasks.
 
         Args:
-            cpus: logical CPUs that the process may use; none for those of this process.
-            warm: whether tasks, and on a CPU their servers, are forks of a process that has imported vLLM.
+            cpus: logical CPUs that tasks may use; empty for those of this process.
+            warm: whether the starter has imported vLLM, so that tasks and, on a CPU, their servers need not.
         """
         self._root, self._progress, self._cpus, self._warm = root, progress, cpus, warm
         self._open_resources = ExitStack()
@@ -39,16 +39,16 @@ class TaskProcess:
 
     @property
     def messages(self) -> Connection:
-        """Connection with the reports of the running task; readable when `receive` would not wait."""
+        """Connection that carries the reports of the running task; if it is readable, `receive` does not block."""
         assert self._worker is not None, "a task has begun"
         return self._worker.messages
 
     def begin(self, task: Task) -> None:
-        """Start a task; the one before must have ended."""
+        """Start a task; the previous one must have ended."""
         self._task, self._outcome = task, None
         if self._worker is None:
             self._worker = self._start_worker()
-        with suppress(BrokenPipeError):  # `receive` reports that it has died
+        with suppress(BrokenPipeError):  # `receive` reports the death of the process
             self._worker.send(os.environ, _call, self._root, self._root, (task.function, task.argument))
 
     def _start_worker(self) -> WarmWorker:
@@ -63,13 +63,13 @@ class TaskProcess:
             )
 
     def receive(self) -> Outcome | None:
-        """Take the task's next message; its outcome where its process has ended."""
+        """Handle the task's next message; returns the outcome once the task's process has ended, else None."""
         key = self._task.key
         try:
             kind, *content = self.messages.recv()
         except EOFError:
             self.close()
-            return Failure(key, f"the process that tasks are forked from died; its log is {_LOG}")
+            return Failure(key, f"the process that forks tasks died; read why in its log: {_LOG}")
         if kind == "progress":
             self._progress(*content)
         elif kind == "done":
@@ -79,17 +79,17 @@ class TaskProcess:
             self._outcome = Failure(key, " ".join(str(content[0]).split()), error)
         elif kind == "ended":
             cause = worker.death_cause(content[0])
-            return self._outcome or Failure(key, f"its process died ({cause}); its log is {_LOG}")
+            return self._outcome or Failure(key, f"its process died ({cause}); read why in its log: {_LOG}")
         return None
 
     def close(self) -> None:
-        """End the process that tasks are forked from, and a task that runs."""
+        """End the starter process and the running task."""
         self._worker = None
         self._open_resources.close()
 
 
 def run_task(task: Task, root: Path, progress: Progress) -> Outcome:
-    """Run a task in a process of its own to its end."""
+    """Run a task to its end in a process of its own, and return its outcome."""
     process = TaskProcess(root, progress)
     try:
         process.begin(task)
@@ -107,7 +107,7 @@ def _call(root: Path, _: Path, job: tuple[Any, Any], progress: Progress) -> Any:
 
 @contextmanager
 def _affinity(cpus: Collection[int]) -> Iterator[None]:
-    """Restrict this thread and the processes that it starts in the block to CPUs; no CPUs restrict nothing."""
+    """Restrict this thread, and processes that it starts in the block, to `cpus`; no restriction if that is empty."""
     if not cpus:
         yield
         return

@@ -1,8 +1,8 @@
-"""The Ray executor: tasks run on the nodes of a Ray cluster, each in a process of its own.
+"""The Ray executor: runs tasks on the nodes of a Ray cluster, each in a process of its own.
 
-Every node has to see the repository at the same path on a shared folder, with the same versions of the packages that
-decide a figure and the same kind of hardware; all three are proven before the first task. A node that is lost gives its
-tasks to the others: Ray repeats a task whose node or worker died, never one that raised.
+Every node must see the repository at the same path of a shared folder, and must have the same kind of hardware and the
+same versions of the packages that affect figures; all three are checked before the first task. Tasks of a lost node run
+on the others: Ray repeats a task whose node or worker died, never one that raised.
 """
 
 import contextlib
@@ -26,16 +26,16 @@ from slimqwen.search.executors import process
 from slimqwen.search.executors.task import Failure, Outcome, Task
 
 RETRIES = 3
-"""Times that a task is repeated after its node or worker was lost."""
+"""Number of times that a task is repeated after its node or worker was lost."""
 
 _THREADS = "OMP_NUM_THREADS"
 _POLL_S = 0.5
 _CONNECT_S = 5
 _NO_NODE_S = 60
-"""How long a cluster may be without a node, and how long it may list one that is lost: Ray takes 30 s to notice."""
+"""Seconds that a cluster may have no node, and that it may still list a lost one: Ray takes 30 s to notice a loss."""
 
 _REPORT_S = 180
-"""How long a node may take to report on itself: its worker imports this package, on a node that may be at work."""
+"""Seconds that a node may take to report on itself: it has to import this package, perhaps beside other work."""
 
 
 @dataclass(frozen=True)
@@ -43,9 +43,9 @@ class NodeReport:
     """A node's report on itself.
 
     Attributes:
-        name: its host name and the beginning of its Ray id.
-        sees_folder: whether it read the driver's file in the repository and wrote one beside it.
-        packages: versions of the packages that decide a figure.
+        name: host name and the first digits of the node's Ray id.
+        sees_folder: whether the node could read the driver's test file in the repository and write one beside it.
+        packages: versions of the packages that affect figures.
     """
 
     name: str
@@ -61,8 +61,8 @@ class RayExecutor:
         """Make an executor for a repository on a folder that all nodes share.
 
         Args:
-            address: address of the cluster, host:port; auto for the one that this machine belongs to.
-            progress: receives the title of each ended task, ended tasks and submitted ones.
+            address: address of the cluster, host:port; auto for the cluster to which this machine belongs.
+            progress: receives the title of each task that ended, and the numbers of ended and submitted tasks.
         """
         self._root, self._address, self._progress = root, address, progress
         self._folder = root / ".cache" / "cluster" / secrets.token_hex(8)
@@ -71,15 +71,16 @@ class RayExecutor:
         self._cpus = self._gpus = self._width = 0
 
     def __enter__(self) -> Self:
-        """Connect to the cluster, and have every node prove what tasks rely on.
+        """Connect to the cluster, and check that every node can run tasks.
 
         Raises:
-            SearchError: Ray is not installed, there is no cluster, or a node cannot run tasks; names the first fault.
+            SearchError: Ray is not installed, there is no cluster, or a node cannot run tasks; the message names the
+                first fault.
         """
         try:
             import ray
         except ImportError:
-            raise SearchError("Ray is not installed; `make install EXTRAS=ray` installs it") from None
+            raise SearchError("Ray is not installed; install it with `make install EXTRAS=ray`") from None
         try:
             self._connect_socket()
             ray.init(
@@ -92,7 +93,7 @@ class RayExecutor:
         except (RuntimeError, ValueError, OSError) as error:
             cause = " ".join(str(error).split())[:200]
             raise SearchError(
-                f"no Ray cluster at {self._address} ({cause}); `ray start --head` starts one"
+                f"no Ray cluster at {self._address} ({cause}); start one with `ray start --head`"
             ) from None
         try:
             self._folder.mkdir(parents=True)
@@ -103,7 +104,7 @@ class RayExecutor:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Stop all tasks, and leave the cluster."""
+        """Stop all tasks and disconnect from the cluster."""
         import ray
 
         for reference in self._tasks:
@@ -115,11 +116,11 @@ class RayExecutor:
 
     @property
     def width(self) -> int:
-        """Tasks that run at a time at most: one for each GPU of the cluster, or for each node without one."""
+        """Largest number of tasks that run at a time: one per GPU of the cluster, or per node if there is no GPU."""
         return self._width
 
     def submit(self, task: Task) -> None:
-        """Hand a task to the cluster; one whose key is pending already is ignored.
+        """Submit a task to the cluster; it is ignored if a task with its key is pending already.
 
         Raises:
             SearchError: no node has as many GPUs as the task needs.
@@ -131,12 +132,12 @@ class RayExecutor:
         needs = task.resources
         if needs.gpus > self._gpus:
             raise SearchError(
-                f"{task.title} needs {needs.gpus} GPUs and no node of the cluster has more than {self._gpus}; "
-                "add a node that has"
+                f"{task.title} needs {needs.gpus} GPUs, but no node of the cluster has more than {self._gpus}; "
+                "add a node with as many"
             )
         remote = ray.remote(max_calls=1, max_retries=RETRIES, scheduling_strategy="SPREAD")(_run_on_node)
         options: dict[str, Any] = {
-            # An engine on a CPU takes every core.
+            # An engine on a CPU uses every core.
             "num_cpus": self._cpus if needs.whole_node or not needs.gpus else 1,
             "num_gpus": self._gpus if needs.whole_node and needs.gpus else needs.gpus,
         }
@@ -146,7 +147,7 @@ class RayExecutor:
         self._tasks[reference] = task
 
     def wait(self) -> Outcome:
-        """The outcome of the next task that ends; its title is passed on as progress.
+        """Wait for the next task that ends, report its title as progress, and return its outcome.
 
         Raises:
             SearchError: no task is pending, or the cluster has lost all its nodes.
@@ -161,26 +162,26 @@ class RayExecutor:
                 last_seen = time.monotonic()
             elif time.monotonic() - last_seen > _NO_NODE_S:
                 raise SearchError(
-                    f"the cluster has had no node for {_NO_NODE_S} s; add one and run again: finished tasks are kept"
+                    f"the cluster has had no node for {_NO_NODE_S} s; add a node and run again: finished tasks are kept"
                 )
         task = self._tasks.pop(ready[0])
         try:
             outcome: Outcome = ray.get(ready[0])
         except ray.exceptions.RayError as error:
             cause = " ".join(str(error).split())[:300]
-            return Failure(task.key, f"lost {1 + RETRIES} times with its node or worker ({cause})")
+            return Failure(task.key, f"its node or worker was lost {1 + RETRIES} times ({cause})")
         self._ended += 1
         self._progress(f"{task.title}: ended", self._ended, self._ended + len(self._tasks))
         return outcome
 
     def _connect_socket(self) -> None:
-        """Raise an OSError or ValueError for an address where nothing listens; Ray itself would wait for minutes."""
+        """Raise an OSError or ValueError if nothing listens at the address; Ray itself would wait for minutes."""
         if self._address != "auto":
             host, _, port = self._address.rpartition(":")
             socket.create_connection((host, int(port)), _CONNECT_S).close()
 
     def _look_at_nodes(self) -> list[NodeReport]:
-        """Every node's view of the shared folder, its packages and its hardware."""
+        """Have every node report on itself."""
         import ray
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
@@ -201,7 +202,7 @@ class RayExecutor:
                     continue
                 cause = " ".join(str(error).split())[-200:]
                 raise SearchError(
-                    f"a node of the cluster cannot run this package ({cause}); install it there at the same path"
+                    f"a node of the cluster cannot run slimqwen ({cause}); install it there at the same path"
                 ) from None
             answer = self._folder / node_id
             if not (report.sees_folder and answer.is_file() and answer.read_text(encoding="utf-8") == token):
@@ -217,7 +218,7 @@ class RayExecutor:
         return list(reports.values())
 
     def _require_alike(self, nodes: list[NodeReport]) -> None:
-        """Refuse nodes whose figures could not be compared."""
+        """Raise a SearchError if the figures of two nodes could not be compared."""
         packages = provenance.package_versions()
         for node in nodes:
             if others := {name for name, _ in node.packages.items() ^ packages.items()}:
@@ -228,20 +229,26 @@ class RayExecutor:
         if len(kinds) > 1:
             described = "; ".join(f"{name}: {kind}" for kind, name in kinds.items())
             raise SearchError(
-                f"the cluster mixes kinds of hardware ({described}), whose figures cannot be paired; take one kind"
+                f"the cluster mixes kinds of hardware ({described}), whose figures cannot be paired; use one kind"
             )
 
 
 def _run_on_node(task: Task, root: str, threads: str | None) -> Outcome:
-    """Run a task on a node with the driver's number of OpenMP threads; Ray calls it there."""
-    os.environ.pop(_THREADS, None)  # Ray sets it to the task's number of CPUs
+    """Run a task with the driver's number of OpenMP threads; Ray calls this function on a node."""
+    os.environ.pop(_THREADS, None)  # Ray sets the variable to the task's number of CPUs
     if threads is not None:
         os.environ[_THREADS] = threads
     return process.run_task(task, Path(root), silent)
 
 
 def _look(folder: str, token: str, answer: str) -> NodeReport:
-    """Report on this node; Ray calls it there."""
+    """Report on this node; Ray calls this function on each node.
+
+    Args:
+        folder: folder that the nodes share.
+        token: content of the driver's test file in the folder.
+        answer: name of the file that the node writes beside it.
+    """
     import ray
 
     try:
@@ -254,14 +261,14 @@ def _look(folder: str, token: str, answer: str) -> NodeReport:
 
 
 def _list_nodes() -> list[Mapping[str, Any]]:
-    """The nodes of the cluster that tasks can run on; one that was lost seconds ago may be among them."""
+    """List the cluster's nodes that have CPUs for tasks; a node that was lost seconds ago may be among them."""
     import ray
 
     return [node for node in ray.nodes() if node["Alive"] and node["Resources"].get("CPU", 0) >= 1]
 
 
 def _is_lost(node_id: str) -> bool:
-    """Whether Ray finds within a minute that a node is gone."""
+    """Wait up to `_NO_NODE_S` for Ray to notice the loss of a node; returns whether the node is lost."""
     until = time.monotonic() + _NO_NODE_S
     while any(node["NodeID"] == node_id for node in _list_nodes()):
         if time.monotonic() > until:

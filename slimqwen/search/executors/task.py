@@ -1,7 +1,7 @@
 """Tasks, their outcomes, and the interface of an executor.
 
-A task is a function that is importable by name and an argument that can be pickled. It runs in a process of its own, so
-a crash of vLLM is a failure of the task and never of the search.
+A task consists of a function that can be imported by name and an argument that can be pickled. It runs in a process of
+its own, so a crash of vLLM is a failure of the task and never of the search.
 
     with LocalExecutor(root, progress) as executor:
         executor.submit(Task("key", "title", function, argument))
@@ -19,16 +19,17 @@ from slimqwen.errors import SlimqwenError
 from slimqwen.progress import Progress
 
 ENGINE_BYTES = 3 << 30
-"""Resident size of vLLM's and a measurement's processes without weights and cache, which a small model hardly has."""
+"""Resident memory of the processes of vLLM and of a measurement, bytes, without weights and KV cache."""
 
 
 @dataclass(frozen=True)
 class Resources:
-    """Resources that a task needs of its node.
+    """Resources of a node that a task needs.
 
     Attributes:
-        memory_bytes: main memory, bytes; 0 where nothing is known.
-        whole_node: whether nothing may run beside it, as for a timing.
+        gpus: number of GPUs.
+        memory_bytes: main memory, bytes; 0 if unknown.
+        whole_node: whether no other task may run beside it, as for a timing.
     """
 
     gpus: int = 0
@@ -38,14 +39,14 @@ class Resources:
 
 @dataclass(frozen=True)
 class Task:
-    """A unit of work. Running it again must give the same value and leave the same files.
+    """A unit of work; a second run must give the same value and leave the same files.
 
     Attributes:
-        key: content key. A task whose key is already submitted is not submitted again.
+        key: content key; while a task is pending, another one with the same key is ignored.
         title: name in progress displays and messages.
         function: function(root, argument, progress) -> value, importable by name; root is the repository.
-        argument: picklable.
-        urgent: whether it begins before the tasks that wait already, because others need its output.
+        argument: any value that can be pickled.
+        urgent: whether it begins before tasks that wait already, because other tasks need its output.
     """
 
     key: str
@@ -57,14 +58,14 @@ class Task:
 
 
 def content_key(*ingredients: Any) -> str:
-    """Key of a task from everything that decides its value, as JSON."""
+    """Content key of a task: a digest of the JSON of everything that affects its value."""
     text = json.dumps(ingredients, sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:24]
 
 
 @dataclass(frozen=True)
 class Result:
-    """The outcome of a task that ended well: the value of its function."""
+    """The outcome of a task that succeeded, with the value of its function."""
 
     key: str
     value: Any
@@ -72,7 +73,12 @@ class Result:
 
 @dataclass(frozen=True)
 class Failure:
-    """The outcome of a task that raised or died, with the reason in one line, and the expected error that it raised."""
+    """The outcome of a task that raised or died.
+
+    Attributes:
+        reason: the reason in one line.
+        error: the expected error that the function raised; None for any other exception or a death.
+    """
 
     key: str
     reason: str
@@ -83,7 +89,7 @@ Outcome = Result | Failure
 
 
 class Executor(Protocol):
-    """Runs tasks. At the end of its `with` block tasks that have not ended are stopped."""
+    """Interface of what runs tasks; at the end of the executor's `with` block unfinished tasks are stopped."""
 
     def __enter__(self) -> Self: ...
 
@@ -91,13 +97,13 @@ class Executor(Protocol):
 
     @property
     def width(self) -> int:
-        """Tasks that run at a time at most, once the executor is entered."""
+        """Largest number of tasks that run at a time; known only inside the `with` block."""
 
     def submit(self, task: Task) -> None:
-        """Hand in a task; one whose key is pending already is ignored."""
+        """Submit a task; it is ignored if a task with its key is pending already."""
 
     def wait(self) -> Outcome:
-        """The outcome of the next task that ends.
+        """Wait for the next task that ends, and return its outcome.
 
         Raises:
             SearchError: no task is pending.
@@ -105,7 +111,7 @@ class Executor(Protocol):
 
 
 def run_tasks(tasks: Sequence[Task], executor: Executor) -> dict[str, Outcome]:
-    """Run tasks to their end on an executor that is entered and has no others; returns their outcomes by key."""
+    """Run tasks to their end and return their outcomes by key; the executor must be entered and have no other tasks."""
     keys = {task.key for task in tasks}
     for task in tasks:
         executor.submit(task)

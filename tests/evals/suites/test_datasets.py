@@ -74,7 +74,9 @@ def test_a_second_run_asks_nobody_and_hashes(served: Hub, tmp_path: Path) -> Non
     assert served.requests == []
 
     (tmp_path / "data/items/rules.jsonl").write_text('{"rule": "no commas"}\n')
-    changed = r"^data/items/rules.jsonl is no longer the file .*; delete data/items and run `make datasets`$"
+    changed = (
+        r"^data/items/rules.jsonl was changed or deleted since .*; delete data/items and run `make datasets`$"
+    )
     refusal(EvalError, changed, tmp_path)
     with pytest.raises(EvalError, match=changed):
         datasets.require_datasets([WANTED], (), tmp_path)
@@ -85,7 +87,7 @@ def test_a_pinned_commit_is_the_one_that_is_asked_for_and_kept(served: Hub, tmp_
     assert "to pin it" not in datasets.fetch_dataset(pinned, tmp_path)
     assert served.requests[0][1].endswith(f"/revision/{COMMIT}")
     other = WANTED.model_copy(update={"revision": OTHER})
-    kept = f"is owner/name at {COMMIT}, the suite needs owner/name at {OTHER}; delete"
+    kept = f"is owner/name at {COMMIT}, but the suite needs owner/name at {OTHER}; delete"
     refusal(EvalError, kept, tmp_path, other)
     elsewhere = other.model_copy(update={"folder": Path("data/elsewhere")})
     refusal(HubError, f"has no owner/name at {OTHER}, .*correct the suite", tmp_path, elsewhere)

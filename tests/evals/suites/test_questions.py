@@ -135,11 +135,11 @@ def test_every_unusable_line_is_named_at_once(tmp_path):
     message = str(raised.value)
     assert "line 1:" not in message
     for fault in (
-        "lines 2, 8, 9 and 3 more: give one of prompt and messages",
+        "lines 2, 8, 9 and 3 more: give either prompt or messages",
         "line 3: answer: Field required",
         "line 4: the answer is none of the choices; write the choice itself, not its letter",
         "line 5: an answer that is a tool call",
-        "line 6: an answer that is a tool call takes tools",
+        "line 6: an answer that is a tool call needs `tools`",
         'line 7: answer: write it as text, such as "3", or as {"name": …',
     ):
         assert fault in message
@@ -148,7 +148,7 @@ def test_every_unusable_line_is_named_at_once(tmp_path):
 @pytest.mark.parametrize(
     ("metric", "row", "fault"),
     [
-        ("choice", {"prompt": "?", "answer": "a"}, "metric choice, and no choices"),
+        ("choice", {"prompt": "?", "answer": "a"}, "metric choice needs choices"),
         ("tool_call", {"prompt": "?", "answer": "a"}, "metric tool_call does not fit"),
         ("contains", {"messages": CHAT, "tools": TOOLS, "answer": CALL}, "metric contains does not fit"),
     ],

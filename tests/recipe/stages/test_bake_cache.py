@@ -127,7 +127,7 @@ def test_other_flags_are_refused_or_compiled_for(moved: Path) -> None:
     checks.check_command(command)
     required = ServerCommand.resolve(one.with_lines({"REQUIRE_BAKED": "1"}), port=free_port())
     with pytest.raises(
-        ServingError, match=r"for something else: --max-num-seqs was 2 and is 3; end the recipe with"
+        ServingError, match=r"made under other conditions: --max-num-seqs was 2 and is 3; end the recipe with"
     ):
         checks.check_command(required)
 

@@ -27,7 +27,7 @@ def test_a_task_gives_its_value_and_reports_its_progress(tmp_path: Path) -> None
     [
         (tasks.refuse, "no such variant; name another", "no such variant; name another"),
         (tasks.raise_defect, None, "ValueError: a defect"),
-        (tasks.crash, None, "its process died (SIGSEGV); its log is logs/tasks.log"),
+        (tasks.crash, None, "its process died (SIGSEGV); read why in its log: logs/tasks.log"),
     ],
 )
 def test_what_raises_or_crashes_is_a_failure_with_its_reason(

@@ -57,7 +57,7 @@ def test_tasks_run_on_nodes_with_their_resources_and_each_end_is_reported(
         executor.submit(Task("refused", "title", tasks.refuse, "no such thing; name another"))
         executor.submit(Task("crash", "title", tasks.crash, None))
         failures = {outcome.key: outcome for outcome in (executor.wait(), executor.wait())}
-        with pytest.raises(SearchError, match="needs 2 GPUs and no node of the cluster has more than 1"):
+        with pytest.raises(SearchError, match="needs 2 GPUs, but no node of the cluster has more than 1"):
             executor.submit(Task("big", "title", tasks.double, 1, Resources(gpus=2)))
     met = {key: outcome.value[0] for key, outcome in outcomes.items() if isinstance(outcome, Result)}
     assert met == {"key-a": "b", "key-b": "a"}
