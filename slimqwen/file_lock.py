@@ -1,4 +1,4 @@
-"""Locks of files between processes; the kernel drops one with the last process that holds it, however that ends."""
+"""File locks between processes. The kernel releases a lock when the last process that holds it ends, even if killed."""
 
 import contextlib
 import errno
@@ -21,18 +21,18 @@ class FileLockError(SlimqwenError):
 def hold_lock(
     file: Path, *, shared: bool = False, reason: str = "", progress: Progress = silent
 ) -> Iterator[None]:
-    """Hold the lock of a file for the length of a `with` block, after every process that holds it now.
+    """Hold the lock of a file for the length of a `with` block; first wait until other processes release it.
 
     Args:
-        file: made if missing, as is its folder.
-        shared: whether others may hold it at the same time, if they share it too.
-        reason: why another process may hold it, for the progress of a lock that has to wait.
+        file: made if missing, with its folder.
+        shared: whether other processes that ask for a shared lock may hold it at the same time.
+        reason: why another process may hold the lock; `progress` shows it during the wait.
 
     Raises:
         FileLockError: the file system has no locks.
     """
     file.parent.mkdir(parents=True, exist_ok=True)
-    # NFS takes a shared lock on a readable file alone, and an exclusive one on a writable file alone.
+    # NFS grants a shared lock only on a file open for reading, an exclusive one only on a file open for writing.
     with file.open("a+b") as stream:
         if not take_lock(stream, file, shared=shared):
             progress(f"waiting: {reason}", 0, 0)
@@ -41,12 +41,12 @@ def hold_lock(
 
 
 def take_lock(stream: IO[Any], file: Path, *, shared: bool = False, wait: bool = False) -> bool:
-    """Lock an open file until it is closed; False where another process holds its lock.
+    """Lock an open file until it is closed; return False if another process holds the lock.
 
     Args:
-        stream: open for reading and writing.
-        file: its path, for the error.
-        wait: wait for that other process.
+        stream: the file, open for reading and writing.
+        file: path of `stream`, for the error message.
+        wait: whether to wait until the other process releases the lock.
 
     Raises:
         FileLockError: the file system has no locks.

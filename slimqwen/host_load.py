@@ -1,7 +1,7 @@
 """Load of the host: the share of the machine that other work takes during a measurement, and delays of event loops.
 
-A measurement times its requests in sections of a `Watch`, in the process that waits for them. `retry_until_idle`
-repeats a round on a host busier than `LIMITS`, once.
+A measurement times its requests in sections of a `Watch`, in the process that waits for the responses.
+`retry_until_idle` measures a round a second time if the host was busier than `LIMITS`.
 """
 
 import asyncio
@@ -19,7 +19,7 @@ from slimqwen.errors import SlimqwenError
 
 _ATTEMPTS = 2
 _LOOK_S, _IDLE_WITHIN_S = 1.0, 20.0
-"""Length of a look at a host before a round, and how long it may take to become idle, seconds."""
+"""Length of a check of the load before a round, and how long the host may take to become idle, seconds."""
 
 SERVER_DELAYS = "slimqwen:event_loop_delay_seconds"
 """Metric of a server: delays of timers in its event loop, seconds."""
@@ -34,7 +34,7 @@ class HostBusyError(SlimqwenError):
     """The host was too busy for a valid measurement of times.
 
     Attributes:
-        cause: how busy it was in the last attempt, in short.
+        cause: how busy the host was in the last attempt, in a few words.
     """
 
     cause = ""
@@ -42,7 +42,7 @@ class HostBusyError(SlimqwenError):
 
 @dataclass(frozen=True)
 class LoadLimits:
-    """Largest load of a host at which measured times are valid, in the terms of `HostLoad`."""
+    """Largest load of a host at which measured times are valid; the fields are those of `HostLoad`."""
 
     other_share: float
     client_delay_ms: float
@@ -54,27 +54,28 @@ LIMITS = LoadLimits(other_share=0.075, client_delay_ms=5.0, server_delay_ms=5.0)
 
 
 class HostLoad(BaseModel):
-    """Load of the host during the timed sections of a measurement: the highest of its rounds."""
+    """Load of the host during the timed sections of a round, or the highest load of all rounds of a measurement."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     seconds: float = Field(ge=0, description="Duration of the timed sections of all rounds.")
     other_share: float = Field(
         ge=0,
-        description="Share of the time of the CPUs that this process may use which other processes took, or a "
-        "hypervisor withheld.",
+        description="Share of CPU time that other processes took or a hypervisor withheld, over the CPUs that this "
+        "process may use.",
     )
     client_delay_ms: float | None = Field(
-        ge=0, description="Mean delay of a timer in the client's event loop; null without one."
+        ge=0,
+        description="Mean delay of a timer in the client's event loop; null for a client without event loop.",
     )
     server_delay_ms: float | None = Field(
-        ge=0, description="Mean delay of a timer in the server's event loop; null where it counts none."
+        ge=0, description="Mean delay of a timer in the server's event loop; null if the server reports none."
     )
     repeated: int = Field(default=0, ge=0, description="Rounds measured again because the host was too busy.")
     busy: bool = Field(default=False, description="The host was too busy, and --even-if-busy was given.")
 
     def excess(self) -> list[str]:
-        """What exceeds one of `LIMITS`, in words."""
+        """The figures that exceed their limit in `LIMITS`, each as a phrase of an error message."""
         reasons = []
         if self.other_share > LIMITS.other_share:
             reasons.append(
@@ -83,12 +84,12 @@ class HostLoad(BaseModel):
         for side in ("client", "server"):
             delay, limit = getattr(self, f"{side}_delay_ms"), getattr(LIMITS, f"{side}_delay_ms")
             if delay is not None and delay > limit:
-                reasons.append(f"the {side}'s event loop was {delay:.1f} ms late (limit {limit:g})")
+                reasons.append(f"the {side}'s event loop was {delay:.1f} ms late (limit {limit:g} ms)")
         return reasons
 
 
 def highest_load(rounds: Sequence[HostLoad]) -> HostLoad:
-    """The load of a run of several rounds: the highest of each figure."""
+    """The load of a run of several rounds: the highest share and delays, the sums of seconds and of repeated rounds."""
 
     def highest(name: str) -> float | None:
         return max((value for load in rounds if (value := getattr(load, name)) is not None), default=None)
@@ -106,14 +107,14 @@ def highest_load(rounds: Sequence[HostLoad]) -> HostLoad:
 def retry_until_idle(
     measure_round: Callable[["Watch"], Result], name: str, *, even_if_busy: bool = False
 ) -> tuple[Result, HostLoad]:
-    """Measure a round on an idle host, and once more if it was too busy meanwhile; return its result and the load.
+    """Measure a round on an idle host, and once more if the host was too busy meanwhile; return result and load.
 
-    A round takes minutes, so a host on which other work goes on is not measured at all.
+    A round takes minutes, so none begins while other work uses the host.
 
     Args:
-        measure_round: times its work in sections of the watch.
-        name: of the round in the message.
-        even_if_busy: accept the first result on a busy host too; its load is marked.
+        measure_round: measures the round, and times its work in sections of the `Watch` that it is given.
+        name: name of the round in error messages.
+        even_if_busy: whether to accept the first result even if the host is busy; `busy` then marks the load.
 
     Raises:
         HostBusyError: the host was too busy in both attempts, or did not become idle before one.
@@ -149,13 +150,13 @@ def _busy_error(fault: str, load: HostLoad, excess: str) -> HostBusyError:
         "(--even-if-busy writes a record that no comparison uses)"
     )
     error.cause = excess
-    if load.other_share > LIMITS.other_share:  # event loops are late because of them
+    if load.other_share > LIMITS.other_share:  # other processes are also why event loops were late
         error.cause = f"other processes used {100 * load.other_share:.0f} % of the CPU"
     return error
 
 
 async def timer_delays() -> AsyncIterator[float]:
-    """Delays of timers in the running event loop, seconds, without end."""
+    """Yield the delays of timers in the running event loop, seconds, without end."""
     loop = asyncio.get_running_loop()
     while True:
         due = loop.time() + TIMER_S
@@ -164,7 +165,7 @@ async def timer_delays() -> AsyncIterator[float]:
 
 
 class Watch:
-    """The load during the timed sections of a round."""
+    """Meter of the host's load during the timed sections of a round."""
 
     def __init__(self) -> None:
         self._seconds = self._cpu_s = self._others_s = 0.0
@@ -174,11 +175,11 @@ class Watch:
     def section(
         self, pid: int | None = None, counters: Callable[[], Mapping[str, float]] | None = None
     ) -> Iterator[None]:
-        """Time what a `with` block does.
+        """Add a timed section, which lasts as long as the `with` block.
 
         Args:
-            pid: process of a server that another process started; it and its children count as the measurement's own.
-            counters: reads the server's metrics, empty for a lost server; None without a server.
+            pid: process of a server that another process started; its process tree counts as the measurement's own.
+            counters: reads the metrics of the server by name, none if the server is gone; None without a server.
         """
         delays_before, before = _server_delays(counters), _Clocks.now(pid)
         yield
@@ -211,7 +212,7 @@ class Watch:
                 await task
 
     def load(self) -> HostLoad:
-        """Load over all sections so far."""
+        """The load over all sections so far."""
         return HostLoad(
             seconds=self._seconds,
             other_share=self._others_s / self._cpu_s if self._cpu_s else 0.0,
@@ -222,7 +223,7 @@ class Watch:
 
 @dataclass
 class _Delays:
-    """Delays of timers: their sum in seconds, their number."""
+    """Delays of timers: their sum in seconds, and their number."""
 
     total_s: float = 0.0
     count: float = 0.0
@@ -237,7 +238,7 @@ class _Delays:
 
 
 def _server_delays(counters: Callable[[], Mapping[str, float]] | None) -> _Delays:
-    """Delays of a server's timers since its start; 0 where it counts none."""
+    """Delays of a server's timers since the server started; zeros if the server reports none."""
     values = counters() if counters is not None else {}
     return _Delays(*(values.get(f"{SERVER_DELAYS}_{name}", 0.0) for name in ("sum", "count")))
 
@@ -273,7 +274,7 @@ class _Clocks:
 
 
 def _process_tree(pid: int | None) -> set[psutil.Process]:
-    """This process, a server's, and all processes below them."""
+    """This process, the server's process `pid`, and all processes below the two."""
     members: set[psutil.Process] = set()
     for root in {os.getpid(), pid or os.getpid()}:
         with contextlib.suppress(psutil.Error):

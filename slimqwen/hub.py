@@ -1,7 +1,7 @@
 """Files of hub repositories at one commit: checkpoints for weights/, data sets for suites.
 
-They arrive in .download-<name>/<commit>/ beside their destination, where an interrupted download continues, also within
-a file; they are compared with the hub's hashes and become visible by one rename.
+Files arrive in .download-<name>/<commit>/ beside their destination, where an interrupted download continues, even in
+the middle of a file. They are compared with the hub's hashes and become visible by one rename.
 """
 
 import contextlib
@@ -25,7 +25,7 @@ from slimqwen.progress import Progress, silent
 from slimqwen.variant import Variant, making_command
 
 _PATTERNS = ("*.safetensors", "*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken")
-"""Files of a checkpoint: a server never opens pickles, other engines' formats or pictures."""
+"""Files that are downloaded for a checkpoint; a server never opens pickles, other engines' formats or pictures."""
 
 _COMMIT = "[0-9a-f]" * 40
 
@@ -39,9 +39,9 @@ class Repository(NamedTuple):
 
     Attributes:
         name: owner/name.
-        revision: commit of 40 hexadecimal digits; None for that of an interrupted download, else the newest of main.
+        revision: commit of 40 hexadecimal digits; None: the commit of an interrupted download, else the newest of main.
         command: command that starts the download again, or continues it.
-        place: where name and revision are written down.
+        place: where the user wrote name and revision.
     """
 
     name: str
@@ -52,16 +52,16 @@ class Repository(NamedTuple):
 
 
 def download_checkpoint(variant: Variant, progress: Progress = silent) -> Manifest:
-    """Download the checkpoint that a variant, or the variant from which it inherits SOURCE, is a copy of.
+    """Download the checkpoint that SOURCE names in the config.env of a variant, or of the variant that it inherits.
 
-    An existing copy is checked in milliseconds, without asking the hub. HF_TOKEN in the environment gives access to
-    repositories that are not public.
+    A copy that is already here is checked in milliseconds, without asking the hub. HF_TOKEN in the environment gives
+    access to repositories that are not public.
 
     Returns:
-        The copy's manifest; `repository` and `revision` (the commit) are among its facts.
+        Manifest of the copy; its `facts` include `repository` and `revision` (the commit).
 
     Raises:
-        HubError: as `download_files`; or there is no SOURCE, or weights/<name> is something else.
+        HubError: as `download_files`; or there is no SOURCE, or weights/<name> is not a copy of it.
         CorruptCheckpointError: the files are as listed, but are not a checkpoint.
     """
     source, revision = variant.settings.get("SOURCE"), variant.settings.get("REVISION")
@@ -78,12 +78,13 @@ def download_checkpoint(variant: Variant, progress: Progress = silent) -> Manife
 
 
 def download_copy(repository: Repository, target: Path, progress: Progress = silent) -> Manifest:
-    """Download a checkpoint to a folder, or check the copy that is there; as `download_checkpoint` does."""
+    """Download a checkpoint to a folder, or check the copy that is already there, as `download_checkpoint` does."""
     if os.path.lexists(target):
         return _check_copy(target, repository, f"move {target} away and run {repository.command}")
     started = time.monotonic()
     with download_files(repository, target, _select_checkpoint, progress) as (folder, commit, files):
-        checkpoint.check_folder(folder, f"{repository.name} is so at {commit}; correct {repository.place}")
+        cure = f"{repository.name} has this fault at commit {commit}; correct {repository.place}"
+        checkpoint.check_folder(folder, cure)
         manifest = Manifest(
             stage="download",
             files=files,
@@ -102,7 +103,9 @@ def _check_copy(folder: Path, repository: Repository, cure: str) -> Manifest:
         raise HubError(f"{folder} was not downloaded by this command; {cure}")
     name, revision = manifest.facts["repository"], manifest.facts["revision"]
     if (name, revision) != (repository.name, repository.revision or revision):
-        raise HubError(f"{folder} is {name} at {revision}, not what {repository.place} ask for; {cure}")
+        raise HubError(
+            f"{folder} is a copy of {name} at {revision}, which contradicts {repository.place}; {cure}"
+        )
     checkpoint.check_folder(folder, cure)
     return manifest
 
@@ -121,10 +124,10 @@ def _select_checkpoint(names: Sequence[str]) -> list[str]:
 def download_files(
     repository: Repository, target: Path, select: Callable[[Sequence[str]], Sequence[str]], progress: Progress
 ) -> Iterator[tuple[Path, str, dict[str, FileRecord]]]:
-    """Download files of a repository; the `with` block may add others before their folder becomes `target`.
+    """Download files of a repository; the `with` block may add other files before the folder becomes `target`.
 
     Args:
-        target: does not exist.
+        target: path that the folder gets at the end of the block; nothing may be there yet.
         select: paths in the repository -> the paths to download.
         progress: receives (activity, done, total) in bytes.
 
@@ -132,8 +135,8 @@ def download_files(
         The folder, the commit, and the downloaded files by their paths in the folder.
 
     Raises:
-        HubError: as `explained_errors`; or the disk is too small, another process is downloading, or files are not as
-            listed (those are deleted).
+        HubError: as `explained_errors`; or the disk is too small, another process is downloading to `target`, or a
+            file differs from the hub's listing (the file is deleted).
     """
     from huggingface_hub.utils.sha import git_hash
 
@@ -145,7 +148,9 @@ def download_files(
     folder.mkdir(parents=True, exist_ok=True)
     with (staging / "lock").open("a+b") as lock:
         if not take_lock(lock, staging / "lock") or os.path.lexists(target):
-            raise HubError(f"another process is downloading {target}; wait for its end")
+            raise HubError(
+                f"another process is downloading {target}; wait until it ends, then run {repository.command} again"
+            )
         for other in staging.glob(_COMMIT):
             if other != folder:
                 shutil.rmtree(other)
@@ -157,7 +162,7 @@ def download_files(
             if found != (file.lfs.sha256 if is_lfs else file.blob_id):
                 path.unlink()
                 raise HubError(
-                    f"{path} differed from the hub's and was deleted; run {repository.command} again"
+                    f"{path} differed from the hub's file and was deleted; run {repository.command} again"
                 )
         yield folder, commit, records
         for path in (*folder.rglob("*"), folder):
@@ -168,7 +173,7 @@ def download_files(
 
 
 def _list_files(repository: Repository, revision: str | None) -> tuple[str, dict[str, Any]]:
-    """The commit and its files by path, from a single response of the hub, so that they agree."""
+    """The commit and the hub's entries of its files by path, from a single response so that both agree."""
     from huggingface_hub import HfApi
 
     with explained_errors(repository):
@@ -181,7 +186,7 @@ def _list_files(repository: Repository, revision: str | None) -> tuple[str, dict
 def _fetch_files(
     repository: Repository, commit: str, files: Sequence[Any], folder: Path, progress: Progress
 ) -> None:
-    """Download every file, continuing at its present length."""
+    """Download every file; a partial one continues at its present length."""
     from huggingface_hub import hf_hub_url
     from huggingface_hub.file_download import http_get
     from huggingface_hub.utils import build_hf_headers
@@ -216,7 +221,7 @@ def _fetch_files(
 
 
 class _Bar(contextlib.AbstractContextManager["_Bar"]):
-    """Stands in for a progress bar of the hub's client: passes on the bytes that arrive."""
+    """Replacement for the progress bar of the hub's client, which reports the number of bytes that arrive."""
 
     def __init__(self, report: Callable[[int], None], **_: object) -> None:
         self.update = report
@@ -236,7 +241,7 @@ def explained_errors(repository: Repository) -> Iterator[None]:
     from huggingface_hub import constants, errors
 
     name, hub, command = repository.name, constants.ENDPOINT, repository.command
-    token = f"put a token that may read it into the environment's HF_TOKEN and run {command}"
+    token = f"set HF_TOKEN in the environment to a token that may read it and run {command}"
     try:
         yield
     except errors.OfflineModeIsEnabled:
@@ -249,7 +254,8 @@ def explained_errors(repository: Repository) -> Iterator[None]:
         revision = repository.revision or "main"
         message = f"{hub} has no {name} at {revision}, or hides it; correct {repository.place}, or {token}"
     except errors.HfHubHTTPError as error:
-        message = f"{hub} answers {error.response.status_code} for {name}; run {command} later, it continues"
+        status = error.response.status_code
+        message = f"{hub} answers {status} for {name}; run {command} later, which continues the download"
     except (OSError, httpx.HTTPError, httpx.InvalidURL) as error:
         message = (
             f"{name}: {one_line(error)}; check network, HTTPS_PROXY, HF_ENDPOINT and disk, then run {command}"

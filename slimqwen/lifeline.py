@@ -1,8 +1,8 @@
-"""End a process together with the process that it works for, however that ends.
+"""End a process when the process that it works for ends, even by SIGKILL.
 
-A lifeline is a pipe or socket whose other end that process alone holds. The kernel closes the other end with its
-holder, after SIGKILL too, and a thread here sees it. Nothing depends on a signal, so one to a process group, which
-ends some processes before others, leaves none behind.
+A lifeline is a pipe or socket whose other end is held only by the process that this one works for. The kernel closes
+that end with its holder, and a thread here notices. No signal is needed, so a signal to a process group, which ends
+some processes before others, leaves no process behind.
 """
 
 import functools
@@ -14,7 +14,7 @@ from collections.abc import Callable
 from multiprocessing import util
 
 VARIABLE = "SLIMQWEN_LIFELINE"
-"""Environment variable with the number of a server's inherited descriptor."""
+"""Environment variable in which a server finds the number of the lifeline's descriptor that it inherited."""
 
 
 def _exit() -> None:
@@ -22,7 +22,7 @@ def _exit() -> None:
 
 
 def watch(*descriptors: int, end: Callable[[], object] = _exit) -> None:
-    """Call a function in a thread as soon as the other end of one of the descriptors is closed. Nothing is read."""
+    """Call `end` in a thread as soon as the other end of a descriptor is closed; nothing is read from it."""
     closed = select.poll()
     for descriptor in descriptors:
         closed.register(descriptor, select.POLLRDHUP)  # POLLHUP, which a pipe reports, needs no registration
@@ -36,12 +36,14 @@ def watch(*descriptors: int, end: Callable[[], object] = _exit) -> None:
 
 @functools.cache
 def end_with_parent() -> None:
-    """End this process with its parent if `multiprocessing` started it, and the processes that it starts with this one.
+    """End this process when the parent that started it by `multiprocessing` ends; its forks do the same with theirs.
 
-    vLLM's engine outlives a killed API server, and keeps its own memory and a GPU's.
+    Otherwise vLLM's engine would outlive a killed API server, and keep host memory and a GPU's.
     """
     _watch_parent()
-    util.register_after_fork(watch, _watch_parent)  # held weakly, so an object that stays
+    util.register_after_fork(
+        watch, _watch_parent
+    )  # keeps its first argument weakly, so one that is never deleted
 
 
 def _watch_parent(_: object = None) -> None:

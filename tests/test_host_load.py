@@ -87,8 +87,8 @@ def test_a_blocked_event_loop_of_the_client_is_late() -> None:
     ("changed", "reason"),
     [
         ({"other_share": 0.715}, r"other processes used 71\.5 % CPU \(limit 10\.0 %\)"),
-        ({"client_delay_ms": 6.0}, r"the client's event loop was 6\.0 ms late \(limit 5\)"),
-        ({"server_delay_ms": 7.5}, r"the server's event loop was 7\.5 ms late \(limit 5\)"),
+        ({"client_delay_ms": 6.0}, r"the client's event loop was 6\.0 ms late \(limit 5 ms\)"),
+        ({"server_delay_ms": 7.5}, r"the server's event loop was 7\.5 ms late \(limit 5 ms\)"),
     ],
 )
 @pytest.mark.usefixtures("limits")

@@ -127,7 +127,9 @@ def test_a_second_run_asks_nobody(served: Hub, copy: variant.Variant) -> None:
 def test_the_pinned_commit_is_the_one_fetched(served: Hub, copy: variant.Variant, tmp_path: Path) -> None:
     hub.download_checkpoint(pinned(tmp_path, COMMIT))
     assert all(COMMIT in path for _, path, _ in served.requests)
-    message = rf"weights/base is owner/name at {COMMIT}, not what SOURCE and REVISION at .*config.env:2 ask for; move"
+    message = (
+        rf"is a copy of owner/name at {COMMIT}, which contradicts SOURCE and REVISION at .*config.env:2; move"
+    )
     refuse(pinned(tmp_path, OTHER), message)
 
 
@@ -177,7 +179,7 @@ def test_a_flipped_bit_is_refused_and_only_its_file_fetched_again(
     served: Hub, copy: variant.Variant, tmp_path: Path, name: str
 ) -> None:
     served.flipped = name
-    refuse(copy, f"{name} differed from the hub's and was deleted; run `make download VARIANT=base`")
+    refuse(copy, f"{name} differed from the hub's file and was deleted; run `make download VARIANT=base`")
     served.flipped = ""
     served.requests.clear()
 
@@ -189,10 +191,18 @@ def test_a_repository_that_is_no_checkpoint_is_not_published(
     served: Hub, copy: variant.Variant, tmp_path: Path
 ) -> None:
     (served.folder / "tokenizer.json").unlink()
-    refuse(copy, r"tokenizer.json is missing; owner/name is so at .*config.env:2", CorruptCheckpointError)
+    refuse(
+        copy,
+        r"tokenizer.json is missing; owner/name has this fault at .*config.env:2",
+        CorruptCheckpointError,
+    )
     (served.folder / "model.safetensors").unlink()
     served.commit = OTHER
-    refuse(pinned(tmp_path, OTHER), r"has no .safetensors file; owner/name is so at", CorruptCheckpointError)
+    refuse(
+        pinned(tmp_path, OTHER),
+        r"has no .safetensors file; owner/name has this fault at",
+        CorruptCheckpointError,
+    )
     assert not (tmp_path / "weights/base").exists()
 
 

@@ -5,5 +5,5 @@
     memory.py     weights, cache and activations of a server on one GPU, and its roofline
     tables.py     the verdict, the steps on one GPU, the table over GPUs
 
-`slimqwen plan` refines it with vLLM's own code where the CUDA environment is installed; bytes and blocks agree.
+`slimqwen plan` refines the result with vLLM's own code where the CUDA environment is installed; bytes and blocks agree.
 """

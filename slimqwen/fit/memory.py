@@ -1,7 +1,7 @@
-"""A server on one GPU, or several of a kind: its weights, cache and activations, and how fast it could be.
+"""A server on one GPU, or on several of one kind: its weights, cache and activations, and how fast it could be.
 
-Of a GPU's memory vLLM takes --gpu-memory-utilization; weights and an assumed overhead for activations, CUDA context
-and graphs come off, the rest becomes blocks of KV cache and states (`roofline.architecture.CacheLayout`).
+vLLM takes the share --gpu-memory-utilization of a GPU's memory. What weights and an assumed overhead (activations, CUDA
+context, graphs) leave of that becomes blocks of KV cache and states (`roofline.architecture.CacheLayout`).
 """
 
 import json
@@ -22,13 +22,13 @@ from slimqwen.roofline.architecture import MEMORY_UTILIZATION, Model, lay_out_ca
 from slimqwen.roofline.gpu import GpuSheet
 
 DRAFT_DEPTH, SEQUENCES, UTILIZATION, BATCHED_TOKENS = 4, 1, 0.90, 2048
-"""Of a server that is not described by a variant; the flags of qwen3.5-4b-best but for its sequences."""
+"""Settings of a server that no variant describes: the flags of qwen3.5-4b-best, except the number of sequences."""
 
 CONTEXT_LEN = 32_768
-"""Context of such a server, or the model's own where that is shorter."""
+"""Context of a server that no variant describes, tokens; the model's longest where that is shorter."""
 
 SPEED_CONTEXT_LEN = 2048
-"""Cached tokens of the sequence whose speed is bounded."""
+"""Cached tokens of the one sequence whose speed is given."""
 
 
 class FitError(SlimqwenError):
@@ -37,17 +37,17 @@ class FitError(SlimqwenError):
 
 @dataclass(frozen=True)
 class ServerSettings:
-    """What the flags of a server decide.
+    """The settings that the flags of a server decide.
 
     Attributes:
-        context_len: longest request, tokens.
-        sequences: requests at a time.
-        depth: drafted tokens of a step (K); 0 without drafts.
-        dtype, kv_cache_dtype, state_dtype: as vLLM's flags spell them; auto: as config.json says.
+        context_len: prompt and output tokens of the longest request.
+        sequences: number of requests that are served at a time.
+        depth: drafted tokens per step (K); 0 without drafts.
+        dtype, kv_cache_dtype, state_dtype: as vLLM's flags spell them; `auto` is what config.json says.
         utilization: share of the GPU's memory that vLLM may use.
         prefix_caching: whether blocks are kept for later requests.
-        batched_tokens: most tokens of a step.
-        gpus: of one kind that share the model (tensor parallel).
+        batched_tokens: largest number of tokens in a step.
+        gpus: number of GPUs, of one kind, that share the model (tensor parallel).
     """
 
     context_len: int
@@ -63,10 +63,14 @@ class ServerSettings:
 
     @classmethod
     def of(cls, subject: Subject, context_len: int | None, sequences: int | None) -> Self:
-        """Those of a variant's config.env, or of the server that this project would begin with.
+        """The settings that a variant's config.env gives, or those that this project would begin with.
+
+        Args:
+            context_len, sequences: replace the subject's own settings; None keeps them.
 
         Raises:
-            FitError: heads that the GPUs cannot share, a length that the model was not made for, or no number.
+            FitError: the GPUs cannot share the heads, the model was not made for `context_len`, or a setting that has
+                to be a number is none.
         """
         flags = {key.removeprefix("VLLM_").lower(): value for key, value in subject.settings.items()}
 
@@ -76,11 +80,11 @@ class ServerSettings:
             except ValueError:
                 line = f"VLLM_{key.upper()}={flags[key]}"
                 raise FitError(
-                    f"{subject.name}: {line} is no whole number here; write it with digits"
+                    f"{subject.name}: {line} has to be a whole number in digits, without a unit"
                 ) from None
 
         native = int(subject.text.get("max_position_embeddings", CONTEXT_LEN))
-        # What a config.env leaves out has vLLM's own default.
+        # Settings that a variant's config.env leaves out have vLLM's own defaults.
         depth, utilization, prefix_caching, longest = DRAFT_DEPTH, UTILIZATION, "0", min(native, CONTEXT_LEN)
         if subject.variant:
             drafts = json.loads(flags.get("speculative_config", "{}"))
@@ -89,11 +93,13 @@ class ServerSettings:
         length = context_len or number("max_model_len", longest)
         if not 1 <= length <= native:
             raise FitError(
-                f"{subject.name} was made for 1 to {native:,} tokens, not {length:,}; correct --context"
+                f"{subject.name} was made for contexts of 1 to {native:,} tokens, not {length:,}; correct --context"
             )
         gpus = number("tensor_parallel_size", 1)
         if heads := unshared_heads(subject.text, gpus):
-            raise FitError(f"{gpus} GPUs cannot share {heads}; set VLLM_TENSOR_PARALLEL_SIZE to a divisor")
+            raise FitError(
+                f"{gpus} GPUs cannot share {heads} evenly; set VLLM_TENSOR_PARALLEL_SIZE to a divisor of that number"
+            )
         return cls(
             context_len=length,
             sequences=sequences or number("max_num_seqs", SEQUENCES),
@@ -110,21 +116,21 @@ class ServerSettings:
 
 @dataclass(frozen=True)
 class Fit:
-    """A checkpoint on a GPU.
+    """How a checkpoint fits on a GPU, or on several that share it.
 
     Attributes:
-        optimisation: the last one of the checkpoint.
-        weight_bytes: kind -> bytes on disk.
-        resident_bytes: weights in the memory of one GPU.
-        cache_bytes: memory that is left for blocks; negative where not even the weights fit.
-        sequence_bytes: of one sequence of full length.
-        state_bytes, token_bytes: of a sequence whatever its length, and more for each token.
-        missing_bytes: what all sequences of full length need beyond that; negative: what is left.
-        kv_tokens: tokens that the blocks hold in sequences of full length.
-        full_sequences: sequences of full length that they hold.
+        optimisation: the optimisation that the checkpoint got last.
+        weight_bytes: kind of weights -> bytes on disk.
+        resident_bytes: bytes of weights in the memory of one GPU.
+        cache_bytes: bytes that are left for blocks; negative where not even the weights fit.
+        sequence_bytes: bytes of the blocks of one sequence of full length.
+        state_bytes, token_bytes: bytes that a sequence takes for its states, and bytes for each of its tokens.
+        missing_bytes: bytes that all sequences of full length need beyond `cache_bytes`; negative if some are left.
+        full_sequences: number of sequences of full length that the blocks hold.
+        kv_tokens: tokens of these sequences.
         tokens_per_second: roofline of one sequence without drafts.
-        drafted: roofline with drafts at the published acceptance length; None without drafts.
-        break_even: acceptance length from which drafts pay.
+        drafted: the same with drafts, at the published acceptance length; None without drafts or such a length.
+        break_even: acceptance length from which drafts pay; None without drafts.
     """
 
     optimisation: str
@@ -143,17 +149,17 @@ class Fit:
 
     @property
     def fits(self) -> bool:
-        """Whether all sequences fit at full length."""
+        """Whether all sequences fit at full length together."""
         return self.missing_bytes <= 0
 
 
 @dataclass(frozen=True)
 class Sized:
-    """A checkpoint's sizes, the same on every GPU.
+    """The sizes of a checkpoint, which are the same on every kind of GPU.
 
     Attributes:
-        weight_bytes: kind -> bytes on disk.
-        model: what one of the server's GPUs holds and computes.
+        weight_bytes: kind of weights -> bytes on disk.
+        model: the part of the model that one GPU of the server holds and computes.
     """
 
     optimisation: str
@@ -162,7 +168,7 @@ class Sized:
 
 
 def size_checkpoint(step: Optimised, settings: ServerSettings) -> Sized:
-    """Bytes and FLOPs of a checkpoint as a server loads it; a RooflineError for a dtype that is not known."""
+    """Count bytes and FLOPs of a checkpoint as a server loads it; raises a RooflineError for an unknown dtype."""
     sizes: dict[str, int] = defaultdict(int)
     outline = step.outline
     for name, info in outline.tensors.items():
@@ -179,12 +185,12 @@ def size_checkpoint(step: Optimised, settings: ServerSettings) -> Sized:
 def fit_checkpoint(
     sized: Sized, settings: ServerSettings, sheet: GpuSheet, gpu: GpuModel, acceptance_length: float | None
 ) -> Fit:
-    """Lay a server out on a GPU.
+    """Lay out the memory of a server on a GPU, and bound its speed.
 
     Args:
-        sheet: its data sheet.
+        sheet: data sheet of the GPU.
         gpu: the same GPU as its driver describes it.
-        acceptance_length: output tokens of a step with drafts; None where nothing is published.
+        acceptance_length: output tokens per step with drafts; None where no figure is published.
     """
     model, depth = sized.model, settings.depth
     resident = model.resident_bytes(depth)
@@ -212,7 +218,7 @@ def fit_checkpoint(
 
 
 def _share_of_one_gpu(model: Model, gpus: int, text: Mapping[str, Any]) -> Model:
-    """What one of several GPUs holds and computes; norms, which each has whole, are too small to count."""
+    """The part of a model that one of `gpus` GPUs holds and computes; whole copies of small norms are not counted."""
     if gpus == 1:
         return model
 
@@ -241,9 +247,10 @@ def _share_of_one_gpu(model: Model, gpus: int, text: Mapping[str, Any]) -> Model
 
 
 def estimate_activations(subject: Subject, settings: ServerSettings) -> int:
-    """Bytes of the largest step that vLLM profiles: one layer's inputs and products in 16 bits, and logits in 32.
+    """Bytes that the largest step, the one that vLLM profiles, takes on each GPU.
 
-    Sampling copies the logits once. It is a part of the overhead that is set aside.
+    These are one layer's inputs and products in 16 bits, and the logits in 32 bits twice, because sampling copies them.
+    The bytes are a part of the overhead that is set aside.
     """
     text = subject.text
     widest = max(

@@ -13,7 +13,7 @@ from slimqwen.roofline.architecture import shape_tensors
 
 _FOUR_BITS = Packing(bits=4, group_size=32)
 _VOCABULARY, _DRAFT_VOCABULARY = 65_536, 32_768
-"""Rows that the recipe of qwen3.5-4b-best keeps."""
+"""Rows of embedding and output head, and of the draft head, that the recipe of qwen3.5-4b-best keeps."""
 
 
 @dataclass(frozen=True)
@@ -25,9 +25,10 @@ class Optimised:
 
 
 def list_optimised(subject: Subject) -> list[Optimised]:
-    """The checkpoint as stored, then with one optimisation after the other; those that it has already are left out.
+    """The checkpoint as stored, then with one more optimisation each; optimisations that it has already are left out.
 
-    In a format other than compressed-tensors no further linears can be packed.
+    No 4-bit steps for a checkpoint that is quantised in another format than compressed-tensors: its linears cannot be
+    packed.
     """
     stored = Outline(subject.name, Path(), subject.config, shape_tensors(subject.tensors))
     steps = [Optimised("as stored", stored)]
@@ -43,7 +44,7 @@ def list_optimised(subject: Subject) -> list[Optimised]:
         add("4-bit head", _packed("lm_head"))
         add("4-bit MTP", _packed("mtp"))
     rows = int(subject.text["vocab_size"])
-    # vLLM builds the MTP head of a mixture by a class of its own, which has no draft vocabulary.
+    # vLLM builds the MTP head of a mixture of experts by a class of its own, which has no draft vocabulary.
     if subject.has_mtp and not subject.family.has_experts and rows > 2 * _DRAFT_VOCABULARY:
         add("32k drafted", lambda outline: outline.with_draft_vocabulary(_DRAFT_VOCABULARY))
     if rows > 2 * _VOCABULARY:
@@ -52,12 +53,12 @@ def list_optimised(subject: Subject) -> list[Optimised]:
 
 
 def _packed(*kinds: str) -> Callable[[Outline], Outline]:
-    """A change that packs the linears of these kinds that are in 16 bits."""
+    """A change of an outline that packs its 16-bit linears of these kinds to 4 bits."""
 
     def pack(outline: Outline) -> Outline:
         found = [kind for kind in kinds if packing.linears(outline.tensors, kind)]
         if "lm_head" in kinds and not any(name.startswith("lm_head.") for name in outline.tensors):
-            found = ["lm_head"]  # tied: it gets tensors of its own
+            found = ["lm_head"]  # a tied head gets tensors of its own
         return outline.with_packing(dict.fromkeys(found, _FOUR_BITS)) if found else outline
 
     return pack

@@ -1,4 +1,4 @@
-"""What the MODEL of `slimqwen fit` names: its config.json and its tensors, without their content."""
+"""The checkpoint that the MODEL of `slimqwen fit` names: config.json and tensors, without the tensors' content."""
 
 import re
 import tempfile
@@ -32,7 +32,7 @@ _EXPERT = re.compile(r"\.experts\.\d+\.")
 
 
 class SubjectError(SlimqwenError):
-    """A MODEL that names nothing."""
+    """The MODEL names no checkpoint."""
 
 
 @dataclass(frozen=True)
@@ -40,15 +40,15 @@ class Subject:
     """A checkpoint that need not be on this machine.
 
     Attributes:
-        name: as in messages.
+        name: name in messages.
         source: where the dimensions come from.
-        config: config.json.
-        tensors: of the language model and its MTP head, as stored; the first expert of a layer stands for all.
-        other_names: names of tensors that are known beside those, of a vision tower or renamed; None where no list of
-            tensors was at hand.
-        other_bytes: bytes of those.
-        settings: lines of a variant's config.env by key.
-        variant: the variant, where MODEL names one.
+        config: content of config.json.
+        tensors: tensors of the language model and its MTP head, as stored; the first expert of a layer stands for all.
+        other_names: names of all other tensors, such as a vision tower's or renamed ones; None where only config.json
+            was at hand.
+        other_bytes: bytes of the other tensors.
+        settings: lines of a variant's config.env by key; empty without a variant.
+        variant: the variant, if MODEL names one.
     """
 
     name: str
@@ -62,7 +62,7 @@ class Subject:
 
     @property
     def family(self) -> Family:
-        """Its family."""
+        """The model family of the checkpoint."""
         return find_family(self.config)
 
     @property
@@ -72,11 +72,11 @@ class Subject:
 
     @property
     def has_mtp(self) -> bool:
-        """Whether it can draft with an MTP head of its own."""
+        """Whether the checkpoint can draft with an MTP head of its own."""
         return "mtp.norm.weight" in self.tensors and bool(self.text.get("mtp_num_hidden_layers"))
 
     def describe_mtp(self) -> str:
-        """The state of the MTP head: what users ask before they download."""
+        """The state of the MTP head in a few words."""
         promised = self.text.get("mtp_num_hidden_layers")
         renamed = sorted(name for name in self.other_names or () if "mtp" in name.split("."))
         if self.has_mtp:
@@ -84,11 +84,11 @@ class Subject:
             form = "quantised" if parts & set(_QUANTISED_PARTS) else "16 bits"
             return f"present, {form}" + ("" if self.other_names is not None else ", by config.json alone")
         if renamed:
-            return f"renamed ({renamed[0]}): vLLM does not find it"
-        return "lost: config.json promises one, the checkpoint has none" if promised else "none"
+            return f"renamed ({renamed[0]}), so vLLM does not find it"
+        return "lost: config.json promises an MTP head, the checkpoint has none" if promised else "none"
 
     def describe_format(self) -> tuple[str, str]:
-        """The format of the weights, and which stages of a recipe take it."""
+        """The format of the weights, and which stages of a recipe can work with it, each in a few words."""
         form = quantisation(self.config)
         method = form.get("quant_method")
         if not form:
@@ -97,17 +97,18 @@ class Subject:
         if method == "compressed-tensors":
             weights = [group["weights"] for group in form["config_groups"].values() if group.get("weights")]
             widths = ", ".join(dict.fromkeys(f"{each['num_bits']}-bit {each['type']}" for each in weights))
-            return f"compressed-tensors, {widths}", "all but calibrate of what is packed"
+            return f"compressed-tensors, {widths}", "all (but calibrate only on what is not packed)"
         return str(method), _LAYERS_ALONE
 
 
 def find_subject(model: str, root: Path) -> Subject:
-    """What a MODEL names, looked up in this order: variant, folder or config.json, shape of eval/shapes, hub.
+    """The checkpoint that MODEL names: a variant, else a folder or config.json, a shape of eval/shapes, a repository.
 
     Raises:
-        SubjectError: it names nothing.
-        HubError: the hub cannot be reached, hides the repository, or it has no safetensors checkpoint.
-        FamilyError, UnsupportedFormatError, CorruptCheckpointError, ShapeError, ConfigError: as of what it names.
+        SubjectError: `model` names no checkpoint.
+        HubError: the hub cannot be reached, hides the repository, or the repository has no safetensors checkpoint.
+        FamilyError, UnsupportedFormatError, CorruptCheckpointError, ShapeError, ConfigError: as raised when the
+            variant, folder or shape is read.
     """
     path = Path(model)
     if model in variants.names(root):
@@ -123,7 +124,7 @@ def find_subject(model: str, root: Path) -> Subject:
         return _of_hub(model)
     known = ", ".join(sorted(file.stem for file in (root / shapes.FOLDER).glob("*.json")))
     raise SubjectError(
-        f"{model} is no variant, folder, config.json, owner/name of the hub or shape; the shapes are {known}"
+        f"{model} is not a variant, folder, config.json, owner/name on the hub, or shape; the shapes are {known}"
     )
 
 
@@ -156,13 +157,13 @@ def _of_folder(folder: Path, name: str) -> Subject:
 
 
 def _is_other(tensor: str) -> bool:
-    """Whether no text server loads a tensor: a vision tower, or an MTP head under a name that vLLM does not know."""
+    """Whether a tensor is none that a text server loads: of a vision tower, or of an MTP head that vLLM cannot find."""
     parts = tensor.split(".")
     return "visual" in parts or ("mtp" in parts and parts[0] != "mtp")
 
 
 def _of_hub(name: str) -> Subject:
-    """A repository of the hub, of which only config.json and the safetensors index are fetched."""
+    """The checkpoint of a hub repository; only config.json and the safetensors index are fetched."""
     config, index = _fetch_descriptions(name)
     names = frozenset(index["weight_map"]) if index else None
     tensors = published_tensors(config, names)
@@ -175,7 +176,7 @@ def _of_hub(name: str) -> Subject:
 
 
 def _fetch_descriptions(name: str) -> tuple[dict[str, Any], dict[str, Any] | None]:
-    """config.json and the safetensors index of a repository, which has none where it has one file of weights."""
+    """config.json and the safetensors index of a repository; None for the index if all weights are in one file."""
     repository = Repository(name, "model", None, f"`slimqwen fit {name}`", "the name")
     with tempfile.TemporaryDirectory() as folder:
         target = Path(folder) / "checkpoint"

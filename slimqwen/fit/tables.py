@@ -26,13 +26,13 @@ _GB = 1e9
 _FIRST_BFLOAT16 = (8, 0)
 
 SHAPES_CONTEXT_LEN = 8192
-"""Context of the table of all shapes."""
+"""Context of the table of all shapes, tokens."""
 
 
 def fit_on_gpus(
     subject: Subject, settings: ServerSettings, gpus: Iterable[str], root: Path
 ) -> dict[str, list[Fit]]:
-    """A checkpoint and its optimised forms on GPUs of eval/devices.yaml, by their names there."""
+    """How a checkpoint and its optimised forms fit, by the name of the GPU in eval/devices.yaml."""
     sheets, models = read_gpus(root), read_gpu_models(root)
     length = subject.family.acceptance_lengths.get(settings.depth)
     sized = [size_checkpoint(step, settings) for step in list_optimised(subject)]
@@ -43,7 +43,7 @@ def fit_on_gpus(
 
 
 def give_verdict(subject: Subject, settings: ServerSettings, gpu: str, fits: Sequence[Fit]) -> str:
-    """One line: whether it fits as stored, by how much, and which optimisation makes it fit."""
+    """One line: whether the checkpoint fits as stored, by how much, and which optimisations make it fit."""
     requests = f"{settings.sequences} x {settings.context_len:,} tokens"
     where = f"{subject.name} with {requests} on {settings.gpus if settings.gpus > 1 else 'one'} {gpu}"
     first = fits[0]
@@ -81,11 +81,11 @@ def steps_table(subject: Subject, settings: ServerSettings, gpu: str, fits: Sequ
 
 
 def list_notes(subject: Subject, settings: ServerSettings, gpu: str, fit: Fit, root: Path) -> Iterator[str]:
-    """What else a server on that GPU has to know, a line each; `fit` is that of the stored checkpoint."""
+    """Yield, a line each, what else to know about a server on the GPU; `fit` is that of the checkpoint as stored."""
     model = read_gpu_models(root)[gpu]
     states = f"{fit.state_bytes / _GB:.2f} GB of states and " if fit.state_bytes else ""
     yield (
-        f"One sequence: {states}{fit.token_bytes / 1024:.0f} KiB a token, {fit.sequence_bytes / _GB:.2f} GB in all; "
+        f"One sequence: {states}{fit.token_bytes / 1024:.0f} KiB per token, {fit.sequence_bytes / _GB:.2f} GB in all; "
         f"vLLM may use {settings.utilization:.0%} of {model.memory_gib:g} GiB."
     )
     yield (
@@ -93,7 +93,7 @@ def list_notes(subject: Subject, settings: ServerSettings, gpu: str, fit: Fit, r
         f"{settings.batched_tokens:,} tokens takes about {estimate_activations(subject, settings) / _GB:.2f} GB."
     )
     form, stages = subject.describe_format()
-    yield f"Format: {form}; stages that take it: {stages}. MTP head: {subject.describe_mtp()}."
+    yield f"Format: {form}; stages that support it: {stages}. MTP head: {subject.describe_mtp()}."
     if subject.other_bytes:
         yield f"Not loaded by a text server: {subject.other_bytes / _GB:.2f} GB, such as a vision tower."
     lengths = subject.family.acceptance_lengths
@@ -110,12 +110,12 @@ def list_notes(subject: Subject, settings: ServerSettings, gpu: str, fit: Fit, r
 def _list_trouble(
     subject: Subject, settings: ServerSettings, gpu: str, model: GpuModel, root: Path
 ) -> Iterator[str]:
-    """Known trouble by a recorded plan of the variant, else by the facts that config.env alone decides."""
+    """Known trouble, a line each, found in a recorded plan of the variant, else in the facts that settings decide."""
     dtype = str(subject.text.get("dtype", "bfloat16")) if settings.dtype == "auto" else settings.dtype
     if model.capability < _FIRST_BFLOAT16 and dtype == "bfloat16":
         yield (
             f"Known trouble (dies): vLLM refuses bfloat16 below compute capability 8.0, {gpu} has "
-            f"{model.compute_capability}; VLLM_DTYPE=float16."
+            f"{model.compute_capability}; set VLLM_DTYPE=float16."
         )
     recorded = find_gpu_plan(root, subject.variant.name, gpu) if subject.variant else None
     plan = recorded or _plan_by_settings(subject, settings, gpu, dtype)
@@ -124,7 +124,7 @@ def _list_trouble(
 
 
 def _plan_by_settings(subject: Subject, settings: ServerSettings, gpu: str, dtype: str) -> Plan:
-    """A plan with the facts that need no vLLM; a condition on any other fact does not hold for it."""
+    """A plan with only the facts that are known without vLLM; conditions on any other fact do not hold for it."""
     hybrid = LINEAR_ATTENTION in subject.family.linears
     lines = {
         "cudagraph-capture-sizes": "VLLM_CUDAGRAPH_CAPTURE_SIZES",
@@ -148,7 +148,7 @@ def _plan_by_settings(subject: Subject, settings: ServerSettings, gpu: str, dtyp
 
 
 def suggest_start(subject: Subject, root: Path) -> str:
-    """The variant to start from, and the command."""
+    """One line: the variant to start from, and the command for it."""
     name = subject.name.rpartition("/")[2].lower()
     best = [each for each in variants.names(root) if each.endswith("-best")]
     made_from_it = (each for each in best if variants.load(each, root).baseline == name)
@@ -158,15 +158,15 @@ def suggest_start(subject: Subject, root: Path) -> str:
         made = "recipe run" if subject.variant.recipe else "download"
         verb = "serve" if subject.variant.weights.is_dir() else made
         return f"Start from {subject.name}: `slimqwen {verb} --variant {subject.name}`"
-    # The source of a committed shape begins with its repository.
+    # The `source` of a committed shape begins with the name of its repository.
     checkpoint = subject.name if "/" in subject.name else re.split("[,: ]", subject.source)[0]
     flags = "qwen3.5-4b-best" if subject.has_mtp else "qwen3.5-4b"
     command = f"slimqwen variant new --name mine --checkpoint {checkpoint.removesuffix('/config.json')}"
-    return f"Start from its own baseline: `{command}`; flags for a GPU are in experiments/{flags}/config.env"
+    return f"Start from a new baseline: `{command}`; flags for a GPU are in experiments/{flags}/config.env"
 
 
 def gpus_table(subject: Subject, settings: ServerSettings, root: Path) -> Table:
-    """The checkpoint on every GPU: as stored, and with the first optimisations that make it fit."""
+    """The checkpoint on every GPU: as stored, and with as few optimisations as make it fit."""
     models = read_gpu_models(root)
     rows = fit_on_gpus(subject, settings, models, root)
 
@@ -194,7 +194,7 @@ def _margin(fit: Fit) -> str:
 
 
 def shapes_table(root: Path) -> Table:
-    """Every committed shape of 16 bits on every GPU: the roofline of the first form that fits."""
+    """The roofline of every committed 16-bit shape on every GPU, of the first optimised form that fits."""
     models = read_gpu_models(root)
     names = sorted(file.stem for file in (root / FOLDER).glob("*.json") if '"config"' in file.read_text())
     cells: dict[str, Mapping[str, str]] = {}
@@ -210,12 +210,12 @@ def shapes_table(root: Path) -> Table:
     for name in names:
         columns[name] = lambda gpu, name=name: cells[name][gpu]  # type: ignore[misc]
     return Table.from_rows(
-        "Tokens a second at the roofline of one sequence, by GPU and shape",
+        "Tokens per second at the roofline of one sequence, by GPU and shape",
         models,
         columns,
-        f"Without drafts, of the first form that fits with {SHAPES_CONTEXT_LEN:,} tokens: no mark: as stored in 16 "
-        "bits; a: 4-bit MLPs or experts; b: and 4-bit attention; c: and a 4-bit output head; d: and a 4-bit MTP head; "
-        "-: none, or only with a smaller vocabulary. Computed, not timed.",
+        f"Without drafts, of the first form that fits with {SHAPES_CONTEXT_LEN:,} tokens. No mark: as stored in 16 "
+        "bits; a: 4-bit MLPs or experts; b: a and 4-bit attention; c: b and a 4-bit output head; d: c and a 4-bit MTP "
+        "head; -: none fits, or only one with a smaller vocabulary. Computed, not timed.",
     )
 
 

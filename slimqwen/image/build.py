@@ -1,4 +1,4 @@
-"""Image build with docker, podman or buildah: base image, and the build itself."""
+"""Build of an image with docker, podman or buildah, and of its base image."""
 
 import os
 import re
@@ -19,7 +19,7 @@ from slimqwen.serving.platform import Platform
 from slimqwen.variant import repository_root
 
 BOOTSTRAP = "debootstrap"
-"""Value of BASE_IMAGE for a base made on this machine from Debian's archive, where there is no image registry."""
+"""Value of BASE_IMAGE for a base image made on this machine from Debian's archive, without an image registry."""
 
 _BOOTSTRAPPED = "localhost/slimqwen-base:bookworm"
 _LEFTOVERS = ("var/cache/apt/archives/*.deb", "var/lib/apt/lists/*", "var/log/*", "etc/hostname", "dev/*")
@@ -33,7 +33,7 @@ def tag_of(variant: str, platform: Platform) -> str:
 
 
 def check_base(base: str | None) -> str:
-    """Refuse a base image that is not pinned: none, or a registry's without its digest."""
+    """Return a base image that is pinned by its digest, or is BOOTSTRAP or a local one; refuse any other, or none."""
     if base and (
         base == BOOTSTRAP or base.startswith("localhost/") or re.search(r"@sha256:[0-9a-f]{64}$", base)
     ):
@@ -41,23 +41,23 @@ def check_base(base: str | None) -> str:
     reason = f"BASE_IMAGE={base} names no digest" if base else "no BASE_IMAGE"
     raise ImageError(
         f"{reason}; write BASE_IMAGE=docker.io/library/debian:bookworm-slim@sha256:<64 digits> (`docker buildx "
-        f"imagetools inspect` prints them), or BASE_IMAGE={BOOTSTRAP} to make one from Debian's archive"
+        f"imagetools inspect` prints the digits), or BASE_IMAGE={BOOTSTRAP} to make a base from Debian's archive"
     )
 
 
 def bootstrap_base(tool: Tool, log: Path, progress: Progress = silent) -> str:
-    """Name of a base image made of Debian's archive; one that exists is left alone.
+    """Make a base image from Debian's archive, unless it exists, and return its name.
 
     Raises:
-        ImageError: debootstrap is missing or failed, or this is not root.
+        ImageError: debootstrap is missing or fails, or the user is not root.
     """
     inspect = ("inspect", "--type", "image") if tool == "buildah" else ("image", "inspect")
     if subprocess.run([tool, *inspect, _BOOTSTRAPPED], capture_output=True).returncode == 0:
         return _BOOTSTRAPPED
     if not shutil.which(BOOTSTRAP) or os.geteuid() != 0:
         raise ImageError(
-            f"BASE_IMAGE={BOOTSTRAP} needs debootstrap and root; Debian: apt-get install debootstrap, or name a base "
-            "by its digest"
+            f"BASE_IMAGE={BOOTSTRAP} needs debootstrap and root; run as root after `apt-get install debootstrap`, or "
+            "name a base image by its digest"
         )
     with tempfile.TemporaryDirectory(prefix="slimqwen-base.") as scratch:
         rootfs, archive = f"{scratch}/rootfs", f"{scratch}/rootfs.tar"
@@ -81,7 +81,7 @@ def bootstrap_base(tool: Tool, log: Path, progress: Progress = silent) -> str:
 def build_command(
     tool: Tool, content: Content, *, folder: Path, base: str, tag: str, wheelhouse: Path
 ) -> list[str]:
-    """The command that builds an image from a context; with an empty wheelhouse it asks a package index."""
+    """The command that builds an image from the context in `folder`; an empty wheelhouse means a package index."""
     command, git = content.command, provenance.git_state(repository_root())
     arguments = {
         "BASE_IMAGE": base,
@@ -94,7 +94,7 @@ def build_command(
         "DIRTY": str(bool(git.dirty)).lower(),
         "CHECKPOINT": checkpoint.digest(command.variant.weights),
     }
-    # Without Docker's own format podman and buildah drop HEALTHCHECK.
+    # podman and buildah keep HEALTHCHECK only in Docker's own format.
     tool_option = "--progress=plain" if tool == "docker" else "--format=docker"
     build_args = [word for name, value in arguments.items() for word in ("--build-arg", f"{name}={value}")]
     inputs = [f"--build-context=wheelhouse={wheelhouse}", f"--file={folder / 'Dockerfile'}", f"--tag={tag}"]
@@ -114,9 +114,9 @@ def build_image(
     """Build the image of a variant.
 
     Args:
-        base: an image with its digest, a local one, or BOOTSTRAP.
-        log: receives the output of the tools.
-        wheelhouse: folder of the lock's wheels; the build then installs from it alone.
+        base: image with its digest, local image, or BOOTSTRAP.
+        log: file that receives the output of the tools.
+        wheelhouse: folder of the lock's wheels, the only source of packages; None: a package index.
 
     Raises:
         ImageError: the base is not pinned, the wheelhouse is empty, or a step failed.
@@ -128,7 +128,7 @@ def build_image(
         lock = f"requirements/{content.command.platform}.txt"
         command = f".venv/bin/pip wheel --no-deps --wheel-dir {wheelhouse} --requirement {lock}"
         raise ImageError(
-            f"{wheelhouse} holds no wheels; `{command}` fills it, with a Python of the image's minor version"
+            f"{wheelhouse} has no wheels; fill it with `{command}`, run with the image's minor version of Python"
         )
     if base == BOOTSTRAP:
         base = bootstrap_base(tool, log, progress)
@@ -148,7 +148,7 @@ def build_image(
 
 
 def _run(words: Sequence[str], log: Path, activity: str, progress: Progress) -> None:
-    """Run a command with its output in the log, and report the steps that it prints."""
+    """Run a command with its output in `log`, and report the build steps that it prints as progress."""
     progress(activity, 0, 0)
     lines: list[str] = []
     environment = os.environ | {"PIP_DISABLE_PIP_VERSION_CHECK": "1"}
@@ -171,5 +171,5 @@ def _run(words: Sequence[str], log: Path, activity: str, progress: Progress) -> 
             lines += [line.strip()] if line.strip() else []
     if process.returncode != 0:
         errors = [line for line in lines if _ERROR.match(line)]
-        cause = re.sub(r" for step \{.*\}(?=: )", "", (errors or lines[-1:] or ["it printed nothing"])[0])
+        cause = re.sub(r" for step \{.*\}(?=: )", "", (errors or lines[-1:] or ["no output"])[0])
         raise ImageError(f"{activity}: {cause}; log: {log}")

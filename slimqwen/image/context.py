@@ -22,10 +22,10 @@ from slimqwen.serving.platform import Platform
 from slimqwen.variant import Variant, making_command, repository_root
 
 ALL_INTERFACES = "0.0.0.0"
-"""Address that a server in a container listens on; its loopback cannot be reached from outside."""
+"""Address that a server in a container listens on; a container's loopback cannot be reached from outside."""
 
 _ROOT = "/opt/slimqwen"
-# The library itself goes in later: the environment, which takes minutes, is then one layer for every variant and edit.
+# The library is copied later, so that the environment, which takes minutes, is a layer that no edit or variant changes.
 _INSTALL_FILES = (
     "README.md",
     "pyproject.toml",
@@ -41,10 +41,10 @@ class Content:
 
     Attributes:
         command: command that serves the variant in the image, resolved on this host.
-        root: the folder in the image that stands for the repository.
-        installed: path below the context's `install` and below root -> file on this host.
-        served: the same for the context's `variant`.
-        replaced: the same path -> text that replaces the content of the file.
+        root: folder of the image that holds what the repository holds here.
+        installed: path below `install` in the context, and below `root` in the image -> file on this host.
+        served: path below `variant` in the context, and below `root` in the image -> file on this host.
+        replaced: path of `installed` or `served` -> text that replaces the content of its file.
         cache: manifest of the image's compile cache; None where nothing is compiled.
     """
 
@@ -56,7 +56,7 @@ class Content:
     cache: baked_cache.BakedCache | None
 
     def digests(self, progress: Progress = silent) -> dict[str, str]:
-        """SHA-256 of each file in the image, by its path below root."""
+        """SHA-256 of each file in the image, by its path below `root`."""
         files = {**self.installed, **self.served}
         digests = {}
         for done, (name, file) in enumerate(sorted(files.items())):
@@ -73,12 +73,12 @@ def gather(
     *,
     needs_cache: bool = True,
 ) -> Content:
-    """Collect the content of a variant's image, and refuse what would fail in it.
+    """Collect the content of a variant's image, and refuse a variant that could not be served from it.
 
     Args:
-        platform: platform of the image; by default that of a server on this host.
-        archive: compile_cache.tar.gz of another host; by default the cache is the one that the recipe baked on this.
-        needs_cache: refuse a variant that compiles and has no cache; False to describe the image of another host.
+        platform: platform of the image; None: the one on which this host would serve the variant.
+        archive: compile_cache.tar.gz that was baked on another host; None: the one that the recipe baked on this host.
+        needs_cache: whether to refuse a variant that compiles but has no compile cache.
 
     Raises:
         ImageError: the checkpoint lies outside the repository, or there is no compile cache that fits.
@@ -101,7 +101,7 @@ def gather(
     files = [root / name for name in (trouble.FILE, gpu_model.FILE)]
     for name in variant.lineage:
         files += [root / "experiments" / name / file for file in ("config.env", "measurements.json")]
-    files += store.results(root, PlanRecord, variant.name)[:1]  # with which a start is compared
+    files += store.results(root, PlanRecord, variant.name)[:1]  # the plan with which a start is compared
     if isinstance(template := command.flags.get("chat-template"), str) and (root / template).is_file():
         files.append(root / _below_root(root / template, root, "VLLM_CHAT_TEMPLATE"))
     served = {file.relative_to(root).as_posix(): file for file in files if file.is_file()}
@@ -113,15 +113,15 @@ def gather(
         if file.is_file() and "__pycache__" not in file.parts:
             served[file.relative_to(code).as_posix()] = file
     installed = {name: code / name for name in (*_INSTALL_FILES, f"requirements/{command.platform}.txt")}
-    # Kernels' build commands hold the paths of headers: a cache is served at the path it was made at.
+    # The build commands of kernels have paths of headers, so the cache has to be at the path where it was made.
     image_root = str(Path(cache.machine["environment"]).parent) if cache else _ROOT
     return Content(command, image_root, installed, served, _replaced_texts(variant), cache)
 
 
 def lay_out(content: Content, folder: Path) -> None:
-    """Write the build context into an empty folder: Dockerfile, `install`, `variant`; no symbolic link among them.
+    """Write the build context into an empty folder: Dockerfile, `install` and `variant`, without symbolic links.
 
-    Files are hard links where the disk allows it and their mode suits an image.
+    Files are hard links where the disk allows it and their mode suits an image; others are copied.
     """
     shutil.copyfile(repository_root() / "Dockerfile", folder / "Dockerfile")
     for part, files in (("install", content.installed), ("variant", content.served)):
@@ -140,7 +140,7 @@ def lay_out(content: Content, folder: Path) -> None:
 
 
 def listening_everywhere(variant: Variant) -> Variant:
-    """The variant with the address that a server in a container listens on; without an address vLLM listens there."""
+    """The variant with `ANY_ADDRESS` instead of the address that it listens on; without one vLLM listens everywhere."""
     address = variant.settings.get("VLLM_HOST")
     if address is None:
         return variant
@@ -149,7 +149,7 @@ def listening_everywhere(variant: Variant) -> Variant:
 
 
 def _replaced_texts(variant: Variant) -> dict[str, str]:
-    """Files that differ from the checkout: the address to listen on, and measurements cut to what the server reads."""
+    """Texts of files that differ from the checkout: config.env listens everywhere, measurements.json is shortened."""
     texts = {"README.md": "pyproject.toml asks for one.\n"}
     for name in variant.lineage:
         path = f"experiments/{name}/measurements.json"
@@ -168,14 +168,14 @@ def _baked_cache(command: ServerCommand) -> baked_cache.BakedCache:
     assert cache is not None
     if cache.baked is None:
         raise ImageError(
-            f"{name} compiles and {command.variant.weights.name} has no baked compile cache; end its recipe with the "
-            f"stage bake_cache and run `slimqwen recipe run --variant {name}` on such a host, or import one: "
-            f"slimqwen image build --variant {name} --cache compile_cache.tar.gz"
+            f"{name} compiles, but {command.variant.weights.name} has no baked compile cache; end its recipe with the "
+            f"stage bake_cache and run `slimqwen recipe run --variant {name}` on a host like those of the image, or "
+            f"import the cache of such a host: slimqwen image build --variant {name} --cache compile_cache.tar.gz"
         )
     if cache.differences:
         raise ImageError(
-            f"the compile cache of {name} does not fit: {'; '.join(cache.differences)}; "
-            f"`slimqwen recipe run --variant {name}` bakes one that fits"
+            f"the compile cache of {name} does not fit this host: {'; '.join(cache.differences)}; "
+            f"`slimqwen recipe run --variant {name}` bakes a cache that fits"
         )
     return cache.baked
 
@@ -184,7 +184,7 @@ def _below_root(path: Path, root: Path, key: str) -> str:
     normal_path = Path(os.path.normpath(path))
     if not normal_path.is_relative_to(root):
         raise ImageError(
-            f"{key} is {path}, outside the repository; copy it to weights/ and name it from there"
+            f"{key} is {path}, outside the repository; copy it into weights/ and set {key} to the copy"
         )
     return normal_path.relative_to(root).as_posix()
 
@@ -195,5 +195,5 @@ def _link_or_copy(file: Path, target: Path) -> None:
             target.hardlink_to(file)
             return
         except OSError:
-            pass  # another disk, or one without links
+            pass  # the target is on another disk, or on one without hard links
     shutil.copyfile(file, target)

@@ -1,4 +1,4 @@
-"""A compile cache of another host, checked against the variant, checkpoint and lock of the image that takes it."""
+"""A compile cache baked on another host, checked against variant, checkpoint and lock of the image that gets it."""
 
 import re
 from pathlib import Path
@@ -17,19 +17,19 @@ _HOST_FACTS = ("instruction set", "cores", "GPU", "compute capability", "CUDA", 
 
 
 def read_imported_cache(command: ServerCommand, archive: Path) -> baked_cache.BakedCache:
-    """The manifest beside an archive.
+    """Check the archive of a compile cache, and return its manifest.
 
     Args:
         command: command that serves the variant in the image.
         archive: compile_cache.tar.gz, with compile_cache.json and the checkpoint's manifest.json beside it.
 
     Raises:
-        ImageError: one of them is missing or damaged, or does not fit.
+        ImageError: one of the three files is missing or damaged, or the cache does not fit the image.
     """
     variant, manifest = command.variant, archive.with_name(baked_cache.MANIFEST)
     if command.cache is None:
         raise ImageError(
-            f"{variant.name} compiles nothing, so it can import no compile cache; build it without --cache"
+            f"{variant.name} compiles nothing, so it needs no compile cache; build its image without --cache"
         )
     try:
         baked = baked_cache.BakedCache.model_validate_json(manifest.read_bytes())
@@ -37,31 +37,34 @@ def read_imported_cache(command: ServerCommand, archive: Path) -> baked_cache.Ba
         is_whole = archive.name == baked_cache.ARCHIVE and sha256(archive) == baked.archive_sha256
     except (OSError, ValidationError) as error:
         raise ImageError(
-            f"{archive.parent} is no compile cache ({' '.join(str(error).split())[:200]}); CACHE must name a "
-            f"{baked_cache.ARCHIVE}, with its manifests of the other host beside it"
+            f"{archive.parent} has no usable compile cache ({' '.join(str(error).split())[:200]}); copy "
+            f"{', '.join(COMPILE_CACHE)} and {MANIFEST} there from the weights of the host that baked it"
         ) from None
     if not is_whole:
-        raise ImageError(f"{archive} is not the archive that {manifest.name} describes; copy both anew")
+        raise ImageError(
+            f"{archive} is not the archive that {manifest.name} describes; copy both again from the host that baked it"
+        )
     listed, present = (
         {name: record for name, record in records.items() if name not in (*COMPILE_CACHE, MANIFEST)}
         for records in (made_for.files, file_records(variant.weights))
     )
     names = sorted(listed.keys() | present.keys())
     differences = [
-        f"{name} of its checkpoint differs" for name in names if listed.get(name) != present.get(name)
+        f"{name} of the checkpoint differs" for name in names if listed.get(name) != present.get(name)
     ]
     differences += baked_cache.list_differences(
         baked, _facts_of_image(baked, command), command.flags, command.variables
     )
     if differences:
         raise ImageError(
-            f"{archive} does not fit {variant.name} on this host: {'; '.join(differences)}; bake one that fits"
+            f"{archive} does not fit {variant.name} on this host: {'; '.join(differences)}; bake a cache for this "
+            "checkpoint and these versions"
         )
     return baked
 
 
 def _facts_of_image(baked: baked_cache.BakedCache, command: ServerCommand) -> dict[str, str]:
-    """What the machine will be: versions of the lock, and the host that the cache was made for."""
+    """Facts of the machine that the image will make: versions of the lock, on a host like the cache's."""
     lock = (repository_root() / "requirements" / f"{command.platform}.txt").read_text(encoding="utf-8")
     pins = dict(re.findall(r"^([\w.-]+)==(\S+)$", lock, re.MULTILINE))
     pins |= {
@@ -74,7 +77,7 @@ def _facts_of_image(baked: baked_cache.BakedCache, command: ServerCommand) -> di
         "engine fixes": baked_cache.describe_machine("cpu")["engine fixes"],
     }
     for name in {"vllm", "torch", "triton", "flashinfer"} & baked.machine.keys():
-        # torch's own build tag is not in the lock of a CUDA host.
+        # The lock of a CUDA host lacks the build tag of torch's version.
         is_same = baked.machine[name].partition("+")[0] == pins[name].partition("+")[0]
         facts[name] = baked.machine[name] if is_same else pins[name]
     return facts

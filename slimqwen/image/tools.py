@@ -1,4 +1,4 @@
-"""docker, podman and buildah: which of them works here, and what is in and can be run from an image."""
+"""docker, podman and buildah: which of them works on this host, and access to files and programs of an image."""
 
 import contextlib
 import ctypes
@@ -36,21 +36,21 @@ def find_tool(requested: str | None = None) -> Tool:
             return tool
     if installed:
         commands = " and ".join(f"`{tool} info`" for tool in installed)
-        raise ImageError(f"no container tool works here: {commands} failed; run it to see why")
+        raise ImageError(f"no container tool works on this host: {commands} failed; run it to see why")
     missing = requested or "neither docker, podman nor buildah"
     raise ImageError(
-        f"{missing} is {'not ' if requested else ''}installed; Debian: apt-get install buildah, or name another: "
-        "CONTAINER_TOOL=docker|podman|buildah"
+        f"{missing} is {'not ' if requested else ''}installed; `apt-get install buildah`, or name an installed tool "
+        "with CONTAINER_TOOL=docker|podman|buildah"
     )
 
 
 def isolate_by_chroot(base: str) -> None:
-    """Have buildah run its steps without a runtime for containers, where root has one that makes none of an image.
+    """Make buildah run steps by chroot if the host's container runtime fails on an image and the user is root.
 
-    runc and crun need control groups of one version; on a host with both they end with an error.
+    The runtimes runc and crun fail on a host that has control groups of both versions.
 
     Args:
-        base: an image that buildah has or can pull.
+        base: image that buildah has or can pull.
     """
     if _ISOLATION in os.environ or os.geteuid() != 0:
         return
@@ -61,10 +61,10 @@ def isolate_by_chroot(base: str) -> None:
 
 @dataclass(frozen=True)
 class Image:
-    """A container of an image, which gives its files and runs its programs.
+    """An image, opened as a container that gives access to its files and programs.
 
     Attributes:
-        tool: container tool.
+        tool: tool that made the container.
         tag: name of the image.
         container: name of the container.
         settings: the image's configuration in Docker's form: User, Env, Entrypoint, Healthcheck.
@@ -77,17 +77,17 @@ class Image:
 
     @property
     def user(self) -> str:
-        """User that its programs run as, without the group; empty for root."""
+        """User that the image's programs run as, without the group; empty for root."""
         return (self.settings.get("User") or "").partition(":")[0]
 
     @property
     def variables(self) -> dict[str, str]:
-        """Environment variables of its programs."""
+        """Environment variables of the image's programs."""
         return dict(variable.partition("=")[::2] for variable in self.settings.get("Env") or [])
 
     @property
     def entrypoint(self) -> list[str]:
-        """The words before a container's arguments."""
+        """Words of the command that the image runs, before the arguments that a user adds."""
         return list(self.settings.get("Entrypoint") or ())
 
     @contextlib.contextmanager
@@ -104,16 +104,17 @@ class Image:
             process.stdout.close()
 
     def run(self, words: Sequence[str], errors: IO[bytes] | None = None) -> str:
-        """Standard output of a program of the image, run as its user without a network.
+        """Run a program in the image as the image's user, without a network, and return its standard output.
 
         Args:
-            errors: receives its standard error.
+            words: command line of the program.
+            errors: file that receives its standard error.
 
         Raises:
-            ImageError: it failed; quotes its last line.
+            ImageError: the program failed; the message quotes its last line.
         """
         if self.tool == "buildah":
-            # With the caller's network, which has no way out: not every isolation of buildah makes one of its own.
+            # `run_tool` gives the process a network without a way out; not every isolation of buildah makes one.
             command = ["buildah", "run", "--network=host", self.container, "--", *words]
             return run_tool(command, errors, preexec=_leave_network)
         program, *arguments = words
@@ -134,7 +135,7 @@ def open_image(tool: Tool, tag: str) -> Iterator[Image]:
         container = _buildah_container(tag)
     else:
         inspected = json.loads(run_tool([tool, "image", "inspect", tag]))[0]
-        # podman keeps it beside Config.
+        # podman has the health check beside Config, not in it.
         health = inspected.get("Healthcheck") or inspected["Config"].get("Healthcheck")
         settings = {**inspected["Config"], "Healthcheck": health}
         container = _container(tool, [tool, "create", tag])
@@ -145,21 +146,21 @@ def open_image(tool: Tool, tag: str) -> Iterator[Image]:
 def run_tool(
     words: Sequence[str], errors: IO[bytes] | None = None, preexec: Callable[[], None] | None = None
 ) -> str:
-    """Output of a command of a container tool.
+    """Run a command of a container tool, and return its standard output.
 
     Args:
-        errors: receives its standard error, which is quoted otherwise.
-        preexec: called in its process before it begins.
+        errors: file that receives its standard error; None quotes it in the error message.
+        preexec: function that is called in the child process before the command begins.
 
     Raises:
-        ImageError: it failed.
+        ImageError: the command failed.
     """
     try:
         process = subprocess.run(
             words, stdout=subprocess.PIPE, stderr=errors or subprocess.PIPE, preexec_fn=preexec
         )
     except subprocess.SubprocessError as error:
-        raise ImageError("cannot make a network for the container alone; run this as root") from error
+        raise ImageError("only root can give the container a network of its own; run this as root") from error
     if process.returncode != 0:
         lines = [line.strip() for line in (process.stderr or b"").decode(errors="replace").splitlines()]
         named = [line for line in lines if "error" in line.lower()]
@@ -182,7 +183,7 @@ def _buildah_container(image: str) -> contextlib.AbstractContextManager[str]:
 
 
 def _leave_network() -> None:
-    """Give this process a network that has only a loopback."""
+    """Move this process to a new network namespace that has only a loopback."""
     if ctypes.CDLL(None).unshare(_CLONE_NEWNET) != 0:
         raise PermissionError
     with socket.socket() as any_socket:

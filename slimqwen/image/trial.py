@@ -1,6 +1,6 @@
-"""One start of an image's server, inside its container: started, asked, ended; prints what was seen as a line of JSON.
+"""Start the server of an image inside its container, ask it a question, end it, and print the results as a JSON line.
 
-The image's Python runs this text, so it needs the standard library alone, and no network but the loopback.
+The image's Python runs this text, so it uses only the standard library, and no network but the loopback.
 Arguments: the port, then the words that start the server.
 """
 
@@ -22,7 +22,7 @@ READY_S, END_S = 1800, 300
 
 
 def ask_server(url: str, body: dict[str, Any] | None = None) -> tuple[int, bytes]:
-    """Status and content of a response; status 0 without one."""
+    """Send a request, and return status and content of the response; status 0 if there is no response."""
     data = None if body is None else json.dumps(body).encode()
     request = urllib.request.Request(url, data, {"Content-Type": "application/json"})
     try:

@@ -1,4 +1,4 @@
-"""Verification of a built image against its variant: files, settings, and on a CPU its server."""
+"""Verification of a built image against its variant: files, settings, and for a CPU image its server."""
 
 import hashlib
 import inspect
@@ -26,12 +26,12 @@ _SECRET_NAMES = re.compile(
 
 @dataclass
 class Contents:
-    """What is of interest in a root filesystem.
+    """The facts about a root filesystem that are checked.
 
     Attributes:
-        files: SHA-256 of every regular file below the root but for the environment, .cache and bytecode, by its path.
-        secrets: files whose names say that they hold credentials.
-        writable: what the server's user or anyone may write, outside .cache.
+        files: path -> SHA-256 of every regular file below the repository's folder, except .venv, .cache and bytecode.
+        secrets: a fault for each file whose name says that it has credentials.
+        writable: a fault for each file or folder outside .cache that the server's user, or anyone, may write.
     """
 
     files: dict[str, str] = field(default_factory=dict)
@@ -40,24 +40,24 @@ class Contents:
 
     @property
     def has_cache(self) -> bool:
-        """Whether there is a compile cache."""
+        """Whether the image has a compile cache."""
         return any(name.endswith(f"/{baked_cache.MANIFEST}") for name in self.files)
 
 
 def verify_image(
     content: Content, *, tool: Tool, tag: str, log: Path, progress: Progress = silent
 ) -> dict[str, list[str]]:
-    """Check an image and, if it is for a CPU and nothing is wrong so far, start its server.
+    """Check an image and, if it is for a CPU and has no fault so far, start its server.
 
     Args:
-        content: content that this checkout would build now.
-        log: receives the server's output.
+        content: content of the image that this checkout would build now.
+        log: file that receives the server's output.
 
     Returns:
-        Faults by check; a check without a fault holds.
+        Check -> its faults; a check without faults is passed.
 
     Raises:
-        ImageError: there is no such image, or nothing can be run in it.
+        ImageError: there is no such image, or its programs cannot be run.
     """
     expected = content.digests(progress)
     with open_image(tool, tag) as image:
@@ -66,7 +66,7 @@ def verify_image(
         with image.file_system() as stream:
             contents = read_contents(stream, root, image.user)
         faults = {
-            "variant, code and checkpoint are those here": _file_faults(contents.files, expected),
+            "variant, code and checkpoint are those of this checkout": _file_faults(contents.files, expected),
             "no secrets": [*contents.secrets, *filter(redaction.names_variable, image.variables)],
             "nothing that its user may write": contents.writable,
             "settings": list(_setting_faults(image, content)),
@@ -84,9 +84,9 @@ def read_contents(stream: IO[bytes], root: str, user: str) -> Contents:
     """Read a root filesystem once, from beginning to end.
 
     Args:
-        stream: a tar archive, its names relative to `/`.
-        root: the folder that stands for the repository.
-        user: user id of the server.
+        stream: tar archive with names relative to `/`.
+        root: folder of the image that holds what the repository holds here.
+        user: user id that the server runs as.
     """
     contents, base = Contents(), root.strip("/") + "/"
     with tarfile.open(fileobj=stream, mode="r|") as archive:
@@ -109,20 +109,21 @@ def read_contents(stream: IO[bytes], root: str, user: str) -> Contents:
 
 
 def server_faults(seen: Mapping[str, Any], log: str, *, has_cache: bool) -> Iterator[str]:
-    """What was wrong with a start of an image's server.
+    """Yield each fault of a start of an image's server.
 
     Args:
-        seen: what `trial` printed.
+        seen: results that `trial` printed.
         log: output of the server.
+        has_cache: whether the image has a compile cache, from which the server has to load every graph.
     """
     pings = seen["answers_of_ping"]
     if 200 not in pings:
-        yield f"it was not ready (/ping: {pings}, exit code {seen['exit_code']})"
+        yield f"it was never ready (responses of /ping: {pings}, exit code {seen['exit_code']})"
         return
     if 503 not in pings:
-        yield "it was ready before its warm-up: /ping never said 503"
+        yield "it was ready before its warm-up: /ping never returned 503"
     if not (seen["message"].get("content") or seen["message"].get("reasoning")):
-        yield "it did not answer a chat"
+        yield "it did not respond to a chat"
     if seen["exit_code"] != 0:
         yield f"after SIGTERM it ended with exit code {seen['exit_code']}"
     graphs = baked_cache.read_graphs(log) if has_cache else []
@@ -142,7 +143,7 @@ def _try_server(image: Image, port: int, log: Path) -> dict[str, Any]:
 
 
 def _file_faults(files: Mapping[str, str], expected: Mapping[str, str]) -> list[str]:
-    """Files that differ; an imported compile cache is not part of this checkout, and a plan may be newer."""
+    """Files that differ from this checkout, except the compile cache, which may be imported, and a newer plan."""
     names = sorted(
         name
         for name in files.keys() | expected.keys()
@@ -150,7 +151,7 @@ def _file_faults(files: Mapping[str, str], expected: Mapping[str, str]) -> list[
     )
     states = {name: (files.get(name), expected.get(name)) for name in names}
     return [
-        f"{name} is {'missing' if there is None else 'not what it is here' if here else 'not here'}"
+        f"{name} is {'missing' if there is None else 'not as in this checkout' if here else 'not in this checkout'}"
         for name, (there, here) in states.items()
         if there != here
     ]
@@ -158,7 +159,7 @@ def _file_faults(files: Mapping[str, str], expected: Mapping[str, str]) -> list[
 
 def _setting_faults(image: Image, content: Content) -> Iterator[str]:
     if not image.user.isdecimal() or int(image.user) == 0:
-        yield f"it runs as {image.user or 'root'}; Kubernetes can only tell of a number that it is not root"
+        yield f"it runs as {image.user or 'root'}; Kubernetes needs a user id to see that a user is not root"
     expected = {
         "SLIMQWEN_VARIANT": content.command.variant.name,
         "SLIMQWEN_PLATFORM": content.command.platform,

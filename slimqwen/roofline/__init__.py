@@ -4,8 +4,8 @@ A forward pass takes at least max(bytes / memory bandwidth, FLOPs / peak FLOP/s)
 Waterman and Patterson (CACM 52, 2009). A decode step is one verify pass over K + 1 tokens per sequence (the last token
 and K drafts) and K sequential passes of the MTP head. The model counts
 
-- every weight once per pass, at its stored size (an embedding is gathered, but a tied one is also the output head and
-  is read whole); packed weights are computed in 16 bits: they save bytes, not FLOPs;
+- every weight once per pass, at its stored size. Rows of an embedding are gathered, but one that is tied to the output
+  head is read whole. Packed weights are multiplied in 16 bits: packing saves bytes, not FLOPs;
 - the KV cache of full-attention layers;
 - the states of Gated DeltaNet layers (Yang, Kautz and Hatamizadeh, arXiv:2412.06464), read and written once per step;
 - one multiply-add as two FLOPs.

@@ -1,4 +1,4 @@
-"""Architecture of a checkpoint: bytes and FLOPs per token of its parts, read from tensor shapes."""
+"""Architecture of a checkpoint: bytes of its parts and their FLOPs per token, computed from tensor shapes."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -22,7 +22,7 @@ MEMORY_UTILIZATION = 0.92
 """vLLM's default of --gpu-memory-utilization."""
 
 BLOCK_TOKENS = 16
-"""vLLM's default of --block-size; blocks beside states are multiples of it."""
+"""vLLM's default of --block-size, tokens; a model with states has blocks of a multiple of it."""
 
 _STATE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 _KV_BYTES = {"float16": 2, "bfloat16": 2, "fp8": 1, "fp8_e4m3": 1, "fp8_e5m2": 1}
@@ -32,7 +32,7 @@ _MATRICES = (".weight", PACKED, ".qweight")
 _SCALES = ("_scale", "_scale_inv", "_scale_2", "_zero_point", ".scales", ".qzeros", "_shape", ".g_idx")
 
 _STATE_FLOPS = 6
-"""Per token and number of the recurrent state: key read, update, query read, one multiply-add each."""
+"""FLOPs per token and number of the recurrent state: one multiply-add each for key read, update and query read."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,9 @@ class Weights:
     """Weights that a pass reads: their bytes, and FLOPs per token by precision.
 
     Attributes:
-        expert_bytes: those of `bytes` that belong to routed experts.
+        bytes: stored size of all the weights.
+        flops: precision -> FLOPs per token.
+        expert_bytes: the part of `bytes` that belongs to routed experts.
         expert_share: share of the routed experts that one token is sent to.
     """
 
@@ -50,29 +52,29 @@ class Weights:
     expert_share: float = 1.0
 
     def read_bytes(self, tokens: int) -> float:
-        """Bytes that a pass over so many tokens reads, where each goes to experts independently of the others."""
+        """Expected bytes that a pass over `tokens` tokens reads, if each token goes to experts independently."""
         return self.bytes - self.expert_bytes * (1 - self.expert_share) ** tokens
 
 
 @dataclass(frozen=True)
 class Model:
-    """Parts of a checkpoint that decide the cost of a pass."""
+    """The parts of a checkpoint that decide the cost of a pass. Sizes are in bytes."""
 
     body: Weights  # every layer, without embedding and output head
     head: Weights  # lm_head or the tied embedding
-    drafter: Weights  # MTP head without what it shares with the model; empty without one
-    draft_head: Weights | None  # of a trimmed draft vocabulary; None where drafts read `head`
+    drafter: Weights  # MTP head without the weights that it shares with the model; empty without an MTP head
+    draft_head: Weights | None  # rows of a trimmed draft vocabulary; None where drafts read `head`
     tied: bool  # whether the output head is the embedding
     embedding_bytes: int
     embedding_row_bytes: int
-    attention_layers: int  # full attention, with a KV cache
-    drafter_layers: int  # of the MTP head
+    attention_layers: int  # number of full-attention layers, which have a KV cache
+    drafter_layers: int  # number of layers of the MTP head
     kv_bytes: int  # keys and values per token and layer
     attention_flops: int  # per query token, cached token and layer: QK and AV of all heads
-    attention_precision: Precision  # that the dtype of the KV cache allows
-    linear_layers: int  # Gated DeltaNet
+    attention_precision: Precision  # of the attention products, as the dtype of the KV cache allows
+    linear_layers: int  # number of Gated DeltaNet layers
     state_bytes: int  # recurrent and convolution states per sequence, all Gated DeltaNet layers
-    conv_row_bytes: int  # of one token in the convolution state of one layer
+    conv_row_bytes: int  # row of one token in the convolution state of one layer
     state_flops: int  # per token on recurrent states, all Gated DeltaNet layers
 
     @property
@@ -81,7 +83,7 @@ class Model:
         return self.draft_head or self.head
 
     def resident_bytes(self, num_speculative_tokens: int) -> int:
-        """Bytes of weights in GPU memory."""
+        """Bytes of weights in GPU memory; those of the MTP head count only if it drafts."""
         embedding = 0 if self.tied else self.embedding_bytes
         drafter = self.drafter.bytes + (self.draft_head.bytes if self.draft_head else 0)
         return self.body.bytes + self.head.bytes + embedding + (drafter if num_speculative_tokens else 0)
@@ -93,25 +95,25 @@ class Model:
     def fitting_batch(
         self, gpu: GpuSheet, context_len: int, num_speculative_tokens: int, share: float = MEMORY_UTILIZATION
     ) -> int:
-        """Sequences that fit beside the weights into a share of GPU memory; a RooflineError where not even one does."""
+        """Number of sequences that fit beside the weights into a share of GPU memory; raises RooflineError for none."""
         weights = self.resident_bytes(num_speculative_tokens)
         sequence = lay_out_cache(self, num_speculative_tokens).sequence_bytes(context_len)
         fitting = int((share * gpu.memory_gib * 2**30 - weights) // sequence)
         if fitting < 1:
             raise RooflineError(
-                f"weights and {context_len} tokens need {(weights + sequence) / 2**30:.1f} GiB, and vLLM may use "
-                f"{share:.0%} of {gpu.name}'s {gpu.memory_gib:.0f} GiB; use a larger GPU or a smaller variant"
+                f"weights and {context_len} tokens need {(weights + sequence) / 2**30:.1f} GiB, but vLLM may use only "
+                f"{share:.0%} of the {gpu.memory_gib:.0f} GiB of {gpu.name}; use a larger GPU or a smaller variant"
             )
         return fitting
 
 
 @dataclass(frozen=True)
 class CacheLayout:
-    """Blocks in which vLLM gives out the memory of KV cache and states.
+    """The blocks in which vLLM allocates the memory of KV cache and states.
 
-    vLLM pools one size of page for all layers. A page of keys and values is made as large as the states of one Gated
-    DeltaNet layer, and a block is a page of each layer of a group; groups have as many layers as there are with keys
-    and values. This is the arithmetic of vLLM's kv_cache_utils, so it agrees with plans.
+    vLLM has pages of one size for all layers: a page of keys and values is made as large as the states of one Gated
+    DeltaNet layer. Layers form groups of as many as there are layers with keys and values, and a block has a page for
+    each layer of a group. The arithmetic is that of vLLM's kv_cache_utils, so results agree with plans.
 
     Attributes:
         block_size: tokens whose keys and values a block holds.
@@ -124,23 +126,23 @@ class CacheLayout:
     state_blocks: int
 
     def sequence_blocks(self, context_len: int) -> int:
-        """Blocks of a sequence of so many tokens."""
+        """Number of blocks of a sequence of `context_len` tokens."""
         return -(-context_len // self.block_size) + self.state_blocks
 
     def sequence_bytes(self, context_len: int) -> int:
-        """Bytes of a sequence of so many tokens."""
+        """Bytes of the blocks of a sequence of `context_len` tokens."""
         return self.sequence_blocks(context_len) * self.block_bytes
 
 
 def lay_out_cache(model: Model, num_speculative_tokens: int, *, prefix_caching: bool = False) -> CacheLayout:
-    """The blocks of a model's cache.
+    """Lay out the cache of a model in blocks.
 
     Args:
         prefix_caching: whether the states at the end of blocks are kept for later requests (vLLM's mode `align`).
     """
     layers, block_size, state_blocks = model.cached_layers(num_speculative_tokens), BLOCK_TOKENS, 0
     if model.linear_layers:
-        # The convolution state has a row more for each draft, so that a rejected one can be taken back.
+        # The convolution state has one more row for each drafted token, so that a rejected token can be taken back.
         page = model.state_bytes // model.linear_layers + num_speculative_tokens * model.conv_row_bytes
         block_size = BLOCK_TOKENS * -(-page // (BLOCK_TOKENS * model.kv_bytes))
         states = 1 + num_speculative_tokens + prefix_caching
@@ -149,7 +151,7 @@ def lay_out_cache(model: Model, num_speculative_tokens: int, *, prefix_caching: 
 
 
 class _TextShape(BaseModel):
-    """Fields of a text config that give the size of KV cache and states; those of Gated DeltaNet are 0 without it."""
+    """Fields of a text config that give the sizes of KV cache and states; without Gated DeltaNet, `linear_*` are 0."""
 
     num_attention_heads: PositiveInt
     num_key_value_heads: PositiveInt
@@ -180,8 +182,8 @@ def read_model(
         state_dtype: value of vLLM's --mamba-ssm-cache-dtype; auto is the config's mamba_ssm_dtype, else 16 bits.
 
     Raises:
-        FamilyError: another family.
-        RooflineError: no output head, or an unknown packing or dtype.
+        FamilyError: the model is of no supported family.
+        RooflineError: config.json is unusable, the output head is missing, or a packing or dtype is unknown.
     """
     text, family = checkpoint.text_config(config), find_family(config)
     try:
@@ -238,7 +240,7 @@ def read_model(
 
 
 def shape_tensors(tensors: Tensors) -> dict[str, TensorInfo]:
-    """The tensors of a checkpoint that need not exist; they have no bytes to read."""
+    """The tensors of a checkpoint that need not exist, by name; sizes are right, but there is no file to read."""
     return {
         name: TensorInfo(dtype, size, Path(), 0, tensor_bytes(dtype, size))
         for name, (dtype, size) in tensors.items()
@@ -252,26 +254,27 @@ def shape_model(shape: Shape, *, kv_cache_dtype: str = "auto", state_dtype: str 
 
 
 def _embedding_and_head(tensors: Mapping[str, TensorInfo], is_tied: bool) -> tuple[str, list[str]]:
-    """Names of the embedding and of the output head's tensors: lm_head as stored, else the embedding."""
+    """Names of the embedding and of the tensors of the output head: those of lm_head if stored, else the embedding."""
     embeddings = [
         name for name in tensors if name.endswith("embed_tokens.weight") and not name.startswith("mtp.")
     ]
     if len(embeddings) != 1:
         raise RooflineError(
-            f"the checkpoint has {len(embeddings)} embed_tokens.weight instead of one; use a language model"
+            f"the checkpoint has {len(embeddings)} tensors embed_tokens.weight instead of one; use a language model"
         )
     head = [
         name for name in tensors if name.startswith("lm_head.") and not name.endswith(("_shape", "_g_idx"))
     ]
     if not head and not is_tied:
         raise RooflineError(
-            "the checkpoint has no lm_head, yet its config ties no embeddings; set tie_word_embeddings or add lm_head"
+            "the checkpoint has no lm_head, but its config.json does not tie it to the embedding; "
+            "set tie_word_embeddings to true or use a checkpoint with lm_head"
         )
     return embeddings[0], head or embeddings
 
 
 def _is_unread(name: str) -> bool:
-    """Whether no pass over text reads the tensor: vision tower, packing metadata, gathered embedding."""
+    """Whether passes over text do not read the tensor: vision tower, packing metadata, gathered embedding."""
     return "visual." in name or name.endswith(("_shape", "embed_tokens.weight"))
 
 
@@ -296,7 +299,7 @@ def _weights(tensors: Mapping[str, TensorInfo], form: Mapping[str, Any], expert_
 
 
 def _count_numbers(name: str, info: TensorInfo, form: Mapping[str, Any]) -> int:
-    """Numbers of a matrix, however many are packed in a word."""
+    """Number of elements of a matrix, unpacked if several are packed in a word."""
     if name.endswith(PACKED) and info.dtype == "I32":
         return info.elements * 32 // packed_bits(name.removesuffix(PACKED), form)
     if name.endswith(".qweight"):

@@ -1,4 +1,4 @@
-"""Rooflines of variants as they are served, from the checkpoint or from the dimensions that it will have."""
+"""Rooflines of variants as they are served, from the checkpoint or from the dimensions that the recipe will give it."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,21 +18,22 @@ from slimqwen.serving import checked_lines
 from slimqwen.variant import Variant
 
 CONTEXT_LENS = (128, 2048, 8192)
-"""Cached tokens per sequence that bounds are given for."""
+"""Default context lengths of the bounds, cached tokens per sequence."""
 
 
 CheckpointStage = tuple[str, Mapping[str, TensorInfo], Mapping[str, Any]]
-"""Name, tensors and config.json of the published checkpoint or after a stage of the recipe."""
+"""Name, tensors and config.json of a checkpoint: the recipe's base, or the output of a stage with that name."""
 
 
 @dataclass(frozen=True)
 class ServedModel:
-    """A variant's model and what its flags decide.
+    """The model of a variant, and the settings that its flags decide.
 
     Attributes:
-        flags: vLLM's flags by name.
-        dimensions: where those of the last stage come from.
-        model: the last stage with the flags' dtypes of KV cache and states.
+        flags: values of vLLM's flags by name.
+        stages: the base of the recipe, then the output of each of its stages.
+        dimensions: where the dimensions of the last stage come from, in words.
+        model: model of the last stage, with the dtypes of KV cache and states that the flags set.
         num_speculative_tokens: drafted tokens per step (K).
     """
 
@@ -45,7 +46,7 @@ class ServedModel:
 
     @classmethod
     def load(cls, variant: Variant) -> "ServedModel":
-        """Read the flags of a variant, and its checkpoint or, where that is not here, the dimensions that it will have.
+        """Read the flags and the checkpoint of a variant; a checkpoint that is not here is known by its dimensions.
 
         Raises:
             RooflineError: an unsupported checkpoint, dtype or draft method.
@@ -54,7 +55,7 @@ class ServedModel:
         flags = {name: flag.value for name, flag in checked_lines.resolve(variant).flags.items()}
         if flags.get("dtype") in ("float32", "float"):
             raise RooflineError(
-                f"{variant.name} is served in float32, which {gpu_model.FILE} has no peak for; "
+                f"{variant.name} is served in float32, for which {gpu_model.FILE} has no peak FLOP/s; "
                 "set VLLM_DTYPE=bfloat16"
             )
         stages, dimensions = _list_stages(variant)
@@ -65,13 +66,13 @@ class ServedModel:
         return cls(variant, flags, stages, dimensions, model, depth)
 
     def largest_batch(self, gpu: GpuSheet, context_len: int) -> int:
-        """Sequences served at once: --max-num-seqs, or as many as fit; a RooflineError where not even one does."""
+        """Sequences served at once: --max-num-seqs, or fewer if fewer fit; raises RooflineError if none fits."""
         share = float(self.flags.get("gpu-memory-utilization", MEMORY_UTILIZATION))
         fitting = self.model.fitting_batch(gpu, context_len, self.num_speculative_tokens, share)
         return min(int(self.flags.get("max-num-seqs") or gpu.default_max_num_seqs), fitting)
 
     def list_waterfall_steps(self, gpu: GpuSheet, context_len: int) -> Iterator[WaterfallStep]:
-        """The step of the recipe's base without drafts, then one for each optimisation that changes its bytes."""
+        """Yield the step of the recipe's base without drafts, then a step for each optimisation that changes bytes."""
         before: dict[str, int] = {}
         for name, model, depth in self._optimisations():
             parts = cost.count_part_bytes(model, depth, context_len)
@@ -83,7 +84,7 @@ class ServedModel:
                 before = parts
 
     def _optimisations(self) -> Iterator[tuple[str, Model, int]]:
-        """Optimisation, the model with it and all before, and K."""
+        """Yield each optimisation, the model with this one and all before, and K."""
         depth = self.num_speculative_tokens
         name, tensors, config = self.stages[0]
         yield name, read_model(tensors, config), 0
@@ -105,18 +106,18 @@ def compute_roofline(
     acceptance_source: str = "unknown",
     command: Sequence[str],
 ) -> Roofline:
-    """Compute a variant's roofline, as a record that is not written.
+    """Compute the roofline of a variant and return it as a record, which is not written.
 
     Args:
         gpu_name: name of a GPU in eval/devices.yaml.
-        context_lens: cached tokens per sequence; cut to --max-model-len. The waterfall is of the middle one.
-        acceptance_length: output tokens per step at the variant's K; without it drafts have no tokens per second.
-        acceptance_source: the record that has the length, or why it is assumed or unknown.
+        context_lens: cached tokens per sequence, each cut to --max-model-len. The waterfall is of the middle one.
+        acceptance_length: output tokens per step at the variant's K; None leaves out steps with drafts.
+        acceptance_source: the record that has the acceptance length, or why the length is assumed or unknown.
 
     Raises:
-        RooflineError: no such GPU, weights and cache larger than its memory, a checkpoint or flags that are not
-            counted, or an impossible acceptance length.
-        ShapeError: the dimensions are not known.
+        RooflineError: no such GPU, weights and cache larger than its memory, an unsupported checkpoint or flag, no
+            usable context length, or an impossible acceptance length.
+        ShapeError: the dimensions of the checkpoint are not known.
     """
     started = provenance.utc_now()
     gpu = read_gpu(gpu_name, variant.root)
@@ -129,7 +130,7 @@ def compute_roofline(
     lengths = sorted({min(context_len, longest) for context_len in context_lens})
     if not lengths or lengths[0] < 1:
         raise RooflineError(
-            "a roofline needs context lengths of at least one token; name them with --context"
+            "a roofline needs one or more context lengths of at least 1 token; give them with --context"
         )
     drafting = [(depth, acceptance_length)] if depth and acceptance_length is not None else []
     middle = lengths[len(lengths) // 2]
@@ -158,7 +159,7 @@ def compute_roofline(
 
 
 def _list_stages(variant: Variant) -> tuple[list[CheckpointStage], str]:
-    """The stages of a `ServedModel`, the last as it is on this machine, and the source of its dimensions."""
+    """`stages` and `dimensions` of a `ServedModel`; the last stage is the checkpoint on this machine if it is here."""
     is_here = (variant.weights / "config.json").is_file()
     stages: list[CheckpointStage] = []
     source = f"weights/{variant.weights.name}"
@@ -183,11 +184,11 @@ def _cache_dtypes(flags: Mapping[str, Any]) -> tuple[str, str]:
 def _num_speculative_tokens(variant: Variant, flags: Mapping[str, Any], model: Model) -> int:
     speculation = flags.get("speculative-config")
     if not speculation or speculation.get("method") == "ngram":
-        return 0  # drafts copied from the prompt read no weights, and how many are accepted is up to the text
+        return 0  # drafts copied from the prompt read no weights, and the text decides how many are accepted
     if "mtp" not in str(speculation.get("method")):
         raise RooflineError(
-            f"{variant.name} drafts with {speculation.get('method')!r}, and only MTP heads are counted; "
-            "set method to mtp in VLLM_SPECULATIVE_CONFIG or unset it"
+            f"{variant.name} drafts with {speculation.get('method')!r}, but a roofline supports only MTP heads; "
+            "set method to mtp in VLLM_SPECULATIVE_CONFIG, or unset VLLM_SPECULATIVE_CONFIG"
         )
     if not model.drafter.bytes:
         raise RooflineError(

@@ -1,6 +1,6 @@
 """Cost model: bytes and FLOPs of a forward pass, and the shortest time in which a GPU can do it.
 
-`context_len` are the cached tokens of each sequence, `num_speculative_tokens` the drafted tokens of a step (K).
+`context_len` is the number of cached tokens of each sequence, `num_speculative_tokens` that of a step's drafts (K).
 """
 
 from collections.abc import Mapping
@@ -32,26 +32,26 @@ class PassWork:
         return sum(self.flops.values())
 
     def memory_seconds(self, gpu: GpuSheet) -> float:
-        """Shortest time for the bytes."""
+        """Shortest time of the memory traffic, seconds."""
         return self.bytes / gpu.bandwidth
 
     def compute_seconds(self, gpu: GpuSheet) -> float:
-        """Shortest time for the FLOPs; precisions share the matrix units, so their times add up."""
+        """Shortest time of the FLOPs, seconds; precisions share the matrix units, so their times add up."""
         return sum(count / gpu.peak(precision) for precision, count in self.flops.items())
 
     def seconds(self, gpu: GpuSheet) -> float:
-        """Shortest time of the pass."""
+        """Shortest time of the pass, seconds."""
         return max(self.memory_seconds(gpu), self.compute_seconds(gpu))
 
     def limit(self, gpu: GpuSheet) -> Literal["memory", "compute"]:
-        """The one that takes longer."""
+        """Which of memory traffic and arithmetic takes longer."""
         return "memory" if self.memory_seconds(gpu) >= self.compute_seconds(gpu) else "compute"
 
 
 def count_verify_work(
     model: Model, batch_size: int, context_len: int, num_speculative_tokens: int = 0
 ) -> PassWork:
-    """One verify pass: the last token and all drafts of each sequence."""
+    """Work of one verify pass over the last token and all drafted tokens of each sequence."""
     tokens = batch_size * (num_speculative_tokens + 1)
     row_and_state_bytes = tokens * model.embedding_row_bytes + 2 * batch_size * model.state_bytes
     return (
@@ -63,7 +63,7 @@ def count_verify_work(
 
 
 def count_draft_work(model: Model, batch_size: int, context_len: int) -> PassWork:
-    """One of the K draft passes of the MTP head: one token per sequence."""
+    """Work of one of the K draft passes of the MTP head, over one token per sequence."""
     return (
         _weights(model.drafter, batch_size)
         + _weights(model.draft_output, batch_size)
@@ -73,7 +73,7 @@ def count_draft_work(model: Model, batch_size: int, context_len: int) -> PassWor
 
 
 def count_prefill_work(model: Model, num_tokens: int, num_speculative_tokens: int = 0) -> PassWork:
-    """One pass over a prompt up to its first output token; with speculation the MTP head's cache is filled too."""
+    """Work of one pass over a prompt up to the first output token; with drafts it fills the MTP head's cache too."""
     layers = model.cached_layers(num_speculative_tokens)
     causal_pairs = num_tokens * (num_tokens + 1) // 2
     row_and_cache_bytes = num_tokens * (model.embedding_row_bytes + layers * model.kv_bytes)
@@ -94,11 +94,11 @@ def bound_decode_step(
     num_speculative_tokens: int = 0,
     acceptance_length: float = 1.0,
 ) -> StepBound:
-    """The fastest decode step; a RooflineError where the acceptance length is not between 1 and K + 1."""
+    """The fastest decode step; raises RooflineError if `acceptance_length` is not between 1 and K + 1."""
     if not 1 <= acceptance_length <= num_speculative_tokens + 1:
         raise RooflineError(
             f"acceptance length {acceptance_length} is impossible with {num_speculative_tokens} drafted tokens; "
-            f"it lies between 1 and {num_speculative_tokens + 1}"
+            f"give one between 1 and {num_speculative_tokens + 1}"
         )
     verify_work = count_verify_work(model, batch_size, context_len, num_speculative_tokens)
     draft_work = count_draft_work(model, batch_size, context_len)
@@ -117,7 +117,7 @@ def bound_decode_step(
 
 
 def count_part_bytes(model: Model, num_speculative_tokens: int, context_len: int) -> dict[str, int]:
-    """Bytes that a decode step of one sequence reads and writes, by `PARTS`."""
+    """Bytes that a decode step of one sequence reads and writes, by part of `PARTS`."""
     depth = num_speculative_tokens
     without_weights = replace(model, body=_NOTHING, head=_NOTHING, drafter=_NOTHING, draft_head=_NOTHING)
     other_bytes = count_verify_work(without_weights, 1, context_len, depth).bytes
@@ -136,6 +136,6 @@ def _attention(model: Model, layers: int, batch_size: int, tokens: int, context_
 
 
 def _weights(weights: Weights, tokens: int) -> PassWork:
-    """Weights that are read, and their products with `tokens` tokens."""
+    """Work of reading weights and multiplying `tokens` tokens by them."""
     flops = {precision: tokens * flops for precision, flops in weights.flops.items()}
     return PassWork(weights.read_bytes(tokens), flops)

@@ -13,7 +13,7 @@ Precision = Literal["bf16", "fp8", "int8"]
 
 
 class RooflineError(SlimqwenError):
-    """A checkpoint, flags or figures that no roofline can be computed for, or a model that does not fit a GPU."""
+    """No roofline can be computed for a checkpoint, flags or figures, or a model does not fit on a GPU."""
 
 
 class Peaks(Block):

@@ -12,7 +12,7 @@ from slimqwen.records.table import Table
 from slimqwen.roofline.gpu import GpuSheet
 
 PARTS = ("layers", "output head", "draft layers", "draft head", "states and KV cache")
-"""What a decode step reads and writes, in the order of tables."""
+"""The parts that a decode step reads and writes, in the order of tables."""
 
 
 class StepBound(Block):
@@ -58,15 +58,17 @@ class Roofline(Record):
     context_len: PositiveInt = Field(description="cached tokens of the waterfall")
     waterfall: tuple[WaterfallStep, ...] = Field(min_length=1)
     decode: tuple[StepBound, ...] = Field(min_length=1)
-    prefill_seconds: dict[str, PositiveFloat] = Field(description="of a prompt alone, by its tokens")
+    prefill_seconds: dict[str, PositiveFloat] = Field(
+        description="shortest time of a prompt of one sequence, by its number of tokens"
+    )
 
     @property
     def topic(self) -> str:
-        """Its GPU and context length."""
+        """GPU and context length of the record."""
         return f"{self.gpu.name}, {self.context_len}"
 
     def tables(self, path: Path) -> list[Table]:
-        """The waterfall, a row per optimisation; the bounds by context length."""
+        """The waterfall with a row per optimisation, and the bounds by context length."""
         return [self._waterfall_table(path), self._bounds_table()]
 
     def _waterfall_table(self, path: Path) -> Table:

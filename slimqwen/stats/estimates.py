@@ -1,6 +1,6 @@
 """Figures with their uncertainty, as records hold them: a mean, a paired difference, a ratio.
 
-Without NumPy and SciPy, because `slimqwen serve` reads records and takes a second to import both.
+The module needs neither NumPy nor SciPy, because `slimqwen serve` reads records and importing both takes a second.
 """
 
 from dataclasses import dataclass
@@ -30,7 +30,7 @@ class Estimate:
 
     @property
     def interval(self) -> tuple[float, float]:
-        """Its 95 % interval under the normal approximation."""
+        """95 % interval of the mean under the normal approximation."""
         return self.value - Z * self.standard_error, self.value + Z * self.standard_error
 
     def __format__(self, spec: str) -> str:

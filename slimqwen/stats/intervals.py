@@ -1,7 +1,7 @@
 """Estimates, paired differences and ratios, each with its 95 % interval.
 
-Intervals are percentile bootstrap intervals with a fixed seed, so that the same records always give the same figures.
-Over a few rounds they are Student's t intervals.
+Intervals over items are percentile bootstrap intervals with a fixed seed, so that the same records always give the same
+figures. Intervals over rounds, of which there are few, are Student's t intervals.
 """
 
 import math
@@ -29,7 +29,7 @@ class TooFewItemsError(SlimqwenError):
 
 @dataclass(frozen=True)
 class Discordance:
-    """Numbers of items that only the first or only the second got right, with McNemar's exact two-sided p."""
+    """Numbers of items that only the first or only the second side got right, with McNemar's exact two-sided p."""
 
     only_first: int
     only_second: int
@@ -41,8 +41,8 @@ def by_cluster(
 ) -> tuple[Floats, Floats]:
     """The weighted mean and the weight of each cluster, in the order in which clusters first appear.
 
-    Items that share a passage, or repeat one item, are not independent: clusters are the units of observation. Without
-    clusters every item is one.
+    Items that share a passage, and repeats of one item, are not independent: they form a cluster, which is the unit of
+    observation. Without `clusters` every item is a cluster of its own.
 
     Raises:
         ValueError: values, weights and clusters differ in number.
@@ -64,8 +64,8 @@ def mean(
 ) -> Estimate:
     """Mean of the values and its standard error over items, or over clusters of items (`by_cluster`).
 
-    With weights (bytes of a document, tokens of a request) it is the ratio estimator sum(w x) / sum(w) with items as
-    the sampled units (Cochran, Sampling Techniques, 3rd ed., eq. 6.13); with equal weights that is s / sqrt(n).
+    With weights (bytes of a document, tokens of a request) the mean is the ratio estimator sum(w x) / sum(w) with items
+    as sampled units (Cochran, Sampling Techniques, 3rd ed., eq. 6.13). With equal weights its error is s / sqrt(n).
 
     Raises:
         TooFewItemsError: fewer than two values or clusters.
@@ -86,7 +86,7 @@ def paired_difference(
 ) -> Difference:
     """Mean of second minus first over the same items in the same order, with a paired bootstrap interval.
 
-    With clusters, whole clusters are resampled and counted.
+    With `clusters`, whole clusters are resampled, and `count` is the number of clusters.
 
     Raises:
         TooFewItemsError: fewer than two items or clusters.
@@ -161,13 +161,14 @@ def ratio_by_round(
     """The ratio of two medians of observations that were made in rounds, with an interval over rounds.
 
     Requests of one round share the state of the server and of the machine, which an interval over requests ignores.
-    With a single round on a side the interval is nevertheless over requests.
+    If a side has a single round, the interval is over requests nevertheless.
 
     Args:
+        numerator, denominator: number of a round -> its observations.
         in_turns: whether rounds of the same number were measured next to each other, so that they are paired.
 
     Returns:
-        The ratio, and the number of rounds of its interval: 0 for an interval over observations.
+        The ratio, and the number of rounds that its interval is over; 0 if the interval is over requests.
 
     Raises:
         TooFewItemsError: fewer than two observations on a side.
@@ -190,8 +191,8 @@ def ratio_by_round(
 def ratio_of_rounds(numerator: ArrayLike, denominator: ArrayLike, *, in_turns: bool) -> Ratio:
     """Ratio of geometric means of one figure per round, with Student's t interval on the logarithms.
 
-    Rounds are the restarts of Kalibera and Jones, Rigorous Benchmarking in Reasonable Time (ISMM 2013). With so few
-    a bootstrap interval covers less than 95 %.
+    A round corresponds to a restart in Kalibera and Jones, Rigorous Benchmarking in Reasonable Time (ISMM 2013). Over
+    so few values a bootstrap interval covers less than 95 %.
 
     Args:
         in_turns: whether rounds are paired by their order; otherwise the interval is Welch's.
@@ -208,7 +209,7 @@ def ratio_of_rounds(numerator: ArrayLike, denominator: ArrayLike, *, in_turns: b
     if in_turns:
         a, b = np.subtract(*_paired_arrays(a, b)), np.zeros(1)
     log_ratio = low = high = float(a.mean() - b.mean())
-    if a.std() or b.std():  # rounds that agree have a ratio without width
+    if a.std() or b.std():  # if all rounds agree, the interval has no width
         test = stats.ttest_1samp(a, 0) if in_turns else stats.ttest_ind(a, b, equal_var=False)
         low, high = map(float, test.confidence_interval(CONFIDENCE_LEVEL))
     return Ratio(math.exp(log_ratio), math.exp(low), math.exp(high))
@@ -238,10 +239,10 @@ def paired_ratio(
 def p_value(
     value: float, standard_error: float, count: int, limit: float, *, higher_is_better: bool
 ) -> float:
-    """One-sided p-value of the hypothesis that an estimate lies at a limit or on its wrong side: Student's t.
+    """One-sided p-value, by Student's t, of the hypothesis that an estimate lies at `limit` or on its wrong side.
 
-    The bootstrap of the intervals would reject too often over the few dozen items of some tasks: of samples of 37
-    normal values with a mean exactly at a limit, 3.1 % instead of 2.5 % have their 95 % interval beyond it.
+    A bootstrap would reject too often over the few dozen items of some tasks: of samples of 37 normal values with a
+    mean exactly at the limit, 3.1 % instead of 2.5 % have their 95 % bootstrap interval beyond the limit.
 
     Args:
         count: items or clusters of the estimate.
@@ -262,10 +263,10 @@ def paired_ratio_p_value(
     *,
     higher_is_better: bool = True,
 ) -> float:
-    """One-sided p-value of the hypothesis that the ratio of `paired_ratio` lies at a limit or on its wrong side.
+    """One-sided p-value of the hypothesis that the ratio of `paired_ratio` lies at `limit` or on its wrong side.
 
-    It tests the mean of second - limit x first instead of their ratio, which needs no linearisation of the quotient
-    (Fieller, J. R. Stat. Soc. B 16 (1954), 175-185); the variance is computed as in `mean`, from both sides of a unit.
+    The test is on the mean of second - limit x first instead of the ratio, so that no quotient has to be linearised
+    (Fieller, J. R. Stat. Soc. B 16 (1954), 175-185). The variance is computed as in `mean`, from both sides of a unit.
     """
     a, v = _paired_arrays(first, first_weights)
     b, w = _paired_arrays(second, second_weights)
@@ -286,7 +287,7 @@ def bootstrap_interval(
     """The percentile bootstrap interval of a statistic at `CONFIDENCE_LEVEL`, with a fixed seed.
 
     Args:
-        statistic: function of the samples and `axis`.
+        statistic: function that takes the arrays of `samples` and the keyword `axis`.
         paired: whether the samples are resampled together.
         batch: resamples computed at once, which decides memory and the order of draws.
     """
@@ -314,5 +315,5 @@ def _paired_arrays(first: ArrayLike, second: ArrayLike) -> tuple[Floats, Floats]
 def _require_two(count: int) -> None:
     if count < 2:
         raise TooFewItemsError(
-            f"{count} item(s) measured, a standard error needs at least 2; raise the limit"
+            f"{count} item(s) measured, a standard error needs at least 2; measure more (a higher --limit)"
         )

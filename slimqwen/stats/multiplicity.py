@@ -4,11 +4,11 @@ from collections.abc import Sequence
 
 
 def holm(p_values: Sequence[float]) -> list[float]:
-    """Adjusted p-values: rejecting those up to alpha bounds the probability of any false rejection by alpha.
+    """Adjust p-values: rejecting each hypothesis whose adjusted value is at most alpha keeps false rejections rare.
 
-    The smallest of m is multiplied by m, the next by m - 1, and none falls below its predecessor; the p-values may
-    depend on each other (Holm, A simple sequentially rejective multiple test procedure, Scandinavian Journal of
-    Statistics 6 (1979), 65-70).
+    The probability of any false rejection is then at most alpha, even if the p-values depend on each other. The
+    smallest of m values is multiplied by m, the next by m - 1, and none gets smaller than its predecessor (Holm, A
+    simple sequentially rejective multiple test procedure, Scandinavian Journal of Statistics 6 (1979), 65-70).
 
     Returns:
         Adjusted p-values in the order of those given.

@@ -13,25 +13,25 @@ from slimqwen.stats.intervals import Discordance, Floats, student_half_width
 from slimqwen.stats.verdict import Verdict
 
 ALPHA = (1 - CONFIDENCE_LEVEL) / 2
-"""Probability that a variant exactly at the margin passes: one-sided, one end of the interval of a verdict."""
+"""Probability that a variant whose loss is exactly the margin passes: one tail of the interval of a verdict."""
 
 POWER = 0.956
-"""Probability that a task whose size was planned here passes an equally good variant; 0.8 for five tasks together."""
+"""Probability that an equally good variant passes a task of the size planned here; 0.8 for five tasks together."""
 
 _LEAST_EXPONENT = -12
-"""Power of ten of the smallest p-value that is resolved."""
+"""Base-10 exponent of the smallest p-value that is computed."""
 
 
 @dataclass(frozen=True)
 class Judgement:
-    """A verdict and its grounds, in the unit of the measure and as gains: a loss is negative.
+    """A verdict and its grounds: gains in the unit of the measure, so a loss is negative.
 
     Attributes:
         verdict: pass where the whole interval lies above -margin.
-        low: lower end of the interval of the gain, at `CONFIDENCE_LEVEL`.
-        margin: the largest loss that still counts as equal, not negative.
-        items_needed: items with which a run would pass with the measured gain; None if it has passed, or if more items
-            would not help.
+        low, high: ends of the interval of the gain, at `CONFIDENCE_LEVEL`.
+        margin: the largest loss that still counts as equal, 0 or above.
+        items_needed: number of items with which the measured gain would pass; None if this run passed, or if more
+            items would not help.
     """
 
     verdict: Verdict
@@ -44,12 +44,12 @@ class Judgement:
 def judge_loss(
     difference: Difference, discordance: Discordance | None, *, margin: float, higher_is_better: bool
 ) -> Judgement:
-    """Judge second minus first on the same items.
+    """Judge whether the second side scores worse than the first on the same items.
 
     Args:
-        difference: mean with its bootstrap interval, which is used where items are not simply right or wrong.
-        discordance: the items that only one side got right; with it the interval is exact, and does not shrink to
-            nothing where few items differ.
+        difference: second minus first; its bootstrap interval is used if `discordance` is None.
+        discordance: numbers of items that only one side got right, None where items are not simply right or wrong. The
+            interval from them is exact, and does not shrink to nothing where few items differ.
         margin: the largest loss that still counts as equal.
     """
     sign = 1 if higher_is_better else -1
@@ -69,7 +69,7 @@ def judge_loss(
 
 
 def paired_proportion_interval(discordance: Discordance, count: int) -> tuple[float, float]:
-    """The interval of the second's share of right items minus the first's, on the same items.
+    """The interval of the second side's share of right items minus the first side's, on the same `count` items.
 
     Each discordant share has its exact interval (Clopper and Pearson, 1934) at a level that makes both hold together
     at `CONFIDENCE_LEVEL` at least, so the interval is conservative.
@@ -94,12 +94,12 @@ def paired_proportion_p_value(discordance: Discordance, count: int, margin: floa
 
 
 def judge_floor(estimate: Estimate, floor: float, *, right: int | None) -> Verdict:
-    """Whether a score lies above its floor.
+    """Judge whether a score lies above `floor`.
 
     Args:
-        floor: in the unit of the score, higher being better.
-        right: number of right items, where each is right or wrong; with it the interval is exact (Clopper and
-            Pearson, 1934), without it Student's over items or clusters.
+        floor: in the unit of the score, of which more is better.
+        right: number of right items, which gives an exact interval (Clopper and Pearson, 1934); None where items are
+            not simply right or wrong, which gives Student's interval over items or clusters.
     """
     if right is None:
         half_width = student_half_width(estimate.standard_error, estimate.count - 1)
@@ -113,8 +113,8 @@ def judge_floor(estimate: Estimate, floor: float, *, right: int | None) -> Verdi
 def items_to_decide(margin: float, discordance: float) -> int:
     """Number of right-or-wrong items with which an equally good variant passes with probability `POWER`.
 
-    It adds up the probabilities of all numbers of gained and lost items that pass by the interval of `judge_loss`; an
-    item is gained, and lost, with half the discordance as probability.
+    It adds up the probabilities of all pairs of numbers of gained and lost items that pass by the interval of
+    `judge_loss`. An item is gained with a probability of half of `discordance`, and lost with the same probability.
 
     Args:
         margin: the largest loss that still counts as equal, above 0.
@@ -140,7 +140,7 @@ def items_to_decide(margin: float, discordance: float) -> int:
 
 
 def items_to_decide_mean(margin: float, deviation: float) -> int:
-    """Number of items with which an equally good variant passes, for any other measure, by normal approximation.
+    """`items_to_decide` for a measure that is not simply right or wrong, by normal approximation.
 
     Args:
         margin: the largest loss that still counts as equal, above 0.
@@ -151,13 +151,13 @@ def items_to_decide_mean(margin: float, deviation: float) -> int:
 
 
 def _interval(gained: float, lost: float, count: float, alpha: float = ALPHA) -> tuple[float, float]:
-    """`paired_proportion_interval` for numbers of items that need not be whole, at a one-sided level."""
+    """`paired_proportion_interval` at the one-sided level `alpha`, for numbers of items that need not be whole."""
     low, high = _share_bounds([gained, lost], count, alpha)
     return float(low[0] - high[1]), float(high[0] - low[1])
 
 
 def _share_bounds(numbers: ArrayLike, count: float, alpha: float) -> tuple[Floats, Floats]:
-    """Exact lower and upper ends of the shares of `count` items, half of the level for each of two shares."""
+    """Exact lower and upper ends of the shares `numbers` / `count`, each at half of `alpha`: two are combined."""
     successes = np.asarray(numbers, dtype=np.float64)
     low = stats.beta.ppf(alpha / 2, successes, count - successes + 1)
     high = stats.beta.ppf(1 - alpha / 2, successes + 1, count - successes)
@@ -166,7 +166,7 @@ def _share_bounds(numbers: ArrayLike, count: float, alpha: float) -> tuple[Float
 
 
 def _items_needed(discordance: Discordance, count: int, margin: float) -> int:
-    """The fewest items with which the same shares would pass; their gain is above -margin."""
+    """The fewest items with which the same shares of gained and lost items would pass; the gain is above -margin."""
 
     def passes(items: float) -> bool:
         share = items / count
@@ -176,7 +176,7 @@ def _items_needed(discordance: Discordance, count: int, margin: float) -> int:
 
 
 def _fewest(enough: Callable[[float], bool], start: float, *, integers: bool) -> int:
-    """The fewest items that are enough, to one in a hundred: doubled from `start`, then bisected."""
+    """The fewest items for which `enough` holds, to within 1 %: `start` is doubled, then bisected."""
     count = start
     while not enough(count):
         count *= 2

@@ -1,8 +1,8 @@
-"""A calibration text mixed from several sources: one {"text": …, "source": …} a line, which `calibrate` can read.
+"""A calibration text mixed from several sources: one {"text": …, "source": …} per line, which `calibrate` can read.
 
-Documents come in a seeded random order, always from the source that is furthest behind its share of the tokens. One is
-dropped if its words or more than half of its 13-word shingles were in documents taken before: Brown et al. (arXiv
-2005.14165, appendix C) call word n-grams of that length an overlap.
+Each document is the next, in a seeded random order, of the source that is furthest behind its share of the tokens. A
+document is dropped if the same words, or more than half of its 13-word shingles, were in documents taken before: Brown
+et al. (arXiv 2005.14165, appendix C) call word n-grams of that length an overlap.
 """
 
 import hashlib
@@ -43,22 +43,25 @@ def build_calibration_text(
     destination: Path,
     progress: Progress = silent,
 ) -> dict[str, Any]:
-    """Write a calibration text and its manifest, which is returned; the same inputs give the same bytes.
+    """Write a calibration text and its manifest, and return the manifest; the same inputs give the same bytes.
 
     Args:
         weights: checkpoint whose tokenizer counts tokens, and whose chat templates render chats.
-        tokens: to take from all sources together: at most one document more, fewer if all sources run out.
+        tokens: number of tokens to take from all sources together; the last document may exceed it, and a text whose
+            sources all run out has fewer.
         destination: .jsonl file, replaced if it exists.
 
     Raises:
         CorpusError: a source is missing, malformed or empty, or an argument is wrong; nothing is written.
     """
     if not sources or len({source.name for source in sources}) < len(sources):
-        raise CorpusError("no source, or two of one name; give at least one, each under its own name")
+        raise CorpusError(
+            "no source, or two with the same name; give at least one, each with a name of its own"
+        )
     if tokens < 1:
         raise CorpusError(f"{tokens} tokens were asked for; ask for at least 1")
     if destination.suffix != ".jsonl" or not destination.parent.is_dir():
-        raise CorpusError(f"{destination} is not a .jsonl file in an existing folder; choose one that is")
+        raise CorpusError(f"{destination} is not a .jsonl file in an existing folder; choose such a path")
     chats = ChatRenderer(weights)
     with tempfile.TemporaryDirectory(dir=destination.parent, prefix=f".{destination.name}.") as scratch:
         text, staged = Path(scratch) / "text", Path(scratch) / "manifest"
@@ -97,7 +100,7 @@ def build_calibration_text(
 
 
 class _Supply:
-    """The documents of a source in a seeded order, of which 8 bytes each are held in memory."""
+    """The documents of a source in a seeded order; only the position of each, 8 bytes, is kept in memory."""
 
     def __init__(
         self, source: Source, seed: int, chats: ChatRenderer, cache: Path, progress: Progress
@@ -111,7 +114,7 @@ class _Supply:
                 self._positions.append(document.position)
             progress(f"reading {source.name}", number, 0)
         if not self._positions:
-            raise CorpusError(f"{source.path}: no text in it; put some there or remove the source")
+            raise CorpusError(f"{source.path} has no text; add documents to it or remove the source")
         files = (
             {name: record.sha256 for name, record in file_records(source.path).items()} if is_folder else {}
         )
@@ -119,11 +122,11 @@ class _Supply:
         self.facts: dict[str, Any] = {"name": source.name, "file": source.path.name, "sha256": digest}
         self.facts |= {"weight": source.weight, "documents": len(self._positions), "ran_out": False}
         self.facts |= dict.fromkeys(("duplicates", "near_duplicates", "taken", "tokens"), 0)
-        # Seeded by name, so that another source does not change this one's order.
+        # The seed includes the name, so that adding a source does not change the order of the others.
         random.Random(f"{seed} {source.name}").shuffle(self._positions)
 
     def take_new(self, seen: set[bytes]) -> str | None:
-        """The next document that is not a duplicate; its hashes are added to `seen`."""
+        """The text of the next document that is no duplicate, None at the end; adds its hashes to `seen`."""
         while self._positions:
             text = self._chats.text_of(self._reader, self._reader.at(self._positions.pop()))
             words = text.split()

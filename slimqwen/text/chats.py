@@ -15,7 +15,7 @@ _TEXT_MODEL = SimpleNamespace(
     code_revision=None,
     trust_remote_code=False,
 )
-"""What vLLM's renderer reads of its ModelConfig when a chat is text alone."""
+"""The attributes of a ModelConfig that vLLM's renderer reads for a chat of text alone."""
 
 
 class ChatTemplate(NamedTuple):
@@ -28,7 +28,8 @@ class ChatTemplate(NamedTuple):
 def read_chat_templates(weights: Path) -> dict[str, ChatTemplate]:
     """The chat templates of a checkpoint by name, as vLLM's server finds them.
 
-    `default` renders chats and `tool_use`, if there is one, chats with tools. Others are chosen by requests alone.
+    `default` renders chats, and `tool_use`, if there is one, chats with tools. Other templates serve only requests that
+    name them.
 
     Raises:
         CorpusError: a file cannot be read.
@@ -48,7 +49,7 @@ def read_chat_templates(weights: Path) -> dict[str, ChatTemplate]:
         templates = in_files or templates
         file = weights / "chat_template.json"
         if file.is_file() and not additional and (weights / "preprocessor_config.json").is_file():
-            # The processor's template, which vLLM takes for chats without tools; for the others, the tokenizer's.
+            # vLLM takes the processor's template for chats without tools, and the tokenizer's for chats with tools.
             own = templates.get("tool_use") or templates.get("default")
             legacy = json.loads(file.read_text(encoding="utf-8"))["chat_template"]
             templates = {"default": ChatTemplate(legacy, file)} | ({"tool_use": own} if own else {})
@@ -58,7 +59,7 @@ def read_chat_templates(weights: Path) -> dict[str, ChatTemplate]:
 
 
 class ChatRenderer:
-    """Renders chats by the templates and with the tokenizer of a checkpoint."""
+    """Renders chats with the chat templates and the tokenizer of a checkpoint."""
 
     def __init__(self, weights: Path) -> None:
         import transformers  # slow to import
@@ -70,8 +71,8 @@ class ChatRenderer:
         """The text of a document, rendered if it is a chat.
 
         Args:
-            reader: what the document comes from, for its location in an error.
-            to_continue: whether a chat ends before its last response, where the model would begin one.
+            reader: reader of the document, which names its location in an error.
+            to_continue: whether to drop the assistant's messages at the end and stop where the model's would begin.
 
         Raises:
             CorpusError: as for `render`, with the location of the document.
@@ -80,7 +81,7 @@ class ChatRenderer:
             return document.text
         try:
             if document.messages is None:
-                raise ValueError("it is a prompt")
+                raise ValueError("it is a prompt, not a chat")
             messages = document.messages
             while to_continue and messages and messages[-1].get("role") == "assistant":
                 messages = messages[:-1]
@@ -93,14 +94,14 @@ class ChatRenderer:
             ) from None
 
     def render(self, messages: list[Any], tools: Any = None, *, to_continue: bool = False) -> str:
-        """The text of a chat; a null argument of a tool call is no argument.
+        """The text of a chat; arguments of tool calls whose value is null are left out.
 
         Args:
-            tools: their list, or its JSON.
+            tools: list of tools, or the JSON of that list.
             to_continue: whether the text ends where the model's next message begins.
 
         Raises:
-            ValueError: the server would refuse the chat, or its template leaves out the tools or their calls.
+            ValueError: the server would refuse the chat, or the template leaves out the tools or their calls.
             Exception: the template fails.
         """
         if isinstance(tools, str):
@@ -143,10 +144,10 @@ class ChatRenderer:
 
 
 def read_texts(path: Path, weights: Path) -> Iterator[str]:
-    """The texts of a .txt or .jsonl file without blank ones, chats rendered by the templates of a checkpoint.
+    """The texts of a .txt or .jsonl file except blank ones; chats are rendered with the templates of a checkpoint.
 
     Raises:
-        CorpusError: the file cannot be read, a document is malformed or a prompt, or a chat cannot be rendered.
+        CorpusError: the file cannot be read, a document is neither text nor chat, or a chat cannot be rendered.
     """
     file, chats = TextFile(path), None
     for document in file:
@@ -161,13 +162,13 @@ def read_texts(path: Path, weights: Path) -> Iterator[str]:
 
 
 def require_text_or_chat(reader: TextFile | DataSet, document: Document, *, or_prompt: bool = False) -> None:
-    """Check what shows without a template: that a document is a text, or a chat of messages with roles.
+    """Check without a template that a document is a text, or a chat whose messages have roles.
 
     Args:
-        or_prompt: whether a prompt is taken too.
+        or_prompt: whether the document may also be a prompt.
 
     Raises:
-        CorpusError: it is something else.
+        CorpusError: the document is something else.
     """
     roles = [isinstance(each, dict) and isinstance(each.get("role"), str) for each in document.messages or ()]
     if (
@@ -181,7 +182,7 @@ def require_text_or_chat(reader: TextFile | DataSet, document: Document, *, or_p
 
 
 def check_message(message: Any) -> dict[str, Any]:
-    """A message as vLLM's server takes it from a request."""
+    """Check a message of a chat, and return it as vLLM's server would read it from a request."""
     from vllm.renderers.chat_utils import has_non_text_content
 
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
@@ -190,7 +191,7 @@ def check_message(message: Any) -> dict[str, Any]:
         key: without_nulls(value) for key, value in message.items() if value is not None
     }
     if not isinstance(checked.get("content", ""), str | list) or has_non_text_content([checked]):
-        raise ValueError("content that is not text; calibration reads text alone")
+        raise ValueError("a message has content that is not text")
     thoughts = checked.pop("reasoning_content", None)
     if thoughts is not None:
         checked.setdefault("reasoning", thoughts)
@@ -200,23 +201,23 @@ def check_message(message: Any) -> dict[str, Any]:
 
 
 def _checked_call(call: Any) -> dict[str, Any]:
-    """A tool call with its arguments as an object."""
+    """Check a tool call, and return it with its arguments as an object instead of JSON text."""
     function = call.get("function") if isinstance(call, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-        raise ValueError('a tool call without a function; write {"function": {"name": …, "arguments": {…}}}')
+        raise ValueError('a tool call has no function; write {"function": {"name": …, "arguments": {…}}}')
     arguments = function.get("arguments") or {}
     if isinstance(arguments, str):
         try:
             arguments = json.loads(arguments)
         except ValueError as error:
-            raise ValueError(f"arguments of {function['name']} that are not JSON: {error}") from None
+            raise ValueError(f"the arguments of a call of {function['name']} are not JSON: {error}") from None
     if not isinstance(arguments, dict):
-        raise ValueError(f"arguments of {function['name']} that are no object")
+        raise ValueError(f"the arguments of a call of {function['name']} are not a JSON object")
     return {**call, "function": {**function, "arguments": without_nulls(arguments)}}
 
 
 def check_tool(tool: Any) -> dict[str, Any]:
-    """A tool as vLLM's server gives it to the template."""
+    """Check a tool with vLLM's own model of requests, and return it as vLLM's server passes it to the template."""
     from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionToolsParam
 
     dumped: dict[str, Any] = ChatCompletionToolsParam.model_validate(tool).model_dump()

@@ -1,4 +1,4 @@
-"""The text that a recipe or a workload names."""
+"""Paths of the texts that recipes and workloads name."""
 
 import os
 from pathlib import Path
@@ -17,8 +17,8 @@ def resolve_text(name: str | Path, folder: Path) -> Path:
     """The path of a text.
 
     Args:
-        name: a path, or without slash and suffix the name of a text in eval/texts of this repository.
-        folder: what a path is relative to.
+        name: a path; or, without slash and suffix, the name of a text in eval/texts of this repository.
+        folder: folder that the path is relative to.
     """
     if Path(name).suffix or len(Path(name).parts) > 1:
         return folder / name
@@ -34,10 +34,10 @@ def _text_of_recipe(path: Path, info: ValidationInfo) -> Path:
 
 
 RecipePath = Annotated[Path, AfterValidator(_relative_to_recipe)]
-"""A path relative to the recipe. The file's content enters the content key, not its path: exclude the field."""
+"""A path relative to the recipe. Exclude such a field: the content key has the content of the file, not its path."""
 
 TextPath = Annotated[Path, AfterValidator(_text_of_recipe), Field(exclude=True)]
-"""The path of a text, relative to the recipe, or the name of one."""
+"""The path of a text, relative to the recipe, or the name of a text in eval/texts."""
 
 
 class TextSource(BaseModel):
@@ -45,7 +45,7 @@ class TextSource(BaseModel):
 
     Attributes:
         path: .txt or .jsonl file, relative to the recipe; or the name of a text in eval/texts.
-        seed: seed of the order of its documents.
+        seed: seed of the order of the text's documents.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True)
@@ -61,7 +61,9 @@ class TextSource(BaseModel):
             return values
         rest = {name: value for name, value in values.items() if name != "source"}
         if (values["source"] == "file") != ("path" in rest):
-            raise ValueError("path goes with source: file, and only with it")
+            raise ValueError(
+                "`source: file` needs a `path`, and any other source must have none; write only `path`"
+            )
         return {"path": values["source"], **rest}
 
 
@@ -69,7 +71,7 @@ def file_digest(path: Path, name: str) -> str:
     """SHA-256 of an input file that a recipe calls `name`.
 
     Raises:
-        CorpusError: it cannot be read.
+        CorpusError: the file cannot be read.
     """
     try:
         return sha256(path)

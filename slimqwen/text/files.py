@@ -1,7 +1,7 @@
 """Readers of the text files that a user names: .jsonl, .txt, and folders of parquet or JSON files.
 
-Lines end at a line feed alone, because JSON strings may hold the other characters at which str.splitlines ends a line
-(U+2028, form feed). A byte order mark at the beginning is no text. What is not UTF-8 is refused with its line.
+Only a line feed ends a line, because JSON strings may hold the other characters at which str.splitlines ends one
+(U+2028, form feed). A byte order mark at the beginning is skipped. Text that is not UTF-8 is refused with its line.
 """
 
 import contextlib
@@ -23,11 +23,11 @@ class CorpusError(SlimqwenError):
 
 @dataclass(frozen=True)
 class Document:
-    """One document of a file or a data set; its reader takes the field that it can use.
+    """One document of a file or a data set: a text, a chat or a prompt.
 
     Attributes:
-        position: where the document begins, for `TextFile.at` or `DataSet.at`.
-        messages: a chat in the form of chat templates, with its tools.
+        position: where the document begins: byte of a `TextFile`, row of a `DataSet`.
+        messages, tools: a chat and its tools, in the form that chat templates take.
         prompt: text to be continued.
     """
 
@@ -40,12 +40,12 @@ class Document:
 
     @property
     def is_blank(self) -> bool:
-        """Whether it holds nothing but white space."""
+        """Whether the document holds nothing but white space."""
         return not (self.messages or (self.text or "").strip() or (self.prompt or "").strip())
 
 
 def read_json_lines(lines: Iterable[bytes], name: object) -> Iterator[tuple[int, Any]]:
-    """The byte position and the value of each line that is not blank; `name` names the file in errors.
+    """Yield the byte position and the value of each line that is not blank; `name` names the file in errors.
 
     Raises:
         CorpusError: a line is not UTF-8 or not JSON.
@@ -56,24 +56,24 @@ def read_json_lines(lines: Iterable[bytes], name: object) -> Iterator[tuple[int,
             try:
                 value = json.loads(line.decode("utf-8-sig" if position == 0 else "utf-8"))
                 if b"\\u" in line:
-                    json.dumps(value, ensure_ascii=False).encode()  # a surrogate alone is no text
+                    json.dumps(value, ensure_ascii=False).encode()  # fails for a surrogate without its pair
             except UnicodeDecodeError as error:
                 raise _not_utf8(name, number, error) from None
             except (ValueError, RecursionError) as error:
                 raise CorpusError(
-                    f"{name}, line {number}: not JSON ({error}); write one object a line"
+                    f"{name}, line {number}: not JSON ({error}); write one JSON object per line"
                 ) from None
             yield position, value
         position += len(line)
 
 
 class TextFile:
-    """A .txt file (8 KiB a document, to the end of the line) or a .jsonl file (an object a line).
+    """Reader of a .txt file (a document is 8 KiB, to the end of a line) or a .jsonl file (a document is a line).
 
-    Iterating yields its documents, blank ones too.
+    Iterating yields all documents, blank ones too.
 
     Raises:
-        CorpusError: the file is neither, or while iterating: it cannot be read or a document is malformed.
+        CorpusError: the file is neither; or, while iterating, it cannot be read or a document is malformed.
     """
 
     def __init__(self, path: Path) -> None:
@@ -86,7 +86,7 @@ class TextFile:
             yield from self._documents(stream, 0)
 
     def at(self, position: int) -> Document:
-        """The document that begins at a byte."""
+        """The document that begins at byte `position`."""
         with reading(self.path), self.path.open("rb") as stream:
             stream.seek(position)
             return next(self._documents(stream, position))
@@ -111,12 +111,12 @@ class TextFile:
 
 
 class DataSet:
-    """A folder of parquet or JSON files, read by the `datasets` library; the split `train` if the files name splits.
+    """Reader of a folder of parquet or JSON files (the split `train` if file names give splits), by `datasets`.
 
-    Iterating yields its documents, blank ones too. The library caches in a folder that is not the user's own cache.
+    Iterating yields all documents, blank ones too. The library caches in the folder `cache`, not in the user's cache.
 
     Raises:
-        CorpusError: the folder is not a data set, or while iterating: a row is malformed.
+        CorpusError: the folder is not a data set; or, while iterating, a row is malformed.
     """
 
     def __init__(self, path: Path, cache: Path) -> None:
@@ -133,7 +133,7 @@ class DataSet:
             ) from None
         columns = [name for name in ("messages", "text") if name in rows.column_names][:1]
         if not columns:
-            raise CorpusError(f"{path}: its columns are {', '.join(rows.column_names)}; {_FORM}")
+            raise CorpusError(f"{path} has only the columns {', '.join(rows.column_names)}; {_FORM}")
         if columns == ["messages"] and "tools" in rows.column_names:
             columns.append("tools")
         self._path, self._rows = path, rows.select_columns(columns)
@@ -153,7 +153,7 @@ class DataSet:
 def without_nulls(value: Any) -> Any:
     """The same JSON without the keys whose value is null.
 
-    A parquet file has the same keys in every row: what a row lacks is null there, such as the arguments of other tools.
+    In a parquet file every row has all keys, with null for those that the row lacks, such as other tools' arguments.
     """
     if isinstance(value, Mapping):
         return {key: without_nulls(part) for key, part in value.items() if part is not None}
@@ -166,13 +166,13 @@ def _checked_document(content: Any, position: int, reader: TextFile | DataSet) -
         if isinstance(content, dict) and isinstance(content.get(name), kind):
             fields[name] = content[name]
     if not fields:
-        raise CorpusError(f"{reader.location(position)}: no text in it; {_FORM}")
+        raise CorpusError(f"{reader.location(position)}: neither a text nor a chat; {_FORM}")
     id_ = content.get("id")
     return Document(position, None if id_ is None else str(id_), tools=content.get("tools"), **fields)
 
 
 def _decode_text(block: bytes, path: Path, *, is_first: bool, line: int) -> str:
-    """The text of a part of a .txt file that begins at a line."""
+    """Decode a block of a .txt file that begins at line number `line`."""
     try:
         if (nul := block.find(b"\0")) >= 0:  # as in UTF-16 without a byte order mark
             raise UnicodeDecodeError("utf-8", block, nul, nul + 1, "a NUL character")
@@ -181,7 +181,7 @@ def _decode_text(block: bytes, path: Path, *, is_first: bool, line: int) -> str:
         raise _not_utf8(path, line + block.count(b"\n", 0, error.start), error) from None
     with contextlib.suppress(ValueError, RecursionError):
         if is_first and isinstance(json.loads(text.lstrip().partition("\n")[0]), dict):
-            raise CorpusError(f"{path}, line 1: a JSON object, which is no text; name the file .jsonl")
+            raise CorpusError(f"{path}, line 1: a JSON object instead of text; name the file .jsonl")
     return text.replace("\r\n", "\n").replace("\r", "\n")
 
 
@@ -193,7 +193,7 @@ def _not_utf8(name: object, line: int, error: UnicodeDecodeError) -> CorpusError
 
 @contextlib.contextmanager
 def reading(path: Path) -> Iterator[None]:
-    """Turn an OSError of a file into a CorpusError."""
+    """Turn an OSError in the `with` block into a CorpusError about the file."""
     try:
         yield
     except OSError as error:

@@ -17,10 +17,10 @@ Tokens = list[int]
 
 
 def documents(source: str, seed: int, root: Path) -> Iterator[str]:
-    """The documents of a workload, each once, in their order from one on that the seed chooses.
+    """The documents of a workload's text, each once: in file order, beginning at a document that the seed chooses.
 
     Args:
-        source: path of a .jsonl file, or of a .txt file whose documents empty lines separate; or the name of a text in
+        source: path of a .jsonl file, or of a .txt file with empty lines between documents; or the name of a text in
             eval/texts.
         root: folder that the path is relative to.
 
@@ -32,8 +32,8 @@ def documents(source: str, seed: int, root: Path) -> Iterator[str]:
     for document in file:
         if document.text is None and not document.is_blank:
             raise CorpusError(
-                f"{file.location(document.position)}: no text in it, but a chat or a prompt; `slimqwen recipe corpus` "
-                "renders chats"
+                f"{file.location(document.position)}: a chat or a prompt instead of a text; write a text, or render "
+                "chats with `slimqwen recipe corpus`"
             )
         texts.append(document.text or "")
     if file.path.suffix == ".txt":
@@ -56,16 +56,16 @@ class OwnPrompt(BaseModel):
     @model_validator(mode="after")
     def _is_of_one_form(self) -> Self:
         if (self.prompt is None) == (self.messages is None):
-            raise ValueError("give one of prompt and messages")
+            raise ValueError("give either prompt or messages")
         return self
 
 
 class PromptCutter:
-    """A stream of documents that prompts are cut from, each prompt from documents of its own.
+    """Cuts prompts from a stream of documents; no two prompts share a document.
 
     Attributes:
         documents_used: number of documents used so far.
-        tokenize: token IDs of a text.
+        tokenize: text -> token ids.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class PromptCutter:
 
     @classmethod
     def for_checkpoint(cls, weights: Path, source: str, seed: int, root: Path) -> "PromptCutter":
-        """A cutter of `documents` with the tokenizer of a checkpoint."""
+        """A cutter of the texts of `documents`, with the tokenizer of a checkpoint."""
         from transformers import AutoTokenizer
 
         tokenizer = AutoTokenizer.from_pretrained(weights, local_files_only=True)
@@ -90,14 +90,14 @@ class PromptCutter:
         )
 
     def advance_to(self, documents_used: int, prompts: Iterable[Tokens]) -> None:
-        """Continue where another cutter of the same stream stopped, given what it used and cut."""
+        """Continue where another cutter of the same stream stopped, after the documents and prompts that it used."""
         for _ in range(documents_used - self.documents_used):
             next(self._texts, None)
         self.documents_used = documents_used
         self._known_prompts.update(map(tuple, prompts))
 
     def cut(self, count: int, length: int) -> list[Tokens]:
-        """The next prompts of `length` tokens each, all different from any cut before.
+        """Cut the next `count` prompts of `length` tokens each; all differ from each other and from earlier ones.
 
         Raises:
             CorpusError: the text is used up.
@@ -123,13 +123,13 @@ class PromptCutter:
 
 
 def read_own_prompts(file: Path, weights: Path) -> list[tuple[Tokens, int | None]]:
-    """Prompts that are sent as they are, each with the number of tokens to generate, or None where its line names none.
+    """Read the user's own prompts: token ids, and the number of tokens to generate (None where the line has none).
 
-    A line is {"prompt": text}, or {"messages": […], "tools": […]}, which the checkpoint's chat template renders; both
-    with an optional "output_tokens".
+    A line is {"prompt": text}, or {"messages": […], "tools": […]}, which the checkpoint's chat template renders; either
+    may have "output_tokens" too.
 
     Raises:
-        CorpusError: the file cannot be read, or a line is none of the two.
+        CorpusError: the file cannot be read, a line is neither of the two, or there are fewer than two lines.
     """
     renderer = ChatRenderer(weights)
     prompts: list[tuple[Tokens, int | None]] = []
@@ -147,10 +147,10 @@ def read_own_prompts(file: Path, weights: Path) -> list[tuple[Tokens, int | None
             tokens = list(renderer.tokenizer(text, add_special_tokens=False)["input_ids"])
             prompts.append((tokens, fields.output_tokens))
     if len(prompts) < 2:
-        raise CorpusError(f"{file}: {len(prompts)} prompts give no interval; write 2 or more")
+        raise CorpusError(f"{file}: {len(prompts)} prompts are too few for an interval; write 2 or more")
     return prompts
 
 
 def digest(prompts: list[Tokens]) -> str:
-    """SHA-256 of prompts in their order."""
+    """SHA-256 of the token ids of prompts, in order."""
     return hashlib.sha256(json.dumps(prompts).encode()).hexdigest()

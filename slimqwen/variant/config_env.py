@@ -23,7 +23,7 @@ OWN_KEYS: Mapping[str, str] = MappingProxyType(
         "PLATFORM": "cuda for a variant that only a GPU can serve; unset: the platform of this machine",
         "EVALUATION": "suite and gate limits of the variant, by their name in eval/",
         "REQUIRE_BAKED": "1 for a variant that must not be served without its baked compile cache",
-        "REQUIRE_PLAN": "1 for a variant that must not be served without a plan, nor otherwise than planned",
+        "REQUIRE_PLAN": "1 for a variant that is served only with a plan, and only if the engine agrees with it",
         "REQUIRE_WARMUP": "1 for a variant whose server stops if its warm-up fails",
         "MAX_BODY_BYTES": "largest accepted request body, bytes",
         "THINKING_TOKEN_BUDGET": "thinking tokens of a request that sets no budget; unset: unlimited",
@@ -33,13 +33,13 @@ OWN_KEYS: Mapping[str, str] = MappingProxyType(
 """The keys of config.env that are neither a flag of vLLM nor an environment variable."""
 
 _ONLY_VALUE = {
-    "PLATFORM": ("cuda", "any platform"),
-    "REQUIRE_BAKED": ("1", "compiling where nothing is baked"),
-    "REQUIRE_PLAN": ("1", "serving without a plan, or otherwise than planned"),
-    "REQUIRE_WARMUP": ("1", "serving cold where the warm-up fails"),
-    "ALLOW_UNSAFE": ("1", "refusing what is known to die or to give other tokens"),
+    "PLATFORM": ("cuda", "run on any platform"),
+    "REQUIRE_BAKED": ("1", "compile where no cache is baked"),
+    "REQUIRE_PLAN": ("1", "serve without a plan, or with an engine that differs from it"),
+    "REQUIRE_WARMUP": ("1", "serve cold if the warm-up fails"),
+    "ALLOW_UNSAFE": ("1", "refuse settings that are known to kill the server or to give other tokens"),
 }
-"""Key -> the only value it may have, and the behaviour if it is unset."""
+"""Key -> the only value it may have, and what an unset key does."""
 
 _CONTROL_CHARACTER = re.compile(r"[\x00-\x08\x0a-\x1f\x7f\x85\u2028\u2029]")
 _LEAST_VALUE = {"MAX_BODY_BYTES": 1, "THINKING_TOKEN_BUDGET": 0}
@@ -60,7 +60,7 @@ class Setting:
 
     @property
     def location(self) -> str:
-        """`experiments/<variant>/config.env:<line>`, independent of where the repository is."""
+        """`experiments/<variant>/config.env:<line>`, the same wherever the repository is."""
         return f"experiments/{self.file.parent.name}/{self.file.name}:{self.line}"
 
 
@@ -84,7 +84,7 @@ def inherit(name: str, root: Path) -> tuple[tuple[str, ...], Mapping[str, Settin
     """Read the config.env of a variant and of every variant that it inherits from.
 
     Returns:
-        `lineage`, `settings` and `unset` of the variant.
+        `lineage`, `settings` and `unset` of the `Variant`.
 
     Raises:
         ConfigError: an unknown variant, a malformed line, a repeated key, a cycle of bases, no VLLM_MODEL, or an
@@ -132,8 +132,8 @@ def read_config_env(file: Path) -> dict[str, Setting]:
         line = binding.original.line + binding.original.string[:blank].count("\n")
         if binding.error or (binding.key is not None and binding.value is None):
             raise ConfigError(
-                f"{location}:{line}: not a KEY=value line: {binding.original.string.strip()!r}; write it so, and "
-                "close its quotes"
+                f"{location}:{line}: not a KEY=value line: {binding.original.string.strip()!r}; write KEY=value and "
+                "close every quote"
             )
         if binding.key is None:
             continue
@@ -180,7 +180,7 @@ def _check_own_keys(settings: Mapping[str, Setting]) -> None:
         setting = settings.get(key)
         if setting is not None and setting.value != value:
             raise ConfigError(
-                f"{setting.location}: {key}={setting.value}: write {key}={value}, or {key}= for {default}"
+                f"{setting.location}: {key}={setting.value}: write {key}={value}, or {key}= to {default}"
             )
     for key, least in _LEAST_VALUE.items():
         setting = settings.get(key)
@@ -189,7 +189,7 @@ def _check_own_keys(settings: Mapping[str, Setting]) -> None:
         text = setting.value
         if not (text.isascii() and text.isdecimal() and len(text) < 19 and int(text) >= least):
             raise ConfigError(
-                f"{setting.location}: {key}={text}: write a whole number of at least {least}, or unset {key}="
+                f"{setting.location}: {key}={text}: write a whole number of at least {least}, or {key}= to unset it"
             )
     _check_revision(settings)
 
@@ -207,12 +207,12 @@ def _check_revision(settings: Mapping[str, Setting]) -> None:
         return
     if not re.fullmatch("[0-9a-f]{40}", revision.value):
         raise ConfigError(
-            f"{revision.location}: REVISION={revision.value}: not a commit; write its 40 hexadecimal "
-            "digits in lower case"
+            f"{revision.location}: REVISION={revision.value}: not a commit; write the 40 hexadecimal "
+            "digits of a commit in lower case"
         )
     # If they are inherited from different files, the commit belongs to another repository.
     if source is None or source.file != revision.file:
         raise ConfigError(
-            f"{revision.location}: REVISION is the commit of a SOURCE in the same file, and "
-            f"{f'SOURCE comes from {source.location}' if source else 'there is none'}; write both, or unset REVISION="
+            f"{revision.location}: REVISION has to be a commit of the SOURCE in the same file, and SOURCE "
+            f"{f'comes from {source.location}' if source else 'is unset'}; write both there, or REVISION= to unset it"
         )

@@ -36,11 +36,11 @@ def create(
 
     Args:
         name: name of the variant: letters, digits, `.`, `_`, `-`; 64 at most.
-        base: name of the variant that it inherits its flags from; None for a baseline of a checkpoint of its own,
-            whose `lines` are complete.
+        base: name of the variant whose flags the new one inherits; None for a new baseline, for which `lines` are all
+            of config.env.
         hypothesis: expected result, one sentence that a measurement can refute.
         recipe: content of recipe.yaml; None for a variant that serves the checkpoint of its base.
-        lines: values of config.env by key that differ from the base's.
+        lines: key -> value of the lines of config.env that differ from those of `base`.
 
     Returns:
         The folder.
@@ -55,7 +55,7 @@ def create(
     require_new(name, root, with_weights=recipe is not None)
     if not hypothesis or "<!--" in hypothesis:
         raise ScaffoldError(
-            f"{name} needs a hypothesis, one sentence that a measurement can refute and no comment: "
+            f"{name} needs a hypothesis, one sentence without `<!--` that a measurement can refute: "
             '--hypothesis "4-bit MLPs keep every task score within two points"'
         )
     base_variant = variants.load(base, root) if base else None
@@ -97,10 +97,10 @@ def create(
 
 
 def require_new(name: str, root: Path, *, with_weights: bool = False) -> None:
-    """Go on only if a variant can get this name.
+    """Check that a new variant can have this name.
 
     Raises:
-        ScaffoldError: the name is bad or taken; or with weights of its own, the folder of its weights is.
+        ScaffoldError: the name is malformed or taken; or, for a variant with weights of its own, weights/<name> is.
     """
     folder = root / "experiments" / name
     if not _NAME.fullmatch(name) or name == _STORE:

@@ -17,10 +17,13 @@ from slimqwen.variant.config_env import (
 )
 
 EMBEDDED = "tiny"
-"""The variant whose weights are committed, and whose world the texts of eval/ tell of."""
+"""The variant whose weights are committed; the texts of eval/ describe the world that it was trained on."""
 
 SHAPE_PREFIX = "shape-"
-"""Prefix of a variant's name in folders of weights/ that have its dimensions and no weights (`make shape`)."""
+"""weights/<prefix><variant>/ is a checkpoint with the dimensions of a variant and without weights (`make shape`)."""
+
+_NEEDED = '{"hypothesis": "one sentence", "baseline": "name of a variant, or null for a baseline"}'
+"""What measurements.json has to have, in error messages."""
 
 
 @dataclass(frozen=True)
@@ -75,8 +78,8 @@ class Variant:
         """
         if "EVALUATION" not in self.settings:
             raise ConfigError(
-                f"experiments/{self.name}/config.env: no EVALUATION; write EVALUATION=core, or the name of another "
-                "suite in eval/suites/, into it or into the variant that it inherits"
+                f"experiments/{self.name}/config.env: no EVALUATION; add EVALUATION=core, or the name of another "
+                "suite in eval/suites/, to this file or to the one that it inherits"
             )
         return self.settings["EVALUATION"].value
 
@@ -96,14 +99,14 @@ class Variant:
         return "ALLOW_UNSAFE" in self.settings
 
     def with_lines(self, lines: Mapping[str, str]) -> "Variant":
-        """The variant with other lines in its config.env: values by key, an empty one unsets the key."""
+        """The variant as if its config.env had these lines too: key -> value, where an empty value unsets the key."""
         file = self.folder / "config.env"
         changed = {**self.settings, **{key: Setting(key, value, file, 0) for key, value in lines.items()}}
         settings = {key: setting for key, setting in changed.items() if setting.value}
         return replace(self, settings=MappingProxyType(settings))
 
     def require_weights(self) -> None:
-        """Check that the checkpoint is there and whole; the error names the command that makes it.
+        """Check that the checkpoint is there and whole; the error names the command that makes the checkpoint.
 
         Raises:
             MissingCheckpointError, CorruptCheckpointError: as `checkpoint.check_folder`.
@@ -135,7 +138,7 @@ def load(name: str, root: Path | None = None) -> Variant:
 
 
 def making_command(weights: Path, root: Path) -> str:
-    """The command that makes a checkpoint folder, as the cure in the error for a missing one."""
+    """How to make a checkpoint folder, worded as the cure at the end of an error message."""
     name = weights.relative_to(root / "weights").parts[0] if weights.is_relative_to(root / "weights") else ""
     if name == EMBEDDED:
         return "`git checkout weights/tiny` restores it, `python tools/tinyworld train` trains it anew"
@@ -156,6 +159,6 @@ def _read_measurements(name: str, root: Path) -> tuple[str, str | None]:
         content = json.loads(file.read_text(encoding="utf-8"))
         return str(content["hypothesis"]), content["baseline"]
     except FileNotFoundError:
-        raise ConfigError(f"{location} is missing; write one with hypothesis and baseline") from None
+        raise ConfigError(f"{location} is missing; write {_NEEDED} into it") from None
     except (ValueError, KeyError, TypeError) as error:
-        raise ConfigError(f"{location}: unusable ({error!r}); it needs hypothesis and baseline") from error
+        raise ConfigError(f"{location}: unusable ({error!r}); it needs {_NEEDED}") from error

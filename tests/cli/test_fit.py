@@ -27,10 +27,10 @@ def test_a_model_that_does_not_fit_ends_with_one_and_the_first_recipe_that_makes
         "4-bit MLPs, 4-bit attention, 4-bit head\n"
     )
     for line in (
-        "One sequence: 0.85 GB of states and 68 KiB a token, 3.18 GB in all; vLLM may use 90% of 23.69 GiB.",
-        "Format: bfloat16; stages that take it: all. MTP head: present, 16 bits.",
+        "One sequence: 0.85 GB of states and 68 KiB per token, 3.18 GB in all; vLLM may use 90% of 23.69 GiB.",
+        "Format: bfloat16; stages that support it: all. MTP head: present, 16 bits.",
         "with 4 drafts at the published acceptance length 3.97. Computed, not timed.",
-        "Start from its own baseline: `slimqwen variant new --name mine --checkpoint Qwen/Qwen3.5-27B`; flags",
+        "Start from a new baseline: `slimqwen variant new --name mine --checkpoint Qwen/Qwen3.5-27B`; flags",
     ):
         assert line in said
     assert "Known trouble" not in said
@@ -59,7 +59,7 @@ def test_trouble_is_that_of_the_recorded_plan_or_of_the_flags_alone(fit):
     assert f"Known trouble (costs): {known['prefix-cache-beside-mtp']}" in unplanned
     assert known["fp8-kv-loses-full-graphs"] not in unplanned
     _, turing, _ = fit("qwen3.5-0.8b", "--gpu", "t4")
-    assert "vLLM refuses bfloat16 below compute capability 8.0, t4 has 7.5; VLLM_DTYPE=float16." in turing
+    assert "vLLM refuses bfloat16 below compute capability 8.0, t4 has 7.5; set VLLM_DTYPE=float16." in turing
 
 
 def test_without_a_gpu_all_of_them_are_shown(fit):
@@ -72,16 +72,16 @@ def test_without_a_gpu_all_of_them_are_shown(fit):
     assert (
         said.rstrip()
         .splitlines()[-1]
-        .startswith("Start from its own baseline: `slimqwen variant new --name mine --checkpoint Qwen")
+        .startswith("Start from a new baseline: `slimqwen variant new --name mine --checkpoint Qwen")
     )
 
 
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["qwen9"], "qwen9 is no variant, folder, config.json"),
+        (["qwen9"], "qwen9 is not a variant, folder, config.json"),
         (["tiny", "--gpu", "rtx3090"], "there is no GPU 'rtx3090' in eval/devices.yaml; choose rtx-3090"),
-        (["qwen3-4b", "--context", "99999"], "made for 1 to 40,960 tokens"),
+        (["qwen3-4b", "--context", "99999"], "made for contexts of 1 to 40,960 tokens"),
         (["owner/name"], "forbids asking the hub"),
     ],
 )

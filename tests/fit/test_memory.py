@@ -111,9 +111,7 @@ def test_only_drafts_of_the_mtp_head_count_and_numbers_are_digits(add_variant, t
     (tmp_path / "weights" / "tiny").symlink_to(ROOT / "weights" / "tiny")
     add_variant("own", f"VLLM_MODEL=weights/tiny\n{line}\n")
     if depth is None:
-        with pytest.raises(
-            FitError, match="own: VLLM_MAX_MODEL_LEN=4k is no whole number here; write it with"
-        ):
+        with pytest.raises(FitError, match="own: VLLM_MAX_MODEL_LEN=4k has to be a whole number in digits"):
             ServerSettings.of(find_subject("own", tmp_path), None, None)
     else:
         assert ServerSettings.of(find_subject("own", tmp_path), None, None).depth == depth
@@ -121,7 +119,7 @@ def test_only_drafts_of_the_mtp_head_count_and_numbers_are_digits(add_variant, t
 
 @pytest.mark.parametrize("length", [0, 40961])
 def test_a_length_that_the_model_was_not_made_for_is_refused(length: int):
-    with pytest.raises(FitError, match=r"made for 1 to 40,960 tokens, not .*; correct --context"):
+    with pytest.raises(FitError, match=r"made for contexts of 1 to 40,960 tokens, not .*; correct --context"):
         ServerSettings.of(find_subject("qwen3-4b", ROOT), length or -1, 1)
 
 

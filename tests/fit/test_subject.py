@@ -44,7 +44,10 @@ def test_a_folder_is_its_tensors_and_a_config_json_what_it_promises(tmp_path: Pa
     )
     alone = find_subject(str(folder / "config.json"), ROOT)
     assert alone.tensors.keys() == subject.tensors.keys()
-    assert alone.describe_format() == ("compressed-tensors, 4-bit int", "all but calibrate of what is packed")
+    assert alone.describe_format() == (
+        "compressed-tensors, 4-bit int",
+        "all (but calibrate only on what is not packed)",
+    )
     assert alone.describe_mtp() == "present, 16 bits, by config.json alone"
 
 
@@ -62,7 +65,7 @@ def test_the_experts_of_a_folder_are_counted_under_the_first(tmp_path: Path):
         ("w4a16-mtp", "present, quantised"),
         ("fp8-blocks", "present, quantised"),
         ("gptq-act-order", "present, quantised"),
-        ("mtp-lost", "lost: config.json promises one, the checkpoint has none"),
+        ("mtp-lost", "lost: config.json promises an MTP head, the checkpoint has none"),
         ("no-mtp", "none"),
         ("qwen3", "none"),
     ],
@@ -79,7 +82,11 @@ def test_the_mtp_head_is_described_as_it_is(animal: str, said: str, tmp_path: Pa
         ("qwen3.5-moe", "bfloat16", "all but calibrate"),
         ("fp8-blocks", "fp8", "bake_cache, prune_vocab"),
         ("awq", "awq", "bake_cache, prune_vocab"),
-        ("mixed", "compressed-tensors, 4-bit int, 8-bit float", "all but calibrate of what is packed"),
+        (
+            "mixed",
+            "compressed-tensors, 4-bit int, 8-bit float",
+            "all (but calibrate only on what is not packed)",
+        ),
     ],
 )
 def test_the_format_says_which_stages_take_it(animal: str, form: str, stages: str, tmp_path: Path):
@@ -88,7 +95,9 @@ def test_the_format_says_which_stages_take_it(animal: str, form: str, stages: st
 
 
 def test_a_name_of_nothing_lists_the_shapes():
-    with pytest.raises(SubjectError, match=r"qwen4 is no variant, .*; the shapes are cyankiwi, qwen3-0.6b, "):
+    with pytest.raises(
+        SubjectError, match=r"qwen4 is not a variant, .*; the shapes are cyankiwi, qwen3-0.6b, "
+    ):
         find_subject("qwen4", ROOT)
 
 

@@ -80,8 +80,8 @@ def test_planted_faults_are_found_and_such_an_image_is_not_started(image, conten
         faults = verify.verify_image(content, tool=tool, tag=FAULTY, log=tmp_path / "server.log")
     assert faults["no secrets"] == ["root/.netrc is a file of credentials"]
     assert "opt/slimqwen/scripts/serve.py has mode 666" in faults["nothing that its user may write"][0]
-    (changed,) = faults["variant, code and checkpoint are those here"]
-    assert changed == "experiments/tiny/config.env is not what it is here"
+    (changed,) = faults["variant, code and checkpoint are those of this checkout"]
+    assert changed == "experiments/tiny/config.env is not as in this checkout"
     assert faults["settings"][0].startswith("it runs as root")
     assert "server" not in faults
 

@@ -73,7 +73,7 @@ def test_what_no_image_can_be_made_of_is_refused_in_one_line(repository, add_var
     add_variant("gpu", "BASE=child\nPLATFORM=cuda\n")
     add_variant("compiled", "BASE=child\nVLLM_ENFORCE_EAGER=0\n")
     for name, platform, message in (
-        ("away", "cpu", "outside the repository; copy it to weights/"),
+        ("away", "cpu", "outside the repository; copy it into weights/"),
         ("gpu", "cpu", "is served on cuda only; build it without PLATFORM=cpu"),
         ("compiled", "cpu", "has no baked compile cache; end its recipe with the stage bake_cache"),
         ("small", "cpu", "no checkpoint in"),
@@ -140,9 +140,9 @@ def test_a_cache_of_another_checkpoint_flags_or_versions_is_refused_with_the_dif
     generation.write_text("{}")
     manifest = checkpoint.Manifest.read(imported.parent)
     manifest.model_copy(update={"files": file_records(imported.parent)}).write(imported.parent)
-    assert "generation_config.json of its checkpoint differs" in refused()
+    assert "generation_config.json of the checkpoint differs" in refused()
     beside.unlink()
-    assert "with its manifests of the other host beside it" in refused()
+    assert "copy compile_cache.tar.gz, compile_cache.json and manifest.json there" in refused()
 
 
 def test_an_image_holds_the_newest_record_of_its_plans_and_what_a_start_reads_with_it(repository):

@@ -15,11 +15,15 @@ def test_the_first_tool_that_works_is_taken_and_what_is_wrong_with_the_others_is
     with pytest.raises(ImageError, match="neither docker, podman nor buildah is installed"):
         tools.find_tool()
     fake_tool("docker", "exit 1")
-    with pytest.raises(ImageError, match="no container tool works here: `docker info` failed; run it"):
+    with pytest.raises(
+        ImageError, match="no container tool works on this host: `docker info` failed; run it"
+    ):
         tools.find_tool()
     assert tools.find_tool("docker") == "docker", "asked for by name, its own error says what is wrong"
     fake_tool("podman", "exit 125")
-    with pytest.raises(ImageError, match="works here: `docker info` and `podman info` failed; run it"):
+    with pytest.raises(
+        ImageError, match="works on this host: `docker info` and `podman info` failed; run it"
+    ):
         tools.find_tool()
     fake_tool("buildah", "exit 0")
     assert tools.find_tool() == "buildah"

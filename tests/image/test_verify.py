@@ -37,8 +37,8 @@ def test_changed_missing_and_unlisted_files_are_found(look, content):
     }
     files, secrets, writable = look(replaced=planted, added={"./opt/slimqwen/extra.py": b"1"})
     assert files == [
-        "experiments/child/config.env is not what it is here",
-        "extra.py is not here",
+        "experiments/child/config.env is not as in this checkout",
+        "extra.py is not in this checkout",
         "weights/child/model.safetensors is missing",
     ]
     assert (secrets, writable) == ([], [])
@@ -102,9 +102,19 @@ COMPILED = "INFO [compile_watch.py:118] Graph eagle_head compiled in 12.50 s (no
     [
         ({}, "", False, []),
         ({}, LOADED, True, []),
-        ({"answers_of_ping": [0], "exit_code": 1}, "", False, ["it was not ready (/ping: [0], exit code 1)"]),
-        ({"answers_of_ping": [0, 200]}, "", False, ["it was ready before its warm-up: /ping never said 503"]),
-        ({"message": {"content": None}}, "", False, ["it did not answer a chat"]),
+        (
+            {"answers_of_ping": [0], "exit_code": 1},
+            "",
+            False,
+            ["it was never ready (responses of /ping: [0], exit code 1)"],
+        ),
+        (
+            {"answers_of_ping": [0, 200]},
+            "",
+            False,
+            ["it was ready before its warm-up: /ping never returned 503"],
+        ),
+        ({"message": {"content": None}}, "", False, ["it did not respond to a chat"]),
         ({"message": {"reasoning": "hm"}}, "", False, []),
         ({"exit_code": -9}, "", False, ["after SIGTERM it ended with exit code -9"]),
         ({}, "", True, ["it loaded no compiled graph"]),

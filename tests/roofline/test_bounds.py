@@ -134,7 +134,7 @@ def test_drafts_of_unknown_acceptance_have_no_rate(repository: Path):
     assert {row.num_speculative_tokens for row in record.decode} == {0}
     assert record.waterfall[-1].num_speculative_tokens == 4
     assert written("tiny", repository).acceptance == "1, as there are no drafts"
-    with pytest.raises(RooflineError, match="lies between 1 and 5"):
+    with pytest.raises(RooflineError, match="give one between 1 and 5"):
         written("drafting", repository, acceptance_length=5.5)
 
 
@@ -142,7 +142,7 @@ def test_contexts_are_cut_to_the_server_and_are_at_least_one_token(repository: P
     record = written("tiny", repository, context_lens=[9999, 64, 64, 1, 8192])
     assert list(record.prefill_seconds) == ["1", "64", "4096"]
     for none in ([], [0, 64]):
-        with pytest.raises(RooflineError, match="at least one token"):
+        with pytest.raises(RooflineError, match="at least 1 token"):
             written("tiny", repository, context_lens=none)
 
 
@@ -157,7 +157,7 @@ def test_a_batch_is_as_large_as_flags_and_memory_allow(repository: Path, add_var
     text = (repository / "experiments" / "tiny" / "config.env").read_text()
     add_variant("unsaid", text.replace("VLLM_MAX_NUM_SEQS=1\n", ""))
     assert served("unsaid", repository).largest_batch(A10G, 128) == A10G.default_max_num_seqs
-    with pytest.raises(RooflineError, match=r"may use 50% of a10g's .*; use a larger GPU"):
+    with pytest.raises(RooflineError, match=r"may use only 50% of the .* of a10g; use a larger GPU"):
         wide.largest_batch(A10G.model_copy(update={"memory_gib": 0.005}), 128)
 
 

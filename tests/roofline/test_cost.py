@@ -78,7 +78,7 @@ def test_a_step_yields_between_one_token_and_those_that_it_verifies():
     for length in (1, 5):
         cost.bound_decode_step(SMALL, SLOW, 1, 10, 4, length)
     for length in (0.9, 5.1):
-        with pytest.raises(RooflineError, match="lies between 1 and 5"):
+        with pytest.raises(RooflineError, match="give one between 1 and 5"):
             cost.bound_decode_step(SMALL, SLOW, 1, 10, 4, length)
 
 

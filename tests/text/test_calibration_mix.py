@@ -182,8 +182,8 @@ def test_calibrate_reads_it_and_every_document_is_whole(weights: Path, tmp_path:
     ("content", "message"),
     [
         (b'{"text": "fine"}\n{"text": \n', "line 2: not JSON"),
-        (b'{"text": "fine"}\n\n["fine"]\n', "line 3: no text in it"),
-        (b'{"text": 3}\n', "line 1: no text in it"),
+        (b'{"text": "fine"}\n\n["fine"]\n', "line 3: neither a text nor a chat"),
+        (b'{"text": 3}\n', "line 1: neither a text nor a chat"),
         (b'{"text": "\\ud800"}\n', "line 1: not JSON .*surrogates"),
         (b'{"text": "fine"}\n{"prompt": "Once"}\n', "line 2: the chat cannot be rendered .it is a prompt"),
         (b'{"text": "\xff"}\n', "line 1: not UTF-8"),
@@ -191,8 +191,8 @@ def test_calibrate_reads_it_and_every_document_is_whole(weights: Path, tmp_path:
             b'{"text": "fine"}\n{"messages": [{"role": "king", "content": ""}]}\n',
             "line 2: the chat cannot be rendered .Unknown role: king",
         ),
-        (b'{"text": " "}\n\n', "no text in it; put some there"),
-        (b"", "no text in it; put some there"),
+        (b'{"text": " "}\n\n', "has no text; add documents to it"),
+        (b"", "has no text; add documents to it"),
     ],
 )
 def test_bad_input_is_one_line_and_leaves_nothing(
@@ -215,7 +215,7 @@ def test_what_cannot_be_built_is_refused(weights: Path, tmp_path: Path):
         ([Source("a", tmp_path / "none.jsonl")], 1, "out.jsonl", "none.jsonl: cannot be read"),
         ([Source("a", odd)], 1, "out.jsonl", "convert it"),
         ([Source("a", empty)], 1, "out.jsonl", "not a data set"),
-        ([a, a], 1, "out.jsonl", "each under its own name"),
+        ([a, a], 1, "out.jsonl", "each with a name of its own"),
         ([], 1, "out.jsonl", "give at least one"),
         ([a], 0, "out.jsonl", "ask for at least 1"),
         ([a], 1, "out.txt", "is not a .jsonl file"),

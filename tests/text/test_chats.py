@@ -125,9 +125,9 @@ def test_arguments_are_an_object_or_its_json_and_null_is_none(weights):
 @pytest.mark.parametrize(
     ("template", "message", "tools", "reason"),
     [
-        (STRINGS, {"tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}, None, "of f that are not JSON"),
-        (STRINGS, {"tool_calls": [{"function": {"name": "f", "arguments": [1]}}]}, None, "of f that are no object"),
-        (STRINGS, {"tool_calls": [{"name": "f", "arguments": {}}]}, None, "a tool call without a function"),
+        (STRINGS, {"tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}, None, "of a call of f are not JSON"),
+        (STRINGS, {"tool_calls": [{"function": {"name": "f", "arguments": [1]}}]}, None, "are not a JSON object"),
+        (STRINGS, {"tool_calls": [{"name": "f", "arguments": {}}]}, None, "a tool call has no function"),
         (STRINGS, {"content": [{"type": "image_url", "image_url": {"url": "x"}}]}, None, "not text"),
         (STRINGS, {"content": {"text": "a"}}, None, "not text"),
         (STRINGS, {"role": None}, None, "has no role"),

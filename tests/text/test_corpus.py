@@ -35,6 +35,6 @@ def test_a_recipe_names_its_text_by_path_or_name(tmp_path):
     assert path() == path(path="tinyworld") == path(source="tinyworld") == named
     assert path(path="a.jsonl") == path(source="file", path="a.jsonl") == tmp_path / "a.jsonl"
     for wrong in ({"source": "file"}, {"source": "tinyworld", "path": "a.jsonl"}):
-        with pytest.raises(ValueError, match="path goes with source: file"):
+        with pytest.raises(ValueError, match="`source: file` needs a `path`"):
             path(**wrong)
     assert "path" not in TextSource.model_validate({"path": "a.jsonl"}).model_dump()

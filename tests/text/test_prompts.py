@@ -71,7 +71,9 @@ def test_a_chat_is_no_document_of_a_workload(tmp_path):
     (tmp_path / "text.jsonl").write_text(
         '{"text": "a"}\n{"messages": []}\n{"messages": [{"role": "user"}]}\n'
     )
-    with pytest.raises(CorpusError, match=r"line 3: no text in it.*`slimqwen recipe corpus` renders chats"):
+    with pytest.raises(
+        CorpusError, match=r"line 3: a chat or a prompt instead of a text.*`slimqwen recipe corpus`"
+    ):
         next(prompts.documents("text.jsonl", 0, tmp_path))
 
 
@@ -118,8 +120,8 @@ def test_own_prompts_are_text_as_it_is_or_chats_by_the_template(tmp_path: Path) 
 @pytest.mark.parametrize(
     ("row", "fault"),
     [
-        ({"text": "?"}, "give one of prompt and messages"),
-        ({"prompt": "?", "messages": [{"role": "user", "content": "?"}]}, "give one of prompt and messages"),
+        ({"text": "?"}, "give either prompt or messages"),
+        ({"prompt": "?", "messages": [{"role": "user", "content": "?"}]}, "give either prompt or messages"),
         ({"prompt": "?", "output_tokens": 1}, "greater than or equal to 2"),
         ({"prompt": ""}, "at least 1 character"),
         ({"messages": []}, "at least 1 item"),
@@ -132,5 +134,5 @@ def test_an_own_prompt_that_cannot_be_sent_is_named(tmp_path: Path, row: object,
     with pytest.raises(CorpusError, match=rf"prompts\.jsonl, prompt 2: unusable \(.*{fault}"):
         prompts.read_own_prompts(file, repository_root() / "weights" / "tiny")
     file.write_text(json.dumps({"prompt": "Once"}))
-    with pytest.raises(CorpusError, match="1 prompts give no interval"):
+    with pytest.raises(CorpusError, match="1 prompts are too few"):
         prompts.read_own_prompts(file, repository_root() / "weights" / "tiny")

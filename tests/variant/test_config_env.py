@@ -91,10 +91,10 @@ def test_a_circle_of_bases_is_an_error_that_shows_the_circle(add_variant, tmp_pa
         (b"MAX_BODY_BYTES=1MB\n", r"config.env:2: MAX_BODY_BYTES=1MB: write a whole number"),
         (b"THINKING_TOKEN_BUDGET=-1\n", r"config.env:2: THINKING_TOKEN_BUDGET=-1: write a whole number"),
         (b"THINKING_TOKEN_BUDGET=2.5\n", r"config.env:2: THINKING_TOKEN_BUDGET=2.5: write a whole number"),
-        (b"SOURCE=owner/name\nREVISION=main\n", r"config.env:3: REVISION=main: not a commit; write its 40"),
+        (b"SOURCE=owner/name\nREVISION=main\n", r"config.env:3: REVISION=main: not a commit; write the 40"),
         (
             f"REVISION={'0' * 40}\n".encode(),
-            r"config.env:2: REVISION is the commit of a SOURCE in the same file, and there is none",
+            r"config.env:2: REVISION has to be a commit of the SOURCE in the same file, and SOURCE is unset",
         ),
     ],
 )

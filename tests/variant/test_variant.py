@@ -11,7 +11,7 @@ def test_an_evaluation_is_inherited_and_never_guessed(add_variant, tmp_path):
 
     assert variant.load("child", tmp_path).evaluation == "core"
     with pytest.raises(
-        ConfigError, match=r"experiments/alone/config\.env: no EVALUATION; write EVALUATION=core"
+        ConfigError, match=r"experiments/alone/config\.env: no EVALUATION; add EVALUATION=core"
     ):
         _ = variant.load("alone", tmp_path).evaluation
 
