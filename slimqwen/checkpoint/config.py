@@ -8,14 +8,14 @@ from typing import Any
 from slimqwen.checkpoint.errors import CorruptCheckpointError
 
 RANDOM_WEIGHTS = "random_weights"
-"""Key of config.json: vLLM draws the weights at random. They answer for speed and memory only."""
+"""Key of config.json of a checkpoint without weights: vLLM makes random ones, which show only speed and memory."""
 
 
 def read_config(folder: Path) -> dict[str, Any]:
     """Read config.json.
 
     Raises:
-        CorruptCheckpointError: it is missing, is not a JSON object, or names no architecture.
+        CorruptCheckpointError: the file is missing, is not a JSON object, or names no architecture.
     """
     config = read_json_object(folder / "config.json")
     if not isinstance(config.get("architectures"), list) or not config["architectures"]:
@@ -24,15 +24,15 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def write_config(folder: Path, config: Mapping[str, Any]) -> None:
-    """Write config.json, its keys in the order given."""
+    """Write config.json with its keys in the order of `config`."""
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
 def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The language model's settings: `text_config` of a multimodal model, else the whole.
+    """The settings of the language model: `text_config` of a multimodal model, else the whole config.
 
-    `dtype` (`torch_dtype` in older files) and `tie_word_embeddings` may stand outside, inside or both; what stands
-    outside counts. A key that stands nowhere is missing.
+    `dtype` (`torch_dtype` in older files) and `tie_word_embeddings` may be outside or inside `text_config`; the value
+    outside takes precedence. A key that is in neither place is missing from the result.
     """
     inner: Mapping[str, Any] = config.get("text_config", config)
     shared: dict[str, Any] = {}
@@ -44,7 +44,7 @@ def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def quantisation(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """quantization_config, wherever a config.json has it; empty where the weights are not quantised."""
+    """quantization_config, from any of the places where a config.json may have it; empty for unquantised weights."""
     inner: Mapping[str, Any] = config.get("text_config", {})
     found: Mapping[str, Any] | None = (
         config.get("quantization_config")
@@ -55,7 +55,7 @@ def quantisation(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def quantised(config: Mapping[str, Any], form: Mapping[str, Any]) -> dict[str, Any]:
-    """A config with this quantization_config at the place that counts, and at no other."""
+    """The same config with `form` as its only quantization_config, outside `text_config`."""
     changed = {key: value for key, value in config.items() if key != "compression_config"}
     changed["quantization_config"] = dict(form)
     if "text_config" in config:
@@ -65,7 +65,7 @@ def quantised(config: Mapping[str, Any], form: Mapping[str, Any]) -> dict[str, A
 
 
 def untied(config: Mapping[str, Any]) -> dict[str, Any]:
-    """A config, its text part too, whose output head is not tied to the embedding."""
+    """The same config with an output head that is not tied to the embedding, in `text_config` too."""
     changed = {**config, "tie_word_embeddings": False}
     if "text_config" in config:
         changed["text_config"] = {**config["text_config"], "tie_word_embeddings": False}
@@ -73,7 +73,7 @@ def untied(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def has_random_weights(folder: Path) -> bool:
-    """Whether a checkpoint has no weights of its own, so that its responses mean nothing."""
+    """Whether the weights of a checkpoint are made at random, so that its responses mean nothing."""
     return RANDOM_WEIGHTS in read_config(folder)
 
 
@@ -81,7 +81,7 @@ def read_json_object(file: Path) -> dict[str, Any]:
     """Read a JSON file that holds an object.
 
     Raises:
-        CorruptCheckpointError: it is missing or holds something else.
+        CorruptCheckpointError: the file is missing or holds something else.
     """
     try:
         content = json.loads(file.read_bytes())

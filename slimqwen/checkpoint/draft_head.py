@@ -1,8 +1,8 @@
 """The draft head of a checkpoint: the rows of the output head for those token ids that the MTP head may draft.
 
-The stage `trim_draft_vocab` writes it beside `mtp.*`; vLLM loads it by `slimqwen.vllm_plugin.draft_vocabulary`. The
-config announces it, so that an engine can set the tensors up before it reads them. No name ends in `lm_head.weight`:
-vLLM would take it for an output head of the target's own and untie tied embeddings.
+The stage `trim_draft_vocab` writes the draft head beside `mtp.*`; `slimqwen.vllm_plugin.draft_vocabulary` makes vLLM
+load it. config.json announces it, so that an engine can allocate the tensors before it reads them. No tensor's name
+ends in `lm_head.weight`: vLLM would take it for an output head of the target model and untie tied embeddings.
 
     mtp.draft_head.weight      [rows, hidden], BF16 or F16
     mtp.draft_head.token_ids   [rows], I64, ascending: the id that each row stands for
@@ -31,7 +31,7 @@ def read_token_ids(tensors: "Mapping[str, TensorInfo]", vocab_size: int) -> npt.
     """The token ids of the draft head's rows, or None where the checkpoint has no draft head.
 
     Raises:
-        CorruptCheckpointError: one of the two tensors is missing, or the ids do not fit rows and vocabulary.
+        CorruptCheckpointError: one of the two tensors is missing, or the ids do not fit the rows or `vocab_size`.
     """
     weight, ids = tensors.get(WEIGHT), tensors.get(TOKEN_IDS)
     if weight is None and ids is None:
@@ -39,7 +39,7 @@ def read_token_ids(tensors: "Mapping[str, TensorInfo]", vocab_size: int) -> npt.
     cure = "make the checkpoint anew with the stage trim_draft_vocab"
     if weight is None or ids is None:
         raise CorruptCheckpointError(
-            f"the checkpoint has {WEIGHT if ids is None else TOKEN_IDS} without the other; {cure}"
+            f"the checkpoint has {WEIGHT if ids is None else TOKEN_IDS} but not the draft head's other tensor; {cure}"
         )
     if ids.dtype != "I64" or ids.shape != weight.shape[:1]:
         raise CorruptCheckpointError(
@@ -48,13 +48,13 @@ def read_token_ids(tensors: "Mapping[str, TensorInfo]", vocab_size: int) -> npt.
     numbers = np.frombuffer(b"".join(ids.chunks()), "<i8").astype(np.int64)
     if len(numbers) and (numbers[0] < 0 or numbers[-1] >= vocab_size or (np.diff(numbers) <= 0).any()):
         raise CorruptCheckpointError(
-            f"{TOKEN_IDS} does not ascend within the {vocab_size} ids of the vocabulary; {cure}"
+            f"{TOKEN_IDS} is not one ascending id per row, each below the vocabulary's {vocab_size}; {cure}"
         )
     return numbers
 
 
 def announced(config: Mapping[str, Any], rows: int) -> dict[str, Any]:
-    """The same config with the draft head's rows in the language model's part."""
+    """The same config with the number of rows of the draft head in the language model's part."""
     if "text_config" in config:
         return {**config, "text_config": {**config["text_config"], SIZE_KEY: rows}}
     return {**config, SIZE_KEY: rows}

@@ -1,4 +1,4 @@
-"""What can be wrong with a checkpoint."""
+"""Errors about checkpoints."""
 
 from slimqwen.errors import SlimqwenError
 
@@ -12,4 +12,4 @@ class CorruptCheckpointError(SlimqwenError):
 
 
 class UnsupportedFormatError(SlimqwenError):
-    """The checkpoint is sound, in a format for which something is not possible."""
+    """The checkpoint is sound, but its format does not support what was asked for."""

@@ -25,10 +25,10 @@ from slimqwen.progress import Progress, silent
 MANIFEST = "manifest.json"
 
 CARD = "README.md"
-"""The model card: not part of the manifest or the digest, and not passed on by a stage."""
+"""The model card: not part of the manifest or the digest, and not copied by a stage to its output."""
 
 VOCAB_MAP = "vocab_map.json"
-"""The token ids that a pruned vocabulary kept; `slimqwen.recipe.stages.prune_vocab` says what is in it."""
+"""The token ids that a pruned vocabulary kept; `slimqwen.recipe.stages.prune_vocab` describes the file."""
 
 COMPILE_CACHE = ("compile_cache.tar.gz", "compile_cache.json")
 """A compile cache and its description: code for one kind of machine, never downloaded from a hub."""
@@ -40,10 +40,10 @@ _OWN_RESULTS = (
     "redistill_mtp.json",
     "training.json",
 )
-"""What a stage or a training wrote about the checkpoint beside it: of this checkpoint alone, so not passed on."""
+"""Files that a stage or a training writes about its own output; later stages do not copy them to theirs."""
 
 _WEIGHT_ENDINGS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".onnx", ".h5", ".msgpack", ".index.json")
-"""Ends of the names of files with weights, in any format, and of their indices."""
+"""Ends of the names of files with weights, in any format, and of the indices of such files."""
 
 _REQUIRED = ("tokenizer.json", "tokenizer_config.json")
 
@@ -61,9 +61,9 @@ class Manifest(BaseModel):
     """manifest.json: the files of a checkpoint and how they were made.
 
     Attributes:
-        files: every other file by its path in the folder, except the model card.
+        files: every file except the manifest and the model card, by its path in the folder.
         stage: name of the stage that made the checkpoint, or `download`.
-        key: SHA-256 over the ingredients, the checkpoint's name in the store. Empty outside a store.
+        key: content key: SHA-256 over the ingredients, which names the checkpoint in the store; empty outside a store.
         ingredients: everything that decides the content, by dotted name.
         wall_seconds: duration of the stage.
         peak_memory_bytes: largest resident size of the stage's process.
@@ -88,7 +88,7 @@ class Manifest(BaseModel):
         """Read the manifest of a folder.
 
         Raises:
-            CorruptCheckpointError: it is missing or does not follow the schema.
+            CorruptCheckpointError: the manifest is missing or does not follow the schema.
         """
         file = folder / MANIFEST
         try:
@@ -101,16 +101,16 @@ class Manifest(BaseModel):
             raise CorruptCheckpointError(f"{file} is not a manifest: {error.errors()[0]['msg']}") from None
 
     def write(self, folder: Path) -> None:
-        """Write the manifest, as the last file of the folder: `digest` trusts files older than their manifest."""
+        """Write the manifest. It has to be the folder's last file: `digest` trusts files older than the manifest."""
         text = json.dumps(self.model_dump(mode="json"), indent=2, sort_keys=True)
         (folder / MANIFEST).write_text(text + "\n", encoding="utf-8")
 
 
 def check_folder(folder: Path, cure: str) -> None:
-    """Check in milliseconds what a loader needs: config, headers, sizes, index and tokenizer files.
+    """Check in milliseconds the files that a loader needs: config, headers, sizes, index and tokenizer files.
 
     Args:
-        cure: end of the error message, e.g. "`make recipe VARIANT=tiny-awq` makes it".
+        cure: end of the error messages, such as "`make recipe VARIANT=tiny-awq` makes it".
 
     Raises:
         MissingCheckpointError: the folder does not exist or is empty.
@@ -127,14 +127,15 @@ def check_folder(folder: Path, cure: str) -> None:
 
 
 def verify(folder: Path, cure: str, progress: Progress = silent) -> Manifest:
-    """Hash every file against the manifest, and compare every tensor with what config.json promises.
+    """Compare the hash of every file with the manifest, and every tensor with those that config.json promises.
 
     Args:
+        cure: end of the error messages, as for `check_folder`.
         progress: receives (activity, done, total) in bytes.
 
     Raises:
         MissingCheckpointError: as `check_folder`.
-        CorruptCheckpointError: as `check_folder`; or a file or a tensor is missing, unexpected or not as described.
+        CorruptCheckpointError: as `check_folder`; or a file or tensor is missing, unexpected or other than described.
     """
     check_folder(folder, cure)
     with _cure(cure):
@@ -142,7 +143,7 @@ def verify(folder: Path, cure: str, progress: Progress = silent) -> Manifest:
         actual = file_records(folder, progress)
         for name in sorted(manifest.files.keys() | actual.keys()):
             if name not in actual:
-                raise CorruptCheckpointError(f"{folder / name} is missing, {MANIFEST} lists it")
+                raise CorruptCheckpointError(f"{folder / name} is missing, but {MANIFEST} lists it")
             if name not in manifest.files:
                 raise CorruptCheckpointError(f"{folder / name} is not listed in {MANIFEST}")
             if actual[name] != manifest.files[name]:
@@ -152,16 +153,16 @@ def verify(folder: Path, cure: str, progress: Progress = silent) -> Manifest:
 
 
 def digest(folder: Path, progress: Progress = silent) -> str:
-    """The checkpoint digest: one SHA-256 over the names and hashes of the files that decide what it computes.
+    """The checkpoint digest: SHA-256 over the names and hashes of the files that decide what the checkpoint computes.
 
-    The manifest, the model card and the compile cache (which differs from one bake to the next) are left out. The
-    hash of a file that is older than the manifest and as long as listed there is taken from the manifest; every
-    other file is hashed again, so the digest is the same with and without a manifest.
+    The manifest, the model card and the compile cache (which differs from one bake to the next) are left out. A file
+    that is older than the manifest and as long as listed there is not hashed again: the manifest has its hash. So the
+    digest is the same with and without a manifest.
     """
     files = {name: path for name, path in _files(folder).items() if name not in COMPILE_CACHE}
     known = {}
     if (folder / MANIFEST).is_file():
-        # File times have coarse ticks: a file with the manifest's own time may be the younger one.
+        # File times have coarse ticks: a file with the same time as the manifest may be younger than it.
         made = (folder / MANIFEST).stat().st_mtime_ns
         for name, record in Manifest.read(folder).files.items():
             stat = files[name].stat() if name in files else None
@@ -189,10 +190,10 @@ def bytes_on_disk(folder: Path) -> int:
 
 
 def kept_token_ids(folder: Path) -> npt.NDArray[np.int64] | None:
-    """The old token id of each row of a pruned checkpoint; None if its vocabulary was not pruned.
+    """The token id before pruning of each row of a checkpoint; None if its vocabulary was not pruned.
 
     Raises:
-        CorruptCheckpointError: its vocab_map.json cannot be read.
+        CorruptCheckpointError: vocab_map.json cannot be read.
     """
     file = folder / VOCAB_MAP
     if not file.is_file():
@@ -201,15 +202,15 @@ def kept_token_ids(folder: Path) -> npt.NDArray[np.int64] | None:
         return np.array(read_json_object(file)["new_to_old"], dtype=np.int64)
     except (KeyError, TypeError, ValueError):
         raise CorruptCheckpointError(
-            f"{file} has no list new_to_old of token ids; make the checkpoint anew with the stage prune_vocab"
+            f'{file} has no list "new_to_old" of token ids; make the checkpoint anew with the stage prune_vocab'
         ) from None
 
 
 def side_files(folder: Path) -> dict[str, Path]:
-    """The files that a stage passes on if it alters neither tokens nor prompts, by their paths in the folder.
+    """The files that a stage copies to its output if it changes neither tokens nor prompts, by path in the folder.
 
-    All but weights, config.json, manifest, model card, dot files and what a stage wrote for this checkpoint alone:
-    tokenizer, templates, settings of generation and images, licences, code.
+    These are tokenizer, templates, settings of generation and images, licences and code: all files but weights,
+    config.json, manifest, model card, dot files and those that a stage wrote about its own output.
     """
     return {
         name: path
@@ -238,12 +239,12 @@ def _copy(files: Mapping[str, Path], destination: Path) -> None:
 def publish(destination: Path) -> Iterator[Path]:
     """Build a folder out of sight and make it visible as a whole.
 
-    Yields an empty folder under `.staging` beside destination. When the block ends, its files are flushed to disk
-    and it becomes destination by one rename; when the block raises, it is deleted. Leftovers of dead processes
+    Yields an empty folder under `.staging` beside `destination`. When the `with` block ends, the folder is flushed to
+    disk and renamed to `destination`; when the block raises, the folder is deleted. Folders that dead processes left
     under `.staging` are deleted first.
 
     Raises:
-        SlimqwenError: destination exists already.
+        SlimqwenError: `destination` exists already.
     """
     root = destination.parent / ".staging"
     root.mkdir(parents=True, exist_ok=True)
@@ -268,7 +269,7 @@ def publish(destination: Path) -> Iterator[Path]:
 
 
 def withdraw(published: Path) -> None:
-    """Delete a published folder; one rename hides it first, so that a half-deleted folder is never visible."""
+    """Delete a published folder, after a rename that hides it, so that a half-deleted folder is never visible."""
     root = published.parent / ".staging"
     root.mkdir(exist_ok=True)
     hidden = root / f"{published.name}.{secrets.token_hex(4)}"
@@ -291,7 +292,7 @@ def flush(path: Path) -> None:
 
 @contextlib.contextmanager
 def _cure(cure: str) -> Iterator[None]:
-    """Append a cure to the message of a CorruptCheckpointError."""
+    """Append a cure to the message of a CorruptCheckpointError that the `with` block raises."""
     try:
         yield
     except CorruptCheckpointError as error:
@@ -325,7 +326,7 @@ def _hash_files(
 
 
 def _lock_of(staging: Path) -> Path:
-    """The file whose lock a process holds while it fills a folder: NFS has no locks of folders."""
+    """The file that a process locks while it fills the folder `staging`; NFS cannot lock folders."""
     return staging.with_name(f"{staging.name}.lock")
 
 

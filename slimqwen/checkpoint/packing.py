@@ -1,4 +1,4 @@
-"""Packed linears of a checkpoint, compressed-tensors' `pack-quantized`: which ones, how wide, and how to pack one."""
+"""Packed linears in compressed-tensors' format `pack-quantized`: which are packed, in how many bits, and how."""
 
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 LINEARS: Mapping[str, str] = {
     "mlp": r"re:^(?!mtp\.).*layers\.\d+\.mlp\.(gate|up|down)_proj$",
-    # Not the router, nor the shared expert and its gate.
+    # Neither the router nor the shared expert and its gate.
     "experts": r"re:^(?!mtp\.).*layers\.\d+\.mlp\.experts\.\d+\.(gate|up|down)_proj$",
     "attention": r"re:^(?!mtp\.).*layers\.\d+\.self_attn\.(q|k|v|o)_proj$",
     # Not in_proj_a and in_proj_b: they have one row per head, and they control the decay of the state.
@@ -22,44 +22,47 @@ LINEARS: Mapping[str, str] = {
     "mtp": r"re:^mtp\.(fc|layers\.\d+\.(mlp|self_attn)\.\w+_proj)$",
     "lm_head": r"re:.*lm_head$",
 }
-"""Kinds of linears that can be packed: the target of compressed-tensors that names their modules."""
+"""Kind of linears that can be packed -> the target of compressed-tensors that matches the names of their modules."""
 
 PACKED = ".weight_packed"
 """End of the name of a packed weight."""
 
 UNPACKED_MTP = "re:^mtp.*"
-"""Entry of `ignore` where the MTP head is not packed; an engine builds the head from the same config."""
+"""Entry of `ignore` for an MTP head that is not packed: an engine builds it from the same config as the layers."""
 
 VISION_TOWER = "re:.*visual.*"
-"""Entry of `ignore` in a multimodal checkpoint, whose vision tower is never packed."""
+"""Entry of `ignore` for the vision tower of a multimodal checkpoint, which is never packed."""
 
 BLOCK_BYTES = 8 * 2**20
-"""16-bit weights that are rounded to nearest at a time."""
+"""Bytes of 16-bit weights that are rounded to nearest at a time."""
 
 SEARCHED_BYTES = 16 * BLOCK_BYTES
-"""16-bit weights that another rounding gets at a time: GPTQ factorises the moments of the inputs for each block."""
+"""Bytes of 16-bit weights that another rounding gets at a time; GPTQ factorises the inputs' moments for each block."""
 
 Rounding = Callable[["Tensor", "Tensor"], "Tensor"]
-"""(rows, float32 [rows, inputs]; scales, bfloat16 [rows, groups]) -> int8 [rows, inputs]."""
+"""A way to round: (weights, float32 [rows, inputs]; scales, bfloat16 [rows, groups]) -> int8 [rows, inputs]."""
 
 
 def linears(stored: Mapping[str, TensorInfo], kind: str) -> dict[str, TensorInfo]:
-    """The unpacked weights of a kind of linears (a key of `LINEARS`) among the tensors of a checkpoint."""
+    """The unpacked weights of the linears of a kind (a key of `LINEARS`) among the tensors of a checkpoint."""
     return {name: info for name, info in stored.items() if is_linear(name, kind)}
 
 
 def is_linear(name: str, kind: str) -> bool:
-    """Whether a tensor is the unpacked weight of a kind of linears (a key of `LINEARS`)."""
+    """Whether a tensor is the unpacked weight of a linear of a kind (a key of `LINEARS`)."""
     return name.endswith(".weight") and means(LINEARS[kind], name.removesuffix(".weight"))
 
 
 def tensor_pattern(kind: str) -> str:
-    """A regular expression for the names of all tensors of a kind of linears, packed or not."""
+    """A regular expression that matches the names of all tensors, packed or not, of the linears of a kind."""
     return rf"{LINEARS[kind].removeprefix('re:').removesuffix('$')}\."
 
 
 def group_of(module: str, form: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """The group of compressed-tensors' quantization_config that packs a linear: a target that names it goes first."""
+    """The group of compressed-tensors' quantization_config that packs a linear; None for an unpacked linear.
+
+    A group whose target matches the linear's name takes precedence over one for the class `Linear`.
+    """
     if any(means(entry, module) for entry in form.get("ignore") or ()):
         return None
     groups = [group for group in form.get("config_groups", {}).values() if group.get("weights")]
@@ -68,24 +71,24 @@ def group_of(module: str, form: Mapping[str, Any]) -> Mapping[str, Any] | None:
 
 
 def packed_bits(module: str, form: Mapping[str, Any]) -> int:
-    """Bits of a packed weight, by its checkpoint's quantization_config.
+    """Bits of a packed weight, as quantization_config (`form`) says.
 
     Raises:
-        CorruptCheckpointError: no group has the module.
+        CorruptCheckpointError: no group of the config has the module as a target.
     """
     group = group_of(module, form)
     if group is None:
         raise CorruptCheckpointError(
-            f"config.json: no group of quantization_config has {module}, whose weight is packed; make the checkpoint "
-            "anew"
+            f"config.json: no group of quantization_config has the target {module}, whose weight is packed; make the "
+            "checkpoint anew"
         )
     return int(group["weights"]["num_bits"])
 
 
 def means(entry: str, module: str) -> bool:
-    """Whether an entry of compressed-tensors' `targets` or `ignore` (a name, class or pattern) means a linear.
+    """Whether an entry of compressed-tensors' `targets` or `ignore` (a name, class or pattern) matches a linear.
 
-    The output head is no Linear to vLLM, which takes a name or a pattern for it.
+    The class `Linear` does not match the output head, as in vLLM; only its name or a pattern does.
     """
     if entry.startswith("re:"):
         return re.match(entry[3:], module) is not None
@@ -93,7 +96,7 @@ def means(entry: str, module: str) -> bool:
 
 
 def config_group(kind: str, bits: int, group_size: int | None) -> dict[str, Any]:
-    """A config group for one kind of linears (a key of `LINEARS`), symmetric; without a group size by row."""
+    """A symmetric config group for the linears of a kind (a key of `LINEARS`); no `group_size` is a scale per row."""
     weights = {
         "num_bits": bits,
         "type": "int",
@@ -106,10 +109,10 @@ def config_group(kind: str, bits: int, group_size: int | None) -> dict[str, Any]
 
 
 def require_extensible(folder: Path, config: Mapping[str, Any]) -> None:
-    """Go on only if linears of a checkpoint can be packed beside what it has: vLLM reads one format a checkpoint.
+    """Check that more linears of a checkpoint can be packed; vLLM reads only one format per checkpoint.
 
     Raises:
-        UnsupportedFormatError: it is quantised in another format than compressed-tensors.
+        UnsupportedFormatError: the checkpoint is quantised in another format than compressed-tensors.
     """
     method = quantisation(config).get("quant_method", "compressed-tensors")
     if method != "compressed-tensors":
@@ -122,12 +125,12 @@ def require_extensible(folder: Path, config: Mapping[str, Any]) -> None:
 def with_group(
     config: Mapping[str, Any], kind: str, group: Mapping[str, Any], modules: Collection[str]
 ) -> dict[str, Any]:
-    """The quantization_config of a checkpoint whose `lm_head` or `mtp` linears have been packed too.
+    """The quantization_config of a checkpoint after more of its linears, of the kind `lm_head` or `mtp`, were packed.
 
     Args:
-        config: config.json before; it may have no quantization_config.
-        group: config group of the packed linears, from `config_group`.
-        modules: names of the packed linears: no entry of `ignore` may mean one of them any longer.
+        config: config.json before the packing; it may have no quantization_config.
+        group: config group of the newly packed linears, from `config_group`.
+        modules: names of the newly packed linears; no entry of `ignore` matches them afterwards.
     """
     before = quantisation(config) or {
         "quant_method": "compressed-tensors",
@@ -137,16 +140,16 @@ def with_group(
         "ignore": [],
     }
     if kind == "mtp" and {module.split(".")[1] for module in modules} != {"fc", "layers"}:
-        # The rest of the head was packed before, in another way perhaps.
+        # The other linears of the head were packed before, perhaps in another way.
         group = {**group, "targets": list(modules)}
     others = before["config_groups"]
-    # The first target that names a linear counts: ours, where one of the base's would mean it too.
+    # The first target that matches a linear counts, so our group comes first if a target of the base matches too.
     targets = [target for each in others.values() for target in each["targets"] if target != "Linear"]
     takes_ours = any(means(target, module) for target in targets for module in modules)
     groups = {kind: dict(group), **others} if takes_ours else {**others, kind: dict(group)}
     if groups.keys() <= {"lm_head", "mtp"}:
-        # An engine asks for every linear: whatever no target names is ignored. Not where a linear of the layers is
-        # packed: vLLM takes a pattern that matches the name of a fused linear before the names of its parts.
+        # An engine looks up every linear, so those that no target matches are ignored. Not if linears of the layers are
+        # packed: vLLM compares a pattern with the name of a fused linear before the names of its parts.
         patterns = [target.removeprefix("re:") for each in groups.values() for target in each["targets"]]
         ignore = [f"re:(?!{'|'.join(patterns)}).*"]
     else:
@@ -156,7 +159,7 @@ def with_group(
 
 
 def _without(entry: str, kind: str, modules: Collection[str]) -> str | None:
-    """An entry of `ignore` that no longer means any of these modules of a kind; None where nothing of it is left."""
+    """The entry of `ignore`, changed so that it matches none of these modules of a kind; None if nothing is left."""
     if not any(means(entry, module) for module in modules):
         return entry
     if not entry.startswith("re:") or (kind in entry and "|" not in entry):
@@ -167,13 +170,13 @@ def _without(entry: str, kind: str, modules: Collection[str]) -> str | None:
 def rounded_to_nearest(
     weight: TensorInfo, name: str, bits: int, group_size: int | None, rounding: Rounding | None = None
 ) -> dict[str, NewTensor]:
-    """The packed form of a 16-bit weight rounded to nearest; rows pass through in blocks of some MiB.
+    """The packed tensors of a 16-bit weight, rounded to nearest in blocks of rows of a few MiB.
 
     Args:
-        weight: floating [rows, inputs].
+        weight: floating point [rows, inputs].
         name: name of the weight in the new checkpoint, ending in `.weight`.
-        group_size: weights of a row that share a scale; None for one scale per row.
-        rounding: another rounding with the same scales.
+        group_size: number of neighbouring weights of a row that share a scale; None for one scale per row.
+        rounding: another way to round, with the same scales.
     """
     rows, inputs = weight.shape
     group = group_size or inputs
@@ -203,7 +206,7 @@ def rounded_to_nearest(
 def quantised_blocks(
     weight: TensorInfo, group_size: int, bits: int, rounding: Rounding | None = None
 ) -> Iterator[tuple[Any, Any]]:
-    """Integers and scales of a weight's rows, some MiB of rows at a time; to nearest without another rounding."""
+    """Yield integers and scales of blocks of rows of a few MiB; rounded to nearest without `rounding`."""
     import torch
 
     from slimqwen.checkpoint.rtn import quantise

@@ -1,4 +1,4 @@
-"""The tensors that a config.json promises, and those that contradict it."""
+"""The tensors that a config.json promises, and checks that the stored ones are these."""
 
 import re
 from collections import Counter
@@ -18,7 +18,7 @@ ExpectedTensors = dict[str, tuple[tuple[int, ...], tuple[str, ...]]]
 """Tensor name -> its shape and the dtypes it may have."""
 
 _FLOATING = ("BF16", "F16", "F32")
-"""Dtypes of scales: engines convert between them as they load."""
+"""Dtypes that scales may have; engines convert between them as they load."""
 
 _FP8 = ("F8_E4M3", "F8_E5M2")
 _KNOWN_METHODS = {
@@ -29,11 +29,11 @@ _EXPERT = re.compile(r"(?P<experts>.+\.experts)\.(?P<linear>gate_up_proj|down_pr
 
 
 def check_form(folder: Path) -> None:
-    """Check in milliseconds that vLLM would take the weights as they are stored.
+    """Check in milliseconds that vLLM would load the weights as they are stored.
 
     Raises:
-        UnsupportedFormatError: config.json has a linear quantised that is not, or the other way round; or vLLM would
-            take another output head than the stored one, or does not read the order of the weights.
+        UnsupportedFormatError: a linear is quantised in config.json but not in the files, or the other way round; vLLM
+            would use another output head than the stored one; or the weights are in an order that vLLM does not read.
         CorruptCheckpointError: as `list_tensors`.
     """
     config = read_config(folder)
@@ -57,29 +57,29 @@ def check_form(folder: Path) -> None:
                 ("quantised", "in 16 bits") if weight.is_quantised else ("in 16 bits", "quantised")
             )
             raise UnsupportedFormatError(
-                f"{folder}: {module} is stored {found}, and by the quantization_config of its config.json (targets, "
-                f"ignore) it is {promised}; take another checkpoint"
+                f"{folder}: {module} is stored {found}, but quantization_config of config.json (targets, ignore) says "
+                f"that it is {promised}; use another checkpoint"
             )
 
 
 def _check_output_head(folder: Path, config: Mapping[str, Any], tensors: Iterable[str]) -> None:
-    # By the inner flag of a nested config vLLM builds the head, and has no error for one that stays uninitialised.
+    # vLLM builds the head by the inner flag of a nested config, and raises nothing if the head stays uninitialised.
     inner = config.get("text_config", config)
     stored = any(name.startswith("lm_head.") for name in tensors)
     ties = bool(inner.get("tie_word_embeddings")) and not (stored and config.get("tie_word_embeddings"))
     if ties is stored and any(name.endswith("embed_tokens.weight") for name in tensors):
         flag = "false" if stored else "true"
         raise UnsupportedFormatError(
-            f"{folder} {'has an' if stored else 'has no'} lm_head of its own, and its config.json says otherwise to "
-            f"vLLM; set tie_word_embeddings to {flag}{', in text_config too' if 'text_config' in config else ''}"
+            f"{folder} {'has an' if stored else 'has no'} lm_head of its own, but its config.json tells vLLM the "
+            f"contrary; set tie_word_embeddings to {flag}{', in text_config too' if 'text_config' in config else ''}"
         )
 
 
 def check_tensors(folder: Path) -> None:
-    """Compare every stored tensor with what config.json promises, quantised weights by the rules of their format.
+    """Compare the stored tensors with those that config.json promises, quantised ones by the rules of their format.
 
     Raises:
-        CorruptCheckpointError: a tensor is missing, unexpected or not as promised; or as `expected_tensors`.
+        CorruptCheckpointError: a tensor is missing, unexpected or other than promised; or as `expected_tensors`.
     """
     expected, stored = expected_tensors(folder), list_tensors(folder)
     for name, (shape, dtypes) in expected.items():
@@ -97,20 +97,22 @@ def check_tensors(folder: Path) -> None:
             )
     for name in stored:
         if name not in expected:
-            raise CorruptCheckpointError(f"{folder} holds the tensor {name}, unknown to its config.json")
+            raise CorruptCheckpointError(
+                f"{folder} has the tensor {name}, which its config.json does not promise"
+            )
 
 
 def unknown_format(folder: Path) -> str | None:
-    """The quant_method of a checkpoint if the parts of its weights are taken as they are found; None otherwise."""
+    """The quant_method of a checkpoint if it is unknown here, so that any tensors are accepted; None if it is known."""
     method = str(quantisation(read_config(folder)).get("quant_method", ""))
     return None if method in _KNOWN_METHODS else method
 
 
 def expected_tensors(folder: Path) -> ExpectedTensors:
-    """The tensors that config.json promises, from the model class that it names, built on the meta device.
+    """The tensors that config.json promises: those of the model class that it names, built on the meta device.
 
-    compressed-tensors' config says which linears are packed. In other formats a linear may be stored in either form,
-    and of a format that is not known here what is stored is taken as promised.
+    The config of compressed-tensors says which linears are packed. In other formats a linear may be stored packed or
+    unpacked. For a format that is not known here, the stored tensors count as promised.
 
     Raises:
         CorruptCheckpointError: config.json is unusable.
@@ -124,16 +126,16 @@ def expected_tensors(folder: Path) -> ExpectedTensors:
     architecture = config["architectures"][0]
     if not hasattr(transformers, architecture):
         raise UnsupportedFormatError(
-            f"{folder / 'config.json'}: the installed transformers has no class {architecture}; use a checkpoint of a "
-            "supported family"
+            f"{folder / 'config.json'}: the installed transformers has no class {architecture}; use a checkpoint of "
+            "another model"
         )
     try:
         settings = transformers.AutoConfig.from_pretrained(folder)
     except (ValueError, KeyError, OSError) as error:
         raise CorruptCheckpointError(
-            f"{folder / 'config.json'}: transformers cannot use it ({' '.join(str(error).split())[:200]})"
+            f"transformers cannot use {folder / 'config.json'} ({' '.join(str(error).split())[:200]})"
         ) from None
-    # The class is built without quantisation; the stored form of its linears is worked out below.
+    # The class is built without quantisation; the loop over `linears` below finds out how each is stored.
     settings.__dict__.pop("quantization_config", None)
     with torch.device("meta"):
         model = getattr(transformers, architecture)(settings)
@@ -166,7 +168,7 @@ def expected_tensors(folder: Path) -> ExpectedTensors:
         expected |= {
             name: (info.shape, _FLOATING)
             for name, info in stored.items()
-            if name.endswith((".k_scale", ".v_scale"))  # of an 8-bit KV cache
+            if name.endswith((".k_scale", ".v_scale"))  # scales of an 8-bit KV cache
         }
     return expected
 
@@ -189,7 +191,7 @@ def _mtp_shapes(text: Mapping[str, Any], shapes: Shapes) -> Shapes:
 def _with_single_experts(
     shapes: Shapes, stored: Mapping[str, TensorInfo]
 ) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """The shapes with experts one by one where they are stored so, as quantised checkpoints have them."""
+    """Yield the shapes, split by expert where the checkpoint stores its experts one by one, as quantised ones do."""
     for name, shape in shapes.items():
         match = _EXPERT.fullmatch(name)
         if match is None or name in stored:
@@ -205,7 +207,7 @@ def _with_single_experts(
 def _parts(
     module: str, shape: tuple[int, ...], form: Mapping[str, Any], weight: Weight | None
 ) -> ExpectedTensors:
-    """The parts that a linear has to be stored in; empty where it is to be stored as it is computed with."""
+    """The tensors as which a quantised linear has to be stored; empty for a linear that is not quantised."""
     stored = {} if weight is None else weight.parts
     as_stored: ExpectedTensors = {part: (info.shape, (info.dtype,)) for part, info in stored.items()}
     if form.get("quant_method") == "compressed-tensors":
@@ -213,14 +215,14 @@ def _parts(
         if group is None:
             return {}
         required = compressed_parts(shape, group, str(group.get("format") or form.get("format")))
-        # Order of groups, scales of inputs: parts that a config does not promise by itself.
+        # Parts that may be there although the config does not promise them: order of groups, scales of inputs.
         optional = {part for part in stored if part.startswith("input_") or part == "weight_g_idx"}
         return {part: as_stored[part] for part in optional} | required if required else as_stored
     if weight is None or not weight.is_quantised:
         return {}
     if weight.shape != shape:
         raise CorruptCheckpointError(
-            f"{weight.carrier.file}: {module} is quantised as {list(weight.shape)}, config.json says {list(shape)}"
+            f"{weight.carrier.file}: quantised {module} has shape {list(weight.shape)}, config.json says {list(shape)}"
         )
     if weight.block is not None:
         scales = tuple(-(-size // side) for size, side in zip(shape, weight.block, strict=True))
@@ -231,7 +233,13 @@ def _parts(
 
 
 def compressed_parts(shape: tuple[int, ...], group: Mapping[str, Any], form: str) -> ExpectedTensors:
-    """Parts in a format of compressed-tensors; none for a format that is not known."""
+    """The tensors of a linear in a format of compressed-tensors; none for an unknown format.
+
+    Args:
+        shape: [rows, columns] of the unquantised weight.
+        group: config group of the linear.
+        form: name of the format.
+    """
     rows, columns = shape
     weights = group["weights"]
     bits, size = weights["num_bits"], weights.get("group_size") or -1

@@ -1,4 +1,4 @@
-"""Round-to-nearest (RTN) quantisation of weights in groups: the baseline of every search for better scales."""
+"""Round-to-nearest (RTN) quantisation of weights in groups: the baseline of methods that search for better scales."""
 
 import torch
 from torch import Tensor
@@ -9,8 +9,8 @@ def round_to_nearest(weight: Tensor, group_size: int, bits: int, *, symmetric: b
 
     Args:
         weight: float32 [rows, columns].
-        group_size: weights of a row that share a scale; divides the columns.
-        symmetric: scale around zero; otherwise each group has a zero point.
+        group_size: number of neighbouring weights of a row that share a scale; divides `columns`.
+        symmetric: whether the scale is around zero; otherwise each group has a zero point.
 
     Returns:
         float32 [rows, columns].
@@ -32,14 +32,14 @@ def quantise(weight: Tensor, group_size: int, bits: int) -> tuple[Tensor, Tensor
 
     Args:
         weight: float32 [rows, columns].
-        group_size: weights of a row that share a scale; divides the columns.
+        group_size: number of neighbouring weights of a row that share a scale; divides `columns`.
 
     Returns:
-        int8 [rows, columns] from -2^(bits-1) to 2^(bits-1) - 1, and the scales, bfloat16 [rows, columns / group_size].
+        int8 [rows, columns] from -2^(bits-1) to 2^(bits-1) - 1; and scales, bfloat16 [rows, columns / group_size].
     """
     groups = weight.reshape(len(weight), -1, group_size)
     levels = 2**bits
-    # The scale is rounded first, so that the integers are chosen for the scale that is stored.
+    # The scale is rounded to bfloat16 first, so that the integers fit the scale that is stored.
     scales = (groups.abs().amax(dim=2) / ((levels - 1) / 2)).bfloat16()
     divisors = scales.float().unsqueeze(2)
     integers = torch.where(divisors > 0, groups / divisors, 0).round().clamp(-levels // 2, levels // 2 - 1)

@@ -1,4 +1,4 @@
-"""The tensors of a checkpoint, streamed: headers are read alone, bytes pass through in chunks of at most 16 MiB.
+"""The tensors of a checkpoint as streams: headers are read without tensors, and bytes in chunks of at most 16 MiB.
 
 The file format is safetensors: 8 bytes of header length, a JSON header, then the tensors without gaps.
 """
@@ -21,7 +21,7 @@ from slimqwen.progress import Progress, silent
 INDEX = "model.safetensors.index.json"
 _CHUNK_BYTES = 16 * 2**20
 _ROWS_BLOCK_BYTES = 2**20
-"""Bytes read at a time to pick rows: new buffers of many MiB cost more in page faults than the reading itself."""
+"""Bytes read at a time to select rows; larger new buffers cost more in page faults than the reading itself."""
 _BITS = {
     **dict.fromkeys(("F64", "I64", "U64"), 64),
     **dict.fromkeys(("F32", "I32", "U32"), 32),
@@ -35,7 +35,7 @@ _TORCH_DTYPES = {
 
 
 def tensor_bytes(dtype: str, shape: tuple[int, ...]) -> int:
-    """Bytes of a tensor; its dtype as safetensors spells it."""
+    """Size of a tensor in bytes; `dtype` as safetensors spells it."""
     return math.prod(shape) * _BITS[dtype] // 8
 
 
@@ -44,7 +44,7 @@ class NewTensor:
     """A tensor to be written.
 
     Attributes:
-        dtype: safetensors name, such as BF16.
+        dtype: dtype as safetensors spells it, such as BF16.
         shape: dimensions.
         chunks: yields the little-endian bytes in order; called once, when the tensor is written.
     """
@@ -59,7 +59,7 @@ class NewTensor:
         return tensor_bytes(self.dtype, self.shape)
 
     def read(self) -> Any:
-        """The whole tensor in memory, as torch's."""
+        """The whole tensor in memory, as a torch tensor."""
         import torch
 
         content = bytearray().join(self.chunks())
@@ -68,7 +68,7 @@ class NewTensor:
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """A stored tensor; file[start:end] holds its bytes."""
+    """A stored tensor; its bytes are file[start:end], its dtype is as safetensors spells it."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -82,7 +82,7 @@ class TensorInfo:
         return math.prod(self.shape)
 
     def chunks(self, start: int = 0, end: int | None = None) -> Iterator[bytes]:
-        """Yield bytes start to end of the tensor (all of them by default), at most 16 MiB at a time."""
+        """Yield the tensor's bytes from `start` to `end` (all by default), at most 16 MiB at a time."""
         position, stop = self.start + start, self.end if end is None else self.start + end
         with self.file.open("rb") as stream:
             stream.seek(position)
@@ -98,14 +98,14 @@ class TensorInfo:
         return NewTensor(self.dtype, self.shape, self.chunks)
 
     def rows(self, first: int, last: int) -> NewTensor:
-        """Consecutive rows, to be written; a scalar is one row."""
+        """The rows from `first` to before `last`, to be written; a scalar is one row."""
         length = (self.end - self.start) // (self.shape[0] if self.shape else 1)
         shape = (last - first, *self.shape[1:])
         return NewTensor(self.dtype, shape, lambda: self.chunks(first * length, last * length))
 
 
 def selected_rows(info: TensorInfo, rows: npt.NDArray[np.int64]) -> NewTensor:
-    """Some rows of a stored tensor, in ascending order, to be written; blocks without any of them are not read."""
+    """Some rows of a stored tensor, to be written; `rows` ascend, and blocks of the file without any are not read."""
     length = (info.end - info.start) // info.shape[0]
     block = max(1, _ROWS_BLOCK_BYTES // length)
 
@@ -121,14 +121,14 @@ def selected_rows(info: TensorInfo, rows: npt.NDArray[np.int64]) -> NewTensor:
 
 
 def torch_dtype(dtype: str) -> Any:
-    """The torch dtype of a safetensors dtype name, one of those in which weights are stored."""
+    """The torch dtype of a safetensors dtype name; only for dtypes in which weights are stored."""
     import torch
 
     return getattr(torch, _TORCH_DTYPES[dtype])
 
 
 def from_torch(tensor: Any, floating_dtype: str) -> NewTensor:
-    """A torch tensor to be written, one of floating numbers converted to the dtype only when it is written."""
+    """A torch tensor to be written; a floating-point one is converted to `floating_dtype` when it is written."""
     import torch
 
     dtype = floating_dtype
@@ -148,10 +148,11 @@ def from_ids(ids: npt.NDArray[np.int64]) -> NewTensor:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The files of weights that a loader reads: those that the index names, else the only one there is.
+    """The files of weights that a loader reads: those that the index names; without an index, the only file.
 
     Raises:
-        CorruptCheckpointError: there is none, the index names a file that is missing, or several have no index.
+        CorruptCheckpointError: there is no such file, a file that the index names is missing, or there are several
+            files and no index.
     """
     index = folder / INDEX
     if index.is_file():
@@ -166,7 +167,8 @@ def weight_files(folder: Path) -> list[Path]:
     if len(files) > 1:
         found = ", ".join(file.name for file in files[:3])
         raise CorruptCheckpointError(
-            f"{index} is missing, yet there are {len(files)} shards ({found}); move files of no weights away"
+            f"{index} is missing, but there are {len(files)} files of weights ({found}); move files away that are no "
+            "shards of this checkpoint"
         )
     return files
 
@@ -191,7 +193,7 @@ def list_tensors(folder: Path) -> dict[str, TensorInfo]:
 
 
 def output_head(folder: Path) -> tuple[str, TensorInfo]:
-    """The output head, name and location: lm_head.weight or, with tied embeddings, the input embedding.
+    """Name and tensor of the output head: lm_head.weight or, if it is tied, the input embedding.
 
     Raises:
         CorruptCheckpointError: the checkpoint has neither, or its lm_head is stored in packed parts.
@@ -202,8 +204,10 @@ def output_head(folder: Path) -> tuple[str, TensorInfo]:
     ]
     names = [name for name in tensors if name.startswith("lm_head.")] or embeddings
     if len(names) != 1:
-        what = f"its lm_head in {len(names)} parts" if "lm_head." in "".join(names) else "no output head"
-        raise CorruptCheckpointError(f"{folder} has {what}; choose a language model with a head in 16 bits")
+        what = (
+            f"an lm_head in {len(names)} packed parts" if "lm_head." in "".join(names) else "no output head"
+        )
+        raise CorruptCheckpointError(f"{folder} has {what}; use a language model with a 16-bit output head")
     return names[0], tensors[names[0]]
 
 
@@ -213,12 +217,12 @@ def rewrite(
     change: Callable[[str, TensorInfo], Mapping[str, NewTensor] | None],
     progress: Progress = silent,
 ) -> None:
-    """Copy source's shards into destination with some tensors changed; shard names and the index are kept.
+    """Copy the shards of a checkpoint with some tensors changed; the shards keep their names.
 
     Args:
-        change: (name, stored tensor) -> the tensors to write in its stead (an empty mapping drops it), or None to
-            copy it byte for byte.
-        progress: receives (activity, done, total) in bytes of source.
+        change: (name, stored tensor) -> the tensors to write instead (none to drop the tensor), or None to copy the
+            tensor byte for byte.
+        progress: receives (activity, done, total) in bytes of `source`.
     """
     stored = list_tensors(source)
     total = sum(info.end - info.start for info in stored.values())
@@ -243,7 +247,7 @@ def rewrite(
 
 def write_tensors(file: Path, contents: Mapping[str, NewTensor]) -> None:
     """Write one safetensors file, one tensor after the other."""
-    # Wide dtypes first, as the format's own writer does: readers want each tensor aligned to its dtype.
+    # Wide dtypes first, as in safetensors' own writer: readers need each tensor aligned to its dtype.
     ordered = sorted(contents.items(), key=lambda item: (-_BITS[item[1].dtype], item[0]))
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
@@ -259,7 +263,7 @@ def write_tensors(file: Path, contents: Mapping[str, NewTensor]) -> None:
             for chunk in tensor.chunks():
                 stream.write(chunk)
             if stream.tell() - begin != tensor.bytes:
-                raise ValueError(f"{name} gave {stream.tell() - begin} bytes, its shape has {tensor.bytes}")
+                raise ValueError(f"{name} gave {stream.tell() - begin} bytes, its shape needs {tensor.bytes}")
 
 
 def _read_header(file: Path) -> dict[str, TensorInfo]:
@@ -268,7 +272,9 @@ def _read_header(file: Path) -> dict[str, TensorInfo]:
         prefix = stream.read(8)
         header_length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else length
         if 8 + header_length > length:
-            raise CorruptCheckpointError(f"{file} is cut short: {length} bytes do not hold its header")
+            raise CorruptCheckpointError(
+                f"{file} is cut short: its {length} bytes end before the end of its header"
+            )
         header = stream.read(header_length)
     try:
         entries = json.loads(header)
@@ -287,13 +293,13 @@ def _read_header(file: Path) -> dict[str, TensorInfo]:
         for name, info in ordered.items():
             bits = math.prod(info.shape) * _BITS[info.dtype]
             if info.start != position or (info.end - info.start) * 8 != bits:
-                raise ValueError(f"{name} does not have the position or the length that its shape needs")
+                raise ValueError(f"{name} has another position or length than its shape needs")
             position = info.end
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise CorruptCheckpointError(f"{file} has a broken header ({error})") from None
     if position != length:
-        what = "is cut short" if length < position else "has bytes too many"
-        raise CorruptCheckpointError(f"{file} {what}: {length} bytes, its header needs {position}")
+        what = "is cut short" if length < position else "is too long"
+        raise CorruptCheckpointError(f"{file} {what}: it has {length} bytes, its header needs {position}")
     return ordered
 
 

@@ -1,6 +1,6 @@
-"""Weights in every form in which they are published: the tensors that store one, and its numbers.
+"""Weights in every form in which they are published: the tensors that store a weight, and its numbers.
 
-| form | tensors of a module of [rows, columns] |
+| form | tensors of a module with a weight of [rows, columns] |
 |---|---|
 | plain | weight |
 | compressed-tensors | weight_packed [rows, words], weight_scale [rows, groups], weight_shape, weight_zero_point |
@@ -27,33 +27,33 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 TEXT_PART = "model.language_model."
-"""What the names of the decoder's tensors begin with in a multimodal checkpoint; `model.` in a text-only one."""
+"""Prefix of the names of the decoder's tensors in a multimodal checkpoint; in a text-only one it is `model.`."""
 
 BLOCK_ROWS = 4096
-"""Rows that are read at a time; a multiple of the zero points in a word, which are packed along the rows."""
+"""Rows that are read at a time: a multiple of the number of zero points in a word, which belong to successive rows."""
 
 _PART = re.compile(
     r"(?P<module>.+)\.(?P<part>weight_(?:packed|scale_inv|scale_2|scale|shape|zero_point|g_idx|global_scale)"
     r"|input_(?:scale|zero_point|global_scale)|activation_scale|qweight|qzeros|scales|g_idx|weight)"
 )
 _CARRIERS = ("weight", "weight_packed", "qweight")
-"""The part of a form that holds the numbers; a module has one of them."""
+"""The parts that may hold the numbers of a weight; a module has one of them."""
 
 _EIGHT_BITS = ("F8_E4M3", "F8_E5M2", "I8", "U8")
 
 _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
-"""Position in a word of each of eight outputs, as AutoAWQ's kernels want them."""
+"""Position in a word of each of eight outputs, in the order of AutoAWQ's kernels."""
 
 
 @dataclass(frozen=True)
 class Weight:
-    """A weight as stored.
+    """A weight of a module as stored, in one or more tensors; or any other tensor of a checkpoint.
 
     Attributes:
-        name: of the weight when it is not quantised, `<module>.weight`; another tensor's own name.
-        parts: its tensors by the end of their names; another tensor has one part, "".
-        method: quant_method of its checkpoint; "" where that is not quantised.
-        block: rows and columns of a block of weights with one scale, if the checkpoint has such blocks.
+        name: `<module>.weight`, the name that the weight has if it is not quantised; for another tensor its name.
+        parts: end of the name -> tensor; another tensor is the part "".
+        method: quant_method of the checkpoint; "" for an unquantised checkpoint.
+        block: rows and columns of a block of weights that share a scale, if the checkpoint has such blocks.
     """
 
     name: str
@@ -68,12 +68,12 @@ class Weight:
 
     @property
     def is_quantised(self) -> bool:
-        """Whether it is stored in fewer bits than it is computed with."""
+        """Whether the weight is stored in fewer bits than it is computed with."""
         return bool(self.parts.keys() & {"weight_packed", "qweight"}) or self.carrier.dtype in _EIGHT_BITS
 
     @cached_property
     def shape(self) -> tuple[int, ...]:
-        """Dimensions of the weight when it is not quantised."""
+        """Dimensions of the weight if it were not quantised."""
         if "weight_shape" in self.parts:
             stored = self.parts["weight_shape"]
             numbers = np.frombuffer(b"".join(stored.chunks()), "<i8" if stored.dtype == "I64" else "<i4")
@@ -85,7 +85,7 @@ class Weight:
         return self.carrier.shape
 
     def has_bytes_of(self, other: "Weight") -> bool:
-        """Whether every part is stored with the same dtype, shape and bytes."""
+        """Whether the two weights have the same parts with the same dtypes, shapes and bytes."""
         return self.parts.keys() == other.parts.keys() and all(
             (info.dtype, info.shape) == (other.parts[part].dtype, other.parts[part].shape)
             and all(a == b for a, b in zip(info.chunks(), other.parts[part].chunks(), strict=True))
@@ -96,7 +96,7 @@ class Weight:
         """The weight as an engine computes with it: float32 [at most 4096, columns] at a time.
 
         Raises:
-            UnsupportedFormatError: its form is not one of those above.
+            UnsupportedFormatError: the weight is in a form that this module does not list.
         """
         if "qweight" in self.parts:
             yield from self._transposed().split(BLOCK_ROWS)
@@ -131,12 +131,12 @@ class Weight:
     def _require(self, *parts: str) -> None:
         if missing := [part for part in parts if part not in self.parts]:
             raise CorruptCheckpointError(
-                f"{self.carrier.file}: {self.name} is stored without {missing[0]}; download it anew"
+                f"{self.carrier.file}: {self.name} is stored without {missing[0]}; download the checkpoint anew"
             )
 
     def _unpacked_rows(self, first: int, last: int) -> "Tensor":
         if self.carrier.dtype != "I32" or "weight_g_idx" in self.parts:
-            raise self._unreadable("packed in another way than groups of integers in order")
+            raise self._unreadable("not packed as integers in consecutive groups")
         self._require("weight_scale", "weight_shape")
         words, scales = (
             self.parts[f"weight_{part}"].rows(first, last).read() for part in ("packed", "scale")
@@ -153,11 +153,11 @@ class Weight:
 
     @property
     def _gptq_bits(self) -> int:
-        """Bits of a GPTQ weight, from its zero points: one for each row and group."""
+        """Bits of a GPTQ weight, from the words of its zero points, which are one per row and group."""
         return 32 * self.parts["qzeros"].shape[1] // self.parts["scales"].shape[1]
 
     def _transposed(self) -> "Tensor":
-        """A weight of GPTQ or AWQ, which both store with its columns first: float32 [rows, columns]."""
+        """The numbers of a GPTQ or AWQ weight, float32 [rows, columns]; both formats store columns first."""
         import torch
 
         bits = self._gptq_bits
@@ -172,7 +172,7 @@ class Weight:
             points = points.unflatten(1, (-1, 8))[..., _AWQ_ORDER].flatten(1)
         else:
             levels = _unpacked(words.T.contiguous(), bits).T
-            points = points + (self.method != "gptq_v2")  # GPTQ's first files hold the zero point less one
+            points = points + (self.method != "gptq_v2")  # GPTQ's first version stores the zero point minus 1
         groups = torch.arange(columns) // (columns // len(scales))
         if "g_idx" in self.parts:
             groups = self.parts["g_idx"].unchanged().read().long()
@@ -180,13 +180,13 @@ class Weight:
 
     def _unreadable(self, fault: str) -> UnsupportedFormatError:
         return UnsupportedFormatError(
-            f"{self.carrier.file}: {self.name} is {fault}, which is not unpacked here; take a checkpoint in another "
+            f"{self.carrier.file}: {self.name} is {fault}, which cannot be read here; use a checkpoint in another "
             "format, or the 16-bit one"
         )
 
 
 def read_weights(folder: Path) -> dict[str, Weight]:
-    """Every weight and other tensor of a checkpoint by its unquantised name, from the headers alone.
+    """Every weight and other tensor of a checkpoint by its unquantised name; only the headers are read.
 
     Raises:
         CorruptCheckpointError: as `list_tensors`.
@@ -195,15 +195,15 @@ def read_weights(folder: Path) -> dict[str, Weight]:
 
 
 def text_name(name: str) -> str:
-    """The name that a tensor of a checkpoint has in the text-only class of its model."""
+    """The name that a tensor of a checkpoint has in the text-only class of the model."""
     return f"model.{name.removeprefix(TEXT_PART)}" if name.startswith(TEXT_PART) else name
 
 
 def changed_weights(first: Path, second: Path, leave_out: Callable[[str], bool]) -> list[str]:
-    """Names of the weights that are stored otherwise in one checkpoint than in the other, or in one of them alone.
+    """Names, as in the text-only class, of the weights that differ between checkpoints or are in only one of them.
 
     Args:
-        leave_out: whether a weight of this name in the text-only class is neither read nor named.
+        leave_out: name -> whether that weight is neither compared nor returned.
 
     Raises:
         CorruptCheckpointError: a checkpoint cannot be read.
@@ -227,7 +227,7 @@ def has_mtp_head(folder: Path) -> bool:
 
 
 def group_parts(stored: Mapping[str, TensorInfo], settings: Mapping[str, Any]) -> dict[str, Weight]:
-    """The weights that stored tensors make up, in their order; `settings` is the quantization_config, or empty."""
+    """Group stored tensors to weights by name, in their order; `settings` is the quantization_config, or empty."""
     parts: dict[str, dict[str, TensorInfo]] = defaultdict(dict)
     for name, info in stored.items():
         match = _PART.fullmatch(name)
@@ -248,19 +248,19 @@ def group_parts(stored: Mapping[str, TensorInfo], settings: Mapping[str, Any]) -
 
 
 def _unpacked(words: "Tensor", bits: int) -> "Tensor":
-    """int32 [rows, words] as unsigned numbers, the lowest bits first: int64 [rows, numbers]."""
+    """Unpack words, int32 [rows, words], to unsigned numbers, int64 [rows, numbers]; the lowest bits come first."""
     import torch
 
     return ((words.long()[..., None] >> torch.arange(0, 32, bits)) & (2**bits - 1)).flatten(1)
 
 
 def _dequantised(words: "Tensor", scales: "Tensor", columns: int, zero_points: "Tensor | None") -> "Tensor":
-    """Rows of a packed weight: float32 [rows, columns].
+    """Dequantise rows of a packed weight to float32 [rows, columns].
 
     Args:
         words: int32 [rows, words of a row].
         scales: floating [rows, groups].
-        zero_points: int32 [words of a column, groups]; None where the weight is symmetric.
+        zero_points: int32 [words of a column, groups]; None for a symmetric weight.
     """
     import torch
     from compressed_tensors.compressors import unpack_from_int32

@@ -1,4 +1,4 @@
-"""Layers that llmcompressor has calibrated, as tensors and settings of a checkpoint."""
+"""Conversion of layers that llmcompressor has calibrated to tensors and settings of a checkpoint."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -12,11 +12,11 @@ from slimqwen.checkpoint.weights import TEXT_PART, text_name
 
 @contextmanager
 def released_session() -> Iterator[None]:
-    """Let go of the model at the end, of which llmcompressor's session and its tracing keep global references."""
+    """At the end of the `with` block, drop the global references to the model in llmcompressor's session and traces."""
     from llmcompressor import reset_session
     from torch.fx import _symbolic_trace
 
-    # Every namespace with a wrapped function stays here, and those of llmcompressor's traces have the model in them.
+    # This registry keeps every namespace with a wrapped function, and those of llmcompressor's traces have the model.
     namespaces = _symbolic_trace._wrapped_fns_to_patch
     known = dict(namespaces)
     try:
@@ -31,8 +31,9 @@ def describe_quantisation(model: Any, settings: Any, stored: Mapping[str, Tensor
     """The quantization_config of a model whose linears are packed as llmcompressor's settings say.
 
     Args:
-        model: the whole model; it needs no numbers (`build_empty_model`).
+        model: the whole model, whose parameters may be on the meta device (`build_empty_model`).
         settings: a QuantizationConfig of compressed-tensors.
+        stored: tensors of the checkpoint by name.
     """
     from compressed_tensors import ModelCompressor, __version__
     from compressed_tensors.quantization import QuantizationStatus, apply_quantization_config
@@ -50,7 +51,13 @@ def describe_quantisation(model: Any, settings: Any, stored: Mapping[str, Tensor
 def with_quantisation(
     config: Mapping[str, Any], quantization: dict[str, Any], stored: Mapping[str, TensorInfo]
 ) -> dict[str, Any]:
-    """The config with the layers' quantisation, and with that of what was packed beside them before."""
+    """The config with the quantisation of the layers, and still with that of linears packed before (MTP head, lm_head).
+
+    Args:
+        config: config.json before calibration.
+        quantization: quantization_config of the layers, from `describe_quantisation`.
+        stored: tensors of the checkpoint by name.
+    """
     packed = [name.removesuffix(packing.PACKED) for name in stored if name.endswith(packing.PACKED)]
     changed = quantised(config, quantization)
     for kind, group in quantisation(config).get("config_groups", {}).items():
@@ -60,9 +67,10 @@ def with_quantisation(
 
 
 def pack_layer(layer: Any, stored: Mapping[str, TensorInfo]) -> dict[str, dict[str, NewTensor]]:
-    """Pack a calibrated layer's rounded weights in place: what it has in the stead of each of these stored tensors.
+    """Pack the rounded weights of a calibrated layer in place, and return the tensors that replace stored ones.
 
-    It has nothing in the stead of other layers' tensors, and of any where no weight is rounded.
+    Returns:
+        Name of a stored tensor of this layer -> its replacements by name; empty if no weight of the layer is rounded.
     """
     from compressed_tensors import ModelCompressor
 
@@ -71,7 +79,7 @@ def pack_layer(layer: Any, stored: Mapping[str, TensorInfo]) -> dict[str, dict[s
     for name, module in layer.named_modules():
         if hasattr(module, "weight_scale"):
             packed.add(f"{name}.weight")
-            # The scale is rounded first, so that the integers are chosen for the scale that is stored.
+            # The scale is rounded first, so that the integers fit the scale that is stored.
             dtype = torch_dtype(infos[f"{name}.weight"].dtype)
             module.weight_scale.data = module.weight_scale.data.to(dtype).float()
     if not packed:

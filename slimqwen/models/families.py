@@ -1,6 +1,6 @@
-"""Model families as data: what their layers are made of, what AWQ scales with them, whether they draft.
+"""Model families as data: the linears of their layers, the modules that AWQ scales with these, acceptance lengths.
 
-A new family is an entry of `FAMILIES` here, its linears in `packing.LINEARS` where they have other names, and an animal
+A new family needs an entry of `FAMILIES` here, entries of `packing.LINEARS` for linears with other names, and an animal
 of tests/zoo.
 """
 
@@ -19,7 +19,7 @@ SCALED_WITH: Mapping[str, tuple[str, ...]] = {
     "attention": ("input_layernorm",),
     "linear_attention": ("input_layernorm", "linear_attn.in_proj_a", "linear_attn.in_proj_b"),
 }
-"""Kind of linears -> modules of 16 bits that share an input scale with them in AWQ."""
+"""Kind of linears -> unquantised modules that AWQ scales together with the inputs of these linears."""
 
 _KINDS = {
     r"^mtp\.": "MTP head",
@@ -33,21 +33,20 @@ _KINDS = {
 
 
 class FamilyError(SlimqwenError):
-    """A checkpoint of a family, or with dimensions, that are not known."""
+    """The family or the dimensions of a checkpoint are not known."""
 
 
 @dataclass(frozen=True)
 class Family:
-    """Models that differ in dimensions alone.
+    """Models that differ only in dimensions.
 
     Attributes:
-        name: model_type of its language model, without `_text`.
-        architectures: classes in config.json, of text-only and of multimodal checkpoints.
-        linears: kinds of linears (`packing.LINEARS`) that its layers have.
-        is_calibrated: whether llmcompressor sees all these linears and knows its AWQ mappings for them.
+        name: model_type of the language models, without `_text`.
+        architectures: classes that config.json names in text-only and in multimodal checkpoints.
+        linears: kinds of linears (`packing.LINEARS`) that the layers have.
+        is_calibrated: whether llmcompressor finds all these linears and knows AWQ mappings for them.
         has_query_gate: whether q_proj has a second half, the output gate of full attention.
-        acceptance_lengths: draft depth K -> acceptance length that is published for its MTP head; empty where models
-            have none.
+        acceptance_lengths: K -> published acceptance length of the MTP head; empty for models without MTP head.
     """
 
     name: str
@@ -59,11 +58,11 @@ class Family:
 
     @property
     def has_experts(self) -> bool:
-        """Whether its MLPs are mixtures of experts with a shared expert."""
+        """Whether the MLPs are mixtures of experts with a shared expert."""
         return "experts" in self.linears
 
     def layer_types(self, text: Mapping[str, Any]) -> tuple[str, ...]:
-        """The kind of attention of each layer; files of Qwen3 and older ones of Qwen3.5 do not list it."""
+        """The kind of attention of each layer; the rule here stands in for configs that do not list the kinds."""
         if listed := text.get("layer_types"):
             return tuple(listed)
         interval = text.get("full_attention_interval", 4) if LINEAR_ATTENTION in self.linears else 1
@@ -73,7 +72,7 @@ class Family:
         )
 
 
-# Of the Qwen3.5 family, reported for prompts of several domains.
+# Reported for the Qwen3.5 family on prompts of several domains.
 _ACCEPTANCE_LENGTHS = {1: 1.93, 2: 2.73, 3: 3.39, 4: 3.97, 5: 4.41}
 
 FAMILIES = (
@@ -96,7 +95,7 @@ FAMILIES = (
         name="qwen3_5_moe",
         architectures=("Qwen3_5MoeForCausalLM", "Qwen3_5MoeForConditionalGeneration"),
         linears=("experts", "attention", "linear_attention"),
-        # transformers keeps all experts of a layer in one parameter, which llmcompressor's modifiers do not see.
+        # transformers has all experts of a layer in one parameter, which llmcompressor's modifiers do not find.
         is_calibrated=False,
         has_query_gate=True,
         acceptance_lengths=_ACCEPTANCE_LENGTHS,
@@ -105,19 +104,19 @@ FAMILIES = (
 
 
 def find_family(config: Mapping[str, Any]) -> Family:
-    """The family of a config.json; a FamilyError that lists those that are known."""
+    """The family of a config.json; raises a FamilyError with the known architectures if there is none."""
     architectures = config.get("architectures") or [str(text_config(config).get("model_type"))]
     for family in FAMILIES:
         if architectures[0] in family.architectures:
             return family
     known = ", ".join(name for family in FAMILIES for name in family.architectures)
     raise FamilyError(
-        f"config.json is of a {architectures[0]}, a family that is not known here; take one of {known}"
+        f"config.json names the architecture {architectures[0]}, which is not supported; take one of {known}"
     )
 
 
 def unshared_heads(text: Mapping[str, Any], gpus: int) -> str | None:
-    """The first heads of a language model's config that so many GPUs cannot share; None where they can all of them."""
+    """The first number of heads in a language model's config that `gpus` GPUs cannot share; None if they share all."""
     for key in (
         "num_attention_heads",
         "num_key_value_heads",
@@ -125,7 +124,7 @@ def unshared_heads(text: Mapping[str, Any], gpus: int) -> str | None:
         "linear_num_value_heads",
     ):
         heads = int(text.get(key, 0))
-        # Fewer KV heads than GPUs are copied, each to as many.
+        # If there are fewer KV heads than GPUs, each is copied to the same number of GPUs.
         if heads % gpus and not (key == "num_key_value_heads" and gpus % heads == 0):
             return f"{heads} heads ({key})"
     return None

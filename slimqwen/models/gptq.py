@@ -1,6 +1,6 @@
 """GPTQ (Frantar et al., arXiv 2210.17323) on rows of one weight: later columns compensate the error of earlier ones.
 
-The algorithm is llmcompressor's; here it gets rows of a weight in blocks, whose scales are those of round-to-nearest.
+The algorithm is llmcompressor's. It gets the rows of a weight in blocks, with the scales of round-to-nearest.
 """
 
 import torch
@@ -10,14 +10,16 @@ from slimqwen.errors import SlimqwenError
 
 
 class GptqError(SlimqwenError):
-    """Inputs of a weight that GPTQ cannot work with."""
+    """GPTQ cannot work with the inputs of a weight."""
 
 
 class GptqRounding:
-    """Rounds rows of a weight, block by block, for the inputs that it gets.
+    """Rounds the rows of a weight, block by block, so that its products with calibration inputs change little.
 
     Args:
-        second_moments: float32 [inputs, inputs], the sum of x x^T over the inputs x of the weight.
+        second_moments: float32 [inputs, inputs], the sum of x x^T over the calibration inputs x of the weight.
+        group_size: number of neighbouring weights of a row that share a scale.
+        bits: bits per weight.
     """
 
     def __init__(self, second_moments: Tensor, group_size: int, bits: int) -> None:
@@ -32,7 +34,7 @@ class GptqRounding:
         self._squares = torch.zeros(3, dtype=torch.float64)
 
     def __call__(self, rows: Tensor, scales: Tensor) -> Tensor:
-        """Integers of a block of rows, int8 [rows, inputs].
+        """Round a block of rows to integers, int8 [rows, inputs].
 
         Args:
             rows: float32 [rows, inputs].
@@ -45,10 +47,10 @@ class GptqRounding:
 
         exact = rows.to(self._moments.device)
         steps = scales.float().to(exact.device)
-        steps = torch.where(steps > 0, steps, 1)  # a group of zeros stays zero
+        steps = torch.where(steps > 0, steps, 1)  # groups of zeros have the scale 0
         points = torch.zeros_like(steps, dtype=torch.int8)
         rounded, _, has_failed = quantize_weight(
-            exact[None].clone(),  # both are overwritten
+            exact[None].clone(),  # the function overwrites its first two arguments
             self._moments[None].clone(),
             steps[None],
             points[None],
@@ -56,7 +58,7 @@ class GptqRounding:
             self._form,
         )
         if bool(has_failed.any()):
-            raise GptqError("the calibration text gives too few different inputs for GPTQ; take more text")
+            raise GptqError("the calibration text gives too few different inputs for GPTQ; use more text")
         spread = steps.repeat_interleave(self._group_size, 1)
         levels = 2 ** (self._form.num_bits - 1)
         nearest = (exact / spread).round().clamp(-levels, levels - 1) * spread
@@ -66,11 +68,11 @@ class GptqRounding:
         return (rounded[0] / spread).round().to(torch.int8).cpu()
 
     def _square(self, rows: Tensor) -> Tensor:
-        """The sum of the squared products of rows with all inputs."""
+        """The sum of the squared products of `rows` with all calibration inputs."""
         return ((rows @ self._moments) * rows).sum(dtype=torch.float64).cpu()
 
     @property
     def errors(self) -> tuple[float, float]:
-        """Relative errors of the products with the inputs, over the rows so far: of GPTQ and of round-to-nearest."""
+        """Relative errors of the rows' products with the inputs, over all rows so far: GPTQ, round-to-nearest."""
         exact, nearest, rounded = self._squares.tolist()
         return (rounded / exact) ** 0.5, (nearest / exact) ** 0.5

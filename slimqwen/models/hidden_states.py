@@ -1,4 +1,4 @@
-"""The hidden states of texts, computed layer by layer and kept in files: one layer is in memory at a time."""
+"""The hidden states of texts, computed layer by layer and kept in files; only one layer is in memory at a time."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,13 +13,13 @@ from slimqwen.progress import Progress
 def store_hidden_states(
     checkpoint: Path, texts: Sequence[Sequence[int]], folder: Path, dtype: torch.dtype, progress: Progress
 ) -> list[Tensor]:
-    """The language model's output after its final norm: for each text [1, tokens, hidden], mapped from a file.
+    """The language model's output after its final norm: a tensor [1, tokens, hidden] per text, mapped from a file.
 
-    A killed run goes on with the layer that it was at; a second one finds all done.
+    A run that was killed continues with the layer at which it was; a run on a finished folder computes nothing.
 
     Args:
-        texts: token ids.
-        folder: for these texts, this checkpoint and this dtype alone.
+        texts: token ids of each text.
+        folder: where states are kept; for no other texts, checkpoint or dtype than these.
     """
     config, lengths = read_text_config(checkpoint), list(map(len, texts))
     folder.mkdir(parents=True, exist_ok=True)
@@ -30,7 +30,7 @@ def store_hidden_states(
         states: Tensor = torch.from_file(str(file), shared=True, size=size, dtype=dtype)
         return states.view(-1, config.hidden_size)
 
-    # The number in a name is that of the layers that the states went through.
+    # The number in a file's name is the number of layers that its states have passed.
     done = max((int(file.name) for file in folder.glob("[0-9]*")), default=-1)
     for number in range(done + 1, last + 1):
         progress("computing hidden states", number, last + 1)
@@ -40,7 +40,7 @@ def store_hidden_states(
             layer = load_layer(checkpoint, number - 1, dtype, final_norm=number == last)
             for given, made in zip(inputs.split(lengths), outputs.split(lengths), strict=True):
                 made.copy_(run_layer(layer, given[None])[0])
-            del layer  # before the next is loaded
+            del layer  # frees its memory before the next is loaded
         else:
             ids = torch.tensor([token for text in texts for token in text])
             read_embeddings(checkpoint, ids, outputs)

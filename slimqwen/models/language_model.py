@@ -1,6 +1,6 @@
-"""The language model of a checkpoint in transformers, text-only whatever form the checkpoint has: whole, or in parts.
+"""The language model of a checkpoint in transformers' text-only class, even if the checkpoint is multimodal.
 
-A layer alone needs a small part of the memory of the model. It takes the hidden states that the layer before gave.
+It is loaded whole, or layer by layer to need little memory; a layer's input is the output of the layer before.
 """
 
 import contextlib
@@ -24,18 +24,18 @@ _EMBEDDING, _LAYERS, _NORM = "model.embed_tokens.weight", "model.layers.", "mode
 def load_language_model(folder: Path, dtype: torch.dtype = torch.float32) -> Any:
     """Load a text-only or multimodal checkpoint into its text-only class, on the CPU and in evaluation mode.
 
-    Quantised weights are dequantised. The output head is tied to the embedding where none is stored: configs of
-    multimodal checkpoints say it in two places, which can differ.
+    Quantised weights are dequantised. The output head is tied to the embedding if none is stored, whatever the config
+    says: that of a multimodal checkpoint says it in two places, which can differ.
 
     Raises:
-        CorruptCheckpointError: transformers has no such model, or a tensor of it is missing or has another shape.
+        CorruptCheckpointError: transformers has no such model, or a tensor is missing or has another shape.
         UnsupportedFormatError: a weight is quantised in a form that `Weight` does not read.
     """
     return _load_part(folder, read_text_config(folder), _read_text_weights(folder), dtype)
 
 
 def load_without_layers(folder: Path, dtype: torch.dtype = torch.float32) -> Any:
-    """Load what is around the decoder layers (embedding, final norm, output head) as `load_language_model` does."""
+    """Load the model without its decoder layers (embedding, final norm, output head) as `load_language_model` does."""
     weights = _read_text_weights(folder)
     around = {name: weight for name, weight in weights.items() if not name.startswith(_LAYERS)}
     return _load_part(folder, _with_layers(read_text_config(folder), []), around, dtype)
@@ -44,12 +44,13 @@ def load_without_layers(folder: Path, dtype: torch.dtype = torch.float32) -> Any
 def load_layer(
     folder: Path, number: int, dtype: torch.dtype = torch.float32, *, final_norm: bool = False
 ) -> Any:
-    """Load one decoder layer as a language model of its own, on the CPU. Raises as `load_language_model`.
+    """Load one decoder layer as a language model of one layer, on the CPU. Raises as `load_language_model`.
 
-    It takes and gives hidden states (`run_layer`), and its vocabulary has one token. Its modules have the names that
-    they have in the whole model.
+    Its input and output are hidden states (`run_layer`), and its vocabulary has one token. The modules have the same
+    names as in the whole model.
 
     Args:
+        number: index of the layer, from 0.
         final_norm: whether the model's final norm follows the layer.
     """
     config = read_text_config(folder)
@@ -70,9 +71,9 @@ def load_layer(
 
 
 def run_layer(layer: Any, states: Tensor) -> Tensor:
-    """The output of a layer from `load_layer`: [batch, tokens, hidden] -> the same, in main memory.
+    """Run a layer from `load_layer`: hidden states [batch, tokens, hidden] -> [batch, tokens, hidden], in main memory.
 
-    The layer moves to the GPU if there is one.
+    The layer is moved to the GPU if there is one.
     """
     with torch.no_grad():
         output: Tensor = layer.to(_device()).model(inputs_embeds=states.to(_device()), use_cache=False)[0]
@@ -80,14 +81,14 @@ def run_layer(layer: Any, states: Tensor) -> Tensor:
 
 
 def read_embeddings(folder: Path, ids: Tensor, out: Tensor | None = None) -> Tensor:
-    """The embeddings of token ids, which are the states before the first layer: [...] -> [..., hidden].
+    """The embeddings of token ids, which are the hidden states before the first layer: [...] -> [..., hidden].
 
     Args:
-        out: tensor to write them to; a new one in float32 if there is none.
+        out: tensor to write the embeddings to; None for a new one in float32.
 
     Raises:
-        CorruptCheckpointError: the embedding is missing, or a number of it is not finite.
-        UnsupportedFormatError: it is quantised in a form that `Weight` does not read.
+        CorruptCheckpointError: the embedding is missing, or one of its numbers is not finite.
+        UnsupportedFormatError: the embedding is quantised in a form that `Weight` does not read.
     """
     stored = _read_text_weights(folder).get(_EMBEDDING)
     if stored is None:
@@ -96,7 +97,9 @@ def read_embeddings(folder: Path, ids: Tensor, out: Tensor | None = None) -> Ten
     first = 0
     for rows in stored.weight.blocks():
         if not torch.isfinite(rows).all():
-            raise CorruptCheckpointError(f"{folder}: {_EMBEDDING} is not finite; make that checkpoint anew")
+            raise CorruptCheckpointError(
+                f"{folder}: {_EMBEDDING} has NaN or infinity; make that checkpoint anew"
+            )
         found = (ids >= first) & (ids < first + len(rows))
         embeddings[found] = rows[ids[found] - first].to(embeddings.dtype)
         first += len(rows)
@@ -104,14 +107,14 @@ def read_embeddings(folder: Path, ids: Tensor, out: Tensor | None = None) -> Ten
 
 
 def build_empty_model(folder: Path) -> Any:
-    """The language model without numbers: its parameters are on torch's meta device."""
+    """The language model without values: its parameters are on torch's meta device."""
     config = read_text_config(folder)
     with torch.device("meta"):
         return MODEL_FOR_CAUSAL_LM_MAPPING[type(config)](config)
 
 
 def read_text_config(folder: Path) -> Any:
-    """The config of a checkpoint's text-only class, without a word about quantisation.
+    """The config of a checkpoint's text-only class, without its quantization_config.
 
     Raises:
         CorruptCheckpointError: transformers has no such language model.
@@ -121,7 +124,7 @@ def read_text_config(folder: Path) -> Any:
         MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     except (KeyError, ValueError, OSError) as error:
         raise CorruptCheckpointError(
-            f"{folder / 'config.json'}: transformers has no language model for it ({_one_line(error)}); choose another "
+            f"transformers has no language model for {folder / 'config.json'} ({_one_line(error)}); choose another "
             "checkpoint"
         ) from None
     # transformers' own dequantisation does not find a multimodal checkpoint's `quantization_config`.
@@ -130,12 +133,12 @@ def read_text_config(folder: Path) -> Any:
 
 
 def load_in_float32(folder: Path) -> Any:
-    """Load a checkpoint's language model as `load_language_model` does, onto the GPU if there is one."""
+    """Load a checkpoint's language model as `load_language_model` does, in float32 and onto the GPU if there is one."""
     return load_language_model(folder).to(_device())
 
 
 def read_plain(weight: Weight) -> Tensor:
-    """A whole weight in the dtype in which it is stored, in float32 where it is quantised."""
+    """A whole weight: in its stored dtype if it is not quantised, else in float32."""
     if weight.is_quantised:
         return torch.cat(list(weight.blocks()))
     tensor: Tensor = weight.carrier.unchanged().read()
@@ -158,7 +161,7 @@ def quiet_loading() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class _ReadWhenAsked:
-    """A weight as transformers takes a tensor of a file: it is read when transformers takes `[...]` of it."""
+    """Stand-in for a tensor of a file that transformers loads: the weight is read when transformers indexes it."""
 
     weight: Weight
 
@@ -184,7 +187,7 @@ def _load_part(folder: Path, config: Any, weights: Mapping[str, Any], dtype: tor
             )
         except RuntimeError as error:
             raise CorruptCheckpointError(
-                f"{folder}: its tensors do not fit its config.json ({_one_line(error)}); make that checkpoint anew"
+                f"the tensors of {folder} do not fit its config.json ({_one_line(error)}); make that checkpoint anew"
             ) from None
     if found["missing_keys"]:
         raise CorruptCheckpointError(

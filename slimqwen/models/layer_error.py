@@ -1,9 +1,9 @@
 """Error of each quantised decoder layer, relative to round-to-nearest (RTN).
 
-Every decoder layer of the quantised checkpoint gets the input of the layer that it was made from, and its output is
-compared with that layer's output. The same is done with the original weights rounded to nearest. AWQ and GPTQ search
-for less error than RTN, so a layer with a clearly larger error was made wrongly. The divergence of whole models does
-not show that: a layer of little influence can be wrong within the limits.
+Each quantised decoder layer gets the input of the original layer, and its output is compared with the original output.
+The same is done with the original weights rounded to nearest. AWQ and GPTQ search for less error than RTN, so a layer
+with a clearly larger error was made wrongly. The divergence of whole models would not show that: a wrong layer of
+little influence can stay within the limits.
 """
 
 import math
@@ -34,11 +34,12 @@ class LayerErrorError(SlimqwenError):
 
 @dataclass(frozen=True)
 class LayerError:
-    """A quantised layer on the original layer's own input.
+    """Error of a quantised layer on the input of the original layer.
 
     Attributes:
-        error: root mean square error of its output, as a share of what the original layer adds to its input.
-        rounded_error: the same of RTN.
+        layer: index of the layer, from 0.
+        error: root mean square (RMS) error of the output, over the RMS of what the original layer adds to its input.
+        rounded_error: the same error if the original weights are rounded to nearest (RTN).
     """
 
     layer: int
@@ -47,20 +48,20 @@ class LayerError:
 
     @property
     def ratio(self) -> float:
-        """Error over that of RTN."""
+        """Error over the error of RTN."""
         return self.error / self.rounded_error
 
 
 def measure_layer_errors(quantised: Path, original: Path, texts: Sequence[Sequence[int]]) -> list[LayerError]:
-    """Measure the error of each decoder layer with packed linears.
+    """Measure the error of each decoder layer with packed linears; empty if there is none.
 
     Args:
         quantised: checkpoint with the layers of `original`; its vocabulary may differ.
         original: checkpoint that is not quantised.
-        texts: token ids of `original`.
+        texts: token ids of each text, of the vocabulary of `original`.
 
     Raises:
-        LayerErrorError: an error is not finite, or the checkpoints' layers differ in shape.
+        LayerErrorError: an error is not finite, or the layers of the two checkpoints differ in shape.
     """
     packed: dict[int, list[str]] = {}
     for name in list_tensors(quantised):
@@ -76,21 +77,25 @@ def measure_layer_errors(quantised: Path, original: Path, texts: Sequence[Sequen
         if number in packed:
             _round_linears(layer, packed[number], quantised, original)
             rounded_error = _relative_error(layer, inputs, states)
-        del layer  # before the next is loaded
+        del layer  # frees its memory before the next is loaded
         if number in packed:
             error = _relative_error(load_layer(quantised, number), inputs, states)
             rows.append(LayerError(number, error, rounded_error))
     for row in rows:
         if not (math.isfinite(row.error) and math.isfinite(row.rounded_error) and row.rounded_error > 0):
             raise LayerErrorError(
-                f"{quantised}: layer {row.layer} has an error of {row.error}, and {row.rounded_error} with "
-                "round-to-nearest; look for scales that are not finite, and make the checkpoint again"
+                f"{quantised}: layer {row.layer} has an error of {row.error}, and of {row.rounded_error} with "
+                "round-to-nearest, which cannot be; look for scales that are not finite and make the checkpoint again"
             )
     return rows
 
 
 def _round_linears(layer: Any, names: Sequence[str], quantised: Path, original: Path) -> None:
-    """Round the original weights that the quantised checkpoint has packed under these names, in the same way."""
+    """Round to nearest, in place, the weights of an original layer that the quantised checkpoint has packed.
+
+    Args:
+        names: names of the packed weights; their bits and groups are used.
+    """
     tensors = list_tensors(quantised)
     form = checkpoint.quantisation(checkpoint.read_config(quantised))
     modules = {f"{name}.weight": module for name, module in layer.named_modules()}
@@ -101,8 +106,8 @@ def _round_linears(layer: Any, names: Sequence[str], quantised: Path, original: 
         weight = getattr(modules.get(text_name(weight_name)), "weight", None)
         if weight is None or weight.shape != shape:
             raise LayerErrorError(
-                f"{quantised}: {original} has no {weight_name} of shape {shape}; name the checkpoint that it was made "
-                "from"
+                f"{quantised} has {weight_name} of shape {shape}, but {original} does not; name the checkpoint from "
+                "which the quantised one was made"
             )
         group_size = shape[1] // tensors[f"{weight_name}_scale"].shape[1]
         symmetric = f"{weight_name}_zero_point" not in tensors
@@ -111,7 +116,7 @@ def _round_linears(layer: Any, names: Sequence[str], quantised: Path, original: 
 
 
 def _relative_error(layer: Any, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> float:
-    """RMS of a layer's deviation from the original's outputs, over the RMS of what the original adds to its inputs."""
+    """RMS of a layer's deviation from the original `outputs`, over the RMS of `outputs` minus `inputs`."""
     deviation = addition = 0.0
     for given, expected in zip(inputs, outputs, strict=True):
         deviation += float((run_layer(layer, given) - expected).double().square().sum())

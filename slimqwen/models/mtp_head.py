@@ -1,7 +1,7 @@
 """The multi-token-prediction (MTP) head of Qwen3.5, which drafts tokens for speculative decoding.
 
 A checkpoint stores the head under `mtp.`: `fc` [hidden, 2 x hidden], `layers.0` (one full-attention decoder
-layer), `norm`, `pre_fc_norm_hidden` and `pre_fc_norm_embedding`. It shares the backbone's embedding and lm_head.
+layer), `norm`, `pre_fc_norm_hidden` and `pre_fc_norm_embedding`. The head shares the backbone's embedding and lm_head.
 transformers has no such module and skips `mtp.*` when it loads, so the head is built here from transformers' decoder
 layer. Names, order of concatenation and wiring follow vLLM's `Qwen3_5MultiTokenPredictor`.
 
@@ -35,16 +35,16 @@ PREFIX = "mtp."
 
 
 class MtpHeadError(SlimqwenError):
-    """An MTP head that is missing, incomplete or of a shape other than its config's, or texts too short to draft."""
+    """An MTP head is missing, incomplete or of another shape than the config's, or texts are too short to draft."""
 
 
 class MtpHead(nn.Module):  # type: ignore[misc]  # torch is not followed by the type checker
-    """One draft step of Qwen3.5, from the `Qwen3_5TextConfig` of the backbone."""
+    """The MTP head, which makes one draft step; its dimensions are in the `Qwen3_5TextConfig` of the backbone."""
 
     def __init__(self, config: Any) -> None:
         super().__init__()
         layer_config = copy.deepcopy(config)
-        # The head's only layer is full attention, whatever layer 0 of the backbone is.
+        # The head's only layer has full attention, even if layer 0 of the backbone has not.
         layer_config.layer_types = ["full_attention"]
         layer_config.num_hidden_layers = 1
         hidden, epsilon = config.hidden_size, config.rms_norm_eps
@@ -65,7 +65,7 @@ class MtpHead(nn.Module):  # type: ignore[misc]  # torch is not followed by the 
         attention_mask: Tensor | None = None,
         cache: DynamicCache | None = None,
     ) -> Tensor:
-        """One draft step for every position at once.
+        """Make one draft step for every position at once.
 
         Args:
             hidden: [batch, length, hidden], the backbone's output after its final norm, or this head's own output.
@@ -75,7 +75,7 @@ class MtpHead(nn.Module):  # type: ignore[misc]  # torch is not followed by the 
             cache: keys and values of the earlier steps of the draft; extended by this step.
 
         Returns:
-            [batch, length, hidden], normed: ready for lm_head and for the next draft step.
+            [batch, length, hidden], after the final norm: the input of lm_head and of the next draft step.
         """
         joined = torch.cat(
             [self.pre_fc_norm_embedding(next_embeddings), self.pre_fc_norm_hidden(hidden)], dim=-1
@@ -90,7 +90,7 @@ class MtpHead(nn.Module):  # type: ignore[misc]  # torch is not followed by the 
 
 
 class DraftHead(nn.Module):  # type: ignore[misc]  # torch is not followed by the type checker
-    """The output head of a trimmed draft vocabulary: weight [rows, hidden], and the id of each row."""
+    """The output head of a trimmed draft vocabulary: weight [rows, hidden], and token_ids [rows] of the rows."""
 
     def __init__(self, weight: Tensor, token_ids: Tensor) -> None:
         super().__init__()
@@ -107,7 +107,7 @@ class DraftingModel(nn.Module):  # type: ignore[misc]  # torch is not followed b
 
     Args:
         backbone: `Qwen3_5ForCausalLM`.
-        draft_head: the output head of the drafts; None where they have the backbone's.
+        draft_head: the output head of the drafts; None if drafts use the backbone's.
     """
 
     def __init__(self, backbone: Any, head: MtpHead, draft_head: DraftHead | None = None) -> None:
@@ -135,7 +135,7 @@ class DraftingModel(nn.Module):  # type: ignore[misc]  # torch is not followed b
         return scores
 
     def drafts(self, hidden: Tensor) -> Tensor:
-        """The ids that the head drafts greedily: [..., hidden] -> [...]."""
+        """The token ids that the head drafts greedily: its output [..., hidden] -> [...]."""
         if self.draft_head is None:
             return self.logits(hidden).argmax(dim=-1)
         drafted: Tensor = self.draft_head.token_ids[self.draft_head(hidden).argmax(dim=-1)]
@@ -143,12 +143,12 @@ class DraftingModel(nn.Module):  # type: ignore[misc]  # torch is not followed b
 
 
 class DraftUnroller:
-    """Unrolls the head several steps deep over a whole text, with the same attention as in a server.
+    """Makes several draft steps from every position of a text, with the same attention as in a server.
 
-    A server drafts from position i with the keys and values of the true text up to i (first-step keys), then of its
-    own draft. Here all positions are unrolled together: step k of position i sees the first-step keys of positions
-    up to i and the keys of its own earlier steps, and nothing else. This is exact, and a step costs one pass of the
-    head.
+    A server that drafts from position i uses the keys and values of the true text up to i (first-step keys), then
+    those of its own draft. Here all positions make a step together: step k of position i sees the first-step keys of
+    the positions up to i and the keys of its own earlier steps, and nothing else. The result is exact, and a step
+    costs one pass of the head.
 
     Args:
         hidden: [batch, length, hidden], the backbone's output after its final norm for the whole text.
@@ -186,14 +186,14 @@ class DraftUnroller:
 
 @dataclass(frozen=True)
 class DraftAcceptance:
-    """Drafted tokens that the target accepts, counted as in a server."""
+    """Numbers of drafted tokens that the target accepts, counted as in a server."""
 
     depth: int
     """Tokens drafted per verify step (K)."""
     drafts: int
-    """Number of verify steps."""
+    """Number of drafts, which is that of verify steps."""
     accepted_per_position: tuple[int, ...]
-    """Accepted drafts at positions 1..K."""
+    """Number of accepted tokens at each position 1..K of a draft."""
     mean_length: float
     """Acceptance length: tokens per verify step, 1 + accepted / drafts."""
     standard_error: float
@@ -201,14 +201,17 @@ class DraftAcceptance:
 
     @property
     def rates(self) -> tuple[float, ...]:
-        """Share of verify steps whose draft was accepted up to and including positions 1..K."""
+        """For each position 1..K, the share of verify steps whose draft was accepted up to and including it."""
         return tuple(count / self.drafts for count in self.accepted_per_position)
 
 
 def served_steps(correct: Sequence[int]) -> list[int]:
-    """The accepted drafts of each verify step that a server takes through one text, from `drafts_accepted`.
+    """The number of accepted tokens of each verify step of a server over one text.
 
-    After a step that accepted n drafts, the next starts n + 1 positions further.
+    After a step that accepted n tokens, the next step starts n + 1 positions further.
+
+    Args:
+        correct: for each position, the number of correct drafted tokens (`drafts_accepted`).
     """
     steps: list[int] = []
     position = 0
@@ -219,7 +222,11 @@ def served_steps(correct: Sequence[int]) -> list[int]:
 
 
 def summarise_acceptance(texts: Sequence[Sequence[int]], depth: int) -> DraftAcceptance:
-    """Summarise several texts, each the accepted drafts of its verify steps (`served_steps`).
+    """Summarise the acceptance over several texts.
+
+    Args:
+        texts: for each text, the accepted tokens of each of its verify steps (`served_steps`).
+        depth: drafted tokens per verify step (K).
 
     Raises:
         MtpHeadError: the texts are too short for a single step.
@@ -242,14 +249,15 @@ def summarise_acceptance(texts: Sequence[Sequence[int]], depth: int) -> DraftAcc
 def drafts_accepted(
     model: DraftingModel, text: Sequence[int], start: int, depth: int, hidden: Tensor | None = None
 ) -> list[int]:
-    """For every position, the number of consecutive greedy drafts of the head that are the tokens of the text.
+    """For every position, count the consecutive greedy drafted tokens that agree with the tokens of the text.
 
     Args:
-        model: a model in evaluation mode.
+        model: model in evaluation mode.
         text: token ids of a prompt and of the target's own greedy continuation.
         start: index of the prompt's last token.
+        depth: drafted tokens per position (K).
         hidden: [1, tokens, hidden], the backbone's output after its final norm for all but the last `depth` + 1 tokens;
-            computed here if it is not given.
+            None to compute it.
 
     Returns:
         One count (0..depth) per position from `start` on, as long as `depth` + 1 tokens follow.
@@ -279,15 +287,16 @@ def count_served_steps(
     depth: int,
     hidden: Sequence[Tensor] | None = None,
 ) -> list[list[int]]:
-    """Count greedy drafts that the target accepts on its own greedy continuations, without a server.
+    """Count the greedy drafted tokens that the target accepts on its own greedy continuations, without a server.
 
     Args:
-        model: a model in evaluation mode.
-        texts: (prompt, greedy continuation of the same backbone), token ids.
-        hidden: of each text, as for `drafts_accepted`.
+        model: model in evaluation mode.
+        texts: token ids of (prompt, greedy continuation by the same backbone).
+        depth: drafted tokens per verify step (K).
+        hidden: `hidden` of `drafts_accepted` for each text.
 
     Returns:
-        Of each text, the accepted drafts of its verify steps.
+        For each text, the accepted tokens of each of its verify steps.
     """
     return [
         served_steps(drafts_accepted(model, [*prompt, *continuation], len(prompt) - 1, depth, states))
@@ -296,11 +305,11 @@ def count_served_steps(
 
 
 def gain_interval(before: Sequence[Sequence[int]], after: Sequence[Sequence[int]]) -> tuple[float, float]:
-    """The 95 % interval of a gain in acceptance length, texts as clusters.
+    """The 95 % interval of the gain in acceptance length from one head to another, with texts as clusters.
 
     Args:
-        before: of each text, the accepted drafts of its verify steps.
-        after: the same texts with another head.
+        before: for each text, the accepted tokens of each of its verify steps.
+        after: the same texts with the other head.
     """
     influences = np.zeros(len(before))
     gain = 0.0
@@ -322,11 +331,11 @@ def load_drafting_model(
     Quantised weights are dequantised.
 
     Args:
-        with_layers: whether the backbone has its decoder layers; without them, hidden states come from elsewhere.
+        with_layers: whether to load the backbone's decoder layers; without them the caller has to give hidden states.
 
     Raises:
         MtpHeadError: `mtp.*` is absent, incomplete or of another shape.
-        CorruptCheckpointError: as `load_language_model`; or the draft head's ids do not fit its rows or the vocabulary.
+        CorruptCheckpointError: as `load_language_model` and `draft_head.read_token_ids`.
     """
     head_tensors = read_head_tensors(folder)
     backbone = (load_language_model if with_layers else load_without_layers)(folder, dtype)
@@ -339,11 +348,11 @@ def load_drafting_model(
 
 
 def read_head_tensors(folder: Path) -> dict[str, Tensor]:
-    """The head's tensors by name without `mtp.`, quantised ones in float32; the draft head is not among them.
+    """The tensors of the MTP head by name without `mtp.`, quantised ones in float32, without those of the draft head.
 
     Raises:
-        MtpHeadError: the checkpoint has no head.
-        UnsupportedFormatError: it is quantised in a form that `Weight` does not read.
+        MtpHeadError: the checkpoint has no MTP head.
+        UnsupportedFormatError: the MTP head is quantised in a form that `Weight` does not read.
     """
     tensors = {
         name.removeprefix(PREFIX): read_plain(weight)
@@ -352,7 +361,7 @@ def read_head_tensors(folder: Path) -> dict[str, Tensor]:
     }
     if not tensors:
         raise MtpHeadError(
-            f"{folder} has no MTP head, so nothing drafts; choose a checkpoint with mtp.* tensors"
+            f"{folder} has no MTP head and cannot draft; choose a checkpoint with mtp.* tensors"
         )
     return tensors
 
@@ -371,6 +380,6 @@ def _check_head(folder: Path, head: MtpHead, tensors: dict[str, Tensor]) -> None
     for name in sorted(expected.keys() | shapes.keys()):
         if expected.get(name) != shapes.get(name):
             raise MtpHeadError(
-                f"{folder}: {PREFIX}{name} is {shapes.get(name, 'missing')}, "
-                f"the config asks for {expected.get(name, 'no such tensor')}; rebuild the checkpoint"
+                f"{folder}: {PREFIX}{name} is {shapes.get(name, 'missing')}, but config.json asks for "
+                f"{expected.get(name, 'no such tensor')}; make the checkpoint anew"
             )

@@ -1,4 +1,4 @@
-"""The outline of a checkpoint: its settings, tensors and sizes, before it exists. A recipe is checked on outlines."""
+"""The outline of a checkpoint: settings, tensors and sizes, known before it exists. Recipes are checked on outlines."""
 
 import json
 import re
@@ -22,16 +22,16 @@ _LAYER = re.compile(r"(?!mtp\.)(?:.*\.)?layers\.\d+\.")
 
 @dataclass(frozen=True)
 class Outline:
-    """What is known of a checkpoint from its headers, or from the parameters of the stages that will make it.
+    """The facts about a checkpoint that its headers give, or the parameters of the stages that will make it.
 
     Attributes:
-        name: the checkpoint in error messages.
-        folder: holds the tokenizer and the chat templates: the checkpoint itself, or the base of the recipe.
-        config: config.json.
-        tensors: by name; of a checkpoint that does not exist yet, only dtype and shape mean something.
-        other_bytes: size of everything else, bytes.
-        num_tokens: tokens of its tokenizer; None where the tokenizer is not here.
-        is_embedded: whether it comes from the embedded model, whose own texts are the defaults of the stages.
+        name: name of the checkpoint in error messages.
+        folder: folder with tokenizer and chat templates: the checkpoint itself, or the base of the recipe.
+        config: content of config.json.
+        tensors: tensors by name; if the checkpoint does not exist yet, only their dtype and shape are valid.
+        other_bytes: size of all else in the checkpoint, bytes.
+        num_tokens: number of tokens of the tokenizer; None if the tokenizer is not on this machine.
+        is_embedded: whether the checkpoint is made from the embedded model, for which the stages' default texts are.
     """
 
     name: str
@@ -44,7 +44,7 @@ class Outline:
 
     @classmethod
     def read(cls, folder: Path, *, is_embedded: bool = True) -> "Outline":
-        """The outline of a checkpoint folder; of one that has only config.json and an index, computed from these.
+        """The outline of a checkpoint folder, which may lack the weights if it has config.json and an index of tensors.
 
         Raises:
             CorruptCheckpointError: config.json, the index or a header cannot be read.
@@ -64,7 +64,7 @@ class Outline:
 
     @classmethod
     def of_shape(cls, shape: Shape, folder: Path, *, is_embedded: bool = False) -> "Outline":
-        """The outline of a checkpoint of which only the dimensions are known; it is not in `folder`."""
+        """The outline of a checkpoint of which only the dimensions are known; `folder` need not exist."""
         tensors = {name: _predicted(dtype, size) for name, (dtype, size) in shape.tensors.items()}
         return cls(str(folder), folder, shape.config_json, tensors, is_embedded=is_embedded)
 
@@ -75,17 +75,17 @@ class Outline:
 
     @property
     def disk_bytes(self) -> int:
-        """Size of the checkpoint, bytes."""
+        """Size of the checkpoint on disk, bytes."""
         return self.other_bytes + sum(map(_stored_bytes, self.tensors.values()))
 
     @property
     def num_weights(self) -> int:
-        """Weights of all tensors."""
+        """Number of weights in all tensors."""
         return sum(map(_num_weights, self.tensors.values()))
 
     @property
     def num_layer_weights(self) -> int:
-        """Weights of its largest decoder layer."""
+        """Number of weights in the largest decoder layer."""
         layers: dict[str, int] = defaultdict(int)
         for name, info in self.tensors.items():
             if match := _LAYER.match(name):
@@ -94,15 +94,15 @@ class Outline:
 
     @property
     def num_table_weights(self) -> int:
-        """Weights of its embedding and of its output head, which may be one."""
+        """Number of weights in embedding and output head; tied ones count once."""
         return sum(_num_weights(info) for name, info in self.tensors.items() if name.endswith(_TABLES))
 
     def num_weights_of(self, *kinds: str) -> int:
-        """Weights of the unpacked linears of these kinds (`packing.LINEARS`)."""
+        """Number of weights in the unpacked linears of these kinds (`packing.LINEARS`)."""
         return sum(info.elements for kind in kinds for info in packing.linears(self.tensors, kind).values())
 
     def with_vocabulary(self, rows: int) -> "Outline":
-        """With another number of rows in its embedding and output head, and as many tokens."""
+        """The outline with `rows` rows in embedding and output head, and no more tokens than that."""
         tensors = {
             name: _predicted(info.dtype, (rows, *info.shape[1:])) if name.endswith(_TABLES) else info
             for name, info in self.tensors.items()
@@ -111,7 +111,7 @@ class Outline:
         return replace(self, config=config, tensors=tensors, num_tokens=min(rows, self.num_tokens or rows))
 
     def with_draft_vocabulary(self, rows: int) -> "Outline":
-        """With a draft head of so many rows."""
+        """The outline with a draft head of `rows` rows."""
         head = {
             draft_head.WEIGHT: _predicted("BF16", (rows, self.text["hidden_size"])),
             draft_head.TOKEN_IDS: _predicted("I64", (rows,)),
@@ -120,7 +120,7 @@ class Outline:
         return replace(self, config=config, tensors={**self.tensors, **head})
 
     def with_packing(self, kinds: Mapping[str, Packing]) -> "Outline":
-        """With kinds of its linears (`packing.LINEARS`) packed; a packed output head is untied."""
+        """The outline with all linears of these kinds (`packing.LINEARS`) packed; a packed output head is untied."""
         tensors, config = dict(self.tensors), dict(self.config)
         for kind, packed in kinds.items():
             linears = packing.linears(tensors, kind)
@@ -148,7 +148,7 @@ def _predicted(dtype: str, shape: tuple[int, ...]) -> TensorInfo:
 
 
 def _num_weights(info: TensorInfo) -> int:
-    """Weights of a tensor; an integer of a packed one holds eight at most."""
+    """Number of weights in a tensor; an upper bound for a packed one, whose integers hold eight weights at most."""
     return info.elements * (8 if info.dtype == "I32" else 1)
 
 
@@ -157,7 +157,7 @@ def _stored_bytes(info: TensorInfo) -> int:
 
 
 def _count_tokens(folder: Path) -> int | None:
-    """Tokens of a byte-level BPE, from its tokenizer.json; None where it is not here or of another kind."""
+    """Number of tokens in tokenizer.json of a byte-level BPE; None if the file is missing or of another kind."""
     try:
         content = json.loads((folder / "tokenizer.json").read_bytes())
         added = {token["content"] for token in content.get("added_tokens", [])}

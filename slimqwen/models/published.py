@@ -1,4 +1,4 @@
-"""The tensors of a published checkpoint without its files: from config.json and the names in its safetensors index."""
+"""The tensors of a published checkpoint, computed from its config.json and the names in its safetensors index."""
 
 import re
 from collections.abc import Iterator, Mapping
@@ -18,20 +18,20 @@ _NVFP4_GROUP = 16
 def published_tensors(config: Mapping[str, Any], names: AbstractSet[str] | None = None) -> Tensors:
     """Every tensor of the language model and its MTP head, as a checkpoint stores them.
 
-    The experts of a layer are one tensor, under their own name or that of the first expert.
+    All experts of a layer are one tensor, with the name that it has or that of the first expert.
 
     Args:
-        config: config.json of any family and format that is known.
-        names: of the checkpoint's tensors; without them config.json alone says which linears are quantised, and what
-            it promises counts as there.
+        config: config.json of a known family and format.
+        names: names of the checkpoint's tensors; None: config.json alone says which linears are quantised, and all
+            tensors that it promises are returned.
 
     Raises:
-        FamilyError: another family.
-        UnsupportedFormatError: a format whose sizes are not known.
+        FamilyError: the family is not known.
+        UnsupportedFormatError: the sizes of tensors in the format are not known.
     """
     form, plain = quantisation(config), Shape.of_config(config).tensors
     first_experts = with_first_experts(plain)
-    # Quantised mixtures store their experts one by one, others may store them as one tensor a layer.
+    # Quantised mixtures store their experts one by one; others may store all of a layer in one tensor.
     if form if names is None else not names & {name for name in plain if name not in first_experts}:
         plain = first_experts
     stored: Tensors = {}
@@ -74,7 +74,7 @@ def _left_patterns(form: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _parts(rows: int, columns: int, module: str, form: Mapping[str, Any]) -> Tensors:
-    """The parts of a quantised linear by the end of their names."""
+    """The tensors of a quantised linear: end of the name -> dtype and shape."""
     method = form.get("quant_method")
     if method == "compressed-tensors":
         groups = [group for group in form["config_groups"].values() if group.get("weights")]

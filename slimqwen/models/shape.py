@@ -1,4 +1,4 @@
-"""The dimensions of a checkpoint, without its weights: every tensor and the config.json that they make."""
+"""The dimensions of a checkpoint without its weights, and the tensors and config.json that follow from them."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -13,7 +13,7 @@ from slimqwen.errors import SlimqwenError
 from slimqwen.models.families import FULL_ATTENTION, Family, find_family
 
 Tensors = dict[str, tuple[str, tuple[int, ...]]]
-"""Name -> dtype as safetensors spells it, and shape."""
+"""Name of a tensor -> dtype as safetensors spells it, and shape."""
 
 
 IMAGE_PROCESSOR: Mapping[str, Any] = {
@@ -26,19 +26,19 @@ IMAGE_PROCESSOR: Mapping[str, Any] = {
     "processor_class": "Qwen3VLProcessor",
     "image_processor_type": "Qwen2VLImageProcessorFast",
 }
-"""preprocessor_config.json of a multimodal Qwen3.5; vLLM's processor reads it even where images are off."""
+"""preprocessor_config.json of a multimodal Qwen3.5; vLLM's processor reads the file even if images are off."""
 
 
 class ShapeError(SlimqwenError):
-    """No dimensions are known for a variant's checkpoint."""
+    """The dimensions of a variant's checkpoint are not known."""
 
 
 class Packing(BaseModel):
-    """Integer weights (compressed-tensors `pack-quantized`, symmetric).
+    """How integer weights are packed (compressed-tensors `pack-quantized`, symmetric).
 
     Attributes:
         bits: bits per weight.
-        group_size: weights of a row that share a scale; None for one scale per row.
+        group_size: number of neighbouring weights of a row that share a scale; None for one scale per row.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -52,9 +52,9 @@ class Shape:
     """Dimensions of a checkpoint.
 
     Attributes:
-        config: config.json of the unquantised model, a `text_config` in it.
-        quantised: packing by kind of linear (`packing.LINEARS`).
-        source: where the dimensions come from.
+        config: config.json of the unquantised model, always with a `text_config`.
+        quantised: kind of linears (`packing.LINEARS`) -> how they are packed.
+        source: where the dimensions come from, in words.
     """
 
     config: Mapping[str, Any]
@@ -72,16 +72,16 @@ class Shape:
         return self.config["text_config"]  # type: ignore[no-any-return]
 
     def with_vocabulary(self, rows: int) -> "Shape":
-        """The same model with another number of rows in its embedding and output head."""
+        """The same model with `rows` rows in embedding and output head."""
         text = {**self.text, "vocab_size": rows}
         return replace(self, config={**self.config, "text_config": text})
 
     def with_draft_vocabulary(self, rows: int) -> "Shape":
-        """The same model with a draft head of so many rows."""
+        """The same model with a draft head of `rows` rows."""
         return replace(self, config=draft_head.announced(self.config, rows))
 
     def with_packing(self, kinds: Mapping[str, Packing]) -> "Shape":
-        """The same model with kinds of its linears (`packing.LINEARS`) packed; a packed output head is untied."""
+        """The same model with all linears of these kinds (`packing.LINEARS`) packed; a packed output head is untied."""
         config = untied(self.config) if "lm_head" in kinds else self.config
         return replace(self, config=config, quantised={**self.quantised, **kinds})
 
@@ -92,12 +92,12 @@ class Shape:
 
     @property
     def _prefix(self) -> str:
-        """What the names of the language model's tensors begin with."""
+        """Prefix of the names of the language model's tensors."""
         return "model" if self._is_text_only else "model.language_model"
 
     @property
     def tensors(self) -> Tensors:
-        """Every tensor of the checkpoint but the vision tower's."""
+        """Every tensor of the checkpoint, except those of a vision tower."""
         plain = _plain_tensors(self.text, find_family(self.config), self._prefix)
         if "experts" in self.quantised:
             plain = with_single_experts(plain)
@@ -112,7 +112,7 @@ class Shape:
 
     @property
     def config_json(self) -> dict[str, Any]:
-        """config.json of the checkpoint, with its quantisation."""
+        """config.json of the checkpoint, with its quantization_config."""
         packed = {"quantization_config": _quantization(self.quantised)} if self.quantised else {}
         if self._is_text_only:
             flat = {key: value for key, value in self.config.items() if key != "text_config"}
@@ -138,9 +138,12 @@ def _quantization(quantised: Mapping[str, Packing]) -> dict[str, Any]:
 
 
 def with_first_experts(tensors: Tensors) -> Tensors:
-    """The linears of a mixture that is stored as one tensor a layer: each under the name of the first expert's.
+    """The tensors of a mixture of experts with each linear under the name that it has in the first expert.
 
-    Their first dimension is the number of experts, so that sizes can be counted without tens of thousands of names.
+    Its first dimension is the number of experts, so that sizes can be counted without tens of thousands of names.
+
+    Args:
+        tensors: tensors of the checkpoint, each linear of a layer's experts stored as one tensor.
     """
     split: Tensors = {}
     for name, (dtype, dimensions) in tensors.items():
@@ -156,7 +159,7 @@ def with_first_experts(tensors: Tensors) -> Tensors:
 
 
 def with_single_experts(tensors: Tensors) -> Tensors:
-    """The experts of a mixture one by one, as they are stored where they are quantised."""
+    """The tensors of a mixture of experts with each expert's linears by themselves, as quantised ones are stored."""
     single: Tensors = {}
     for name, (dtype, dimensions) in with_first_experts(tensors).items():
         before, mark, linear = name.partition(".experts.0.")
@@ -169,7 +172,7 @@ def with_single_experts(tensors: Tensors) -> Tensors:
 
 
 def packed_linear(weight: str, dimensions: tuple[int, ...], form: Packing) -> Tensors:
-    """The tensors of a packed linear, from the name and dimensions of its weight."""
+    """The tensors of a packed linear, from name and dimensions of the weight."""
     *experts, rows, columns = dimensions
     return {
         f"{weight}_packed": ("I32", (*experts, rows, columns * form.bits // 32)),

@@ -1,14 +1,14 @@
 """A byte-level BPE vocabulary: read from tokenizer.json, its tokens ranked by use and pruned to a size.
 
-BPE builds a token from two parts, those from their parts, down to single bytes. A set of tokens is closed if it
+BPE forms a token from two parts, each part from two others, down to single bytes. A set of tokens is closed if it
 contains the parts of each of its members. Text that needs a token outside a closed set is encoded with shorter tokens,
-down to bytes. Text whose tokens are all in the set is encoded as before, because all their merges are kept in the same
-order, and removing merges that were never chosen changes no choice.
+down to bytes. Text whose tokens are all in the set is encoded as before: all merges of these tokens are kept in the
+same order, and removing merges that were never chosen changes no choice.
 
-Tokens are ranked by how often BPE forms them on a text, as a final token or on the way to a longer one. Each forming
-makes the text one token shorter, and a token is formed no more often than its parts. The best N tokens are therefore a
-closed set for every N, and of all closed sets of N tokens the one that encodes the text in the fewest tokens (apart
-from merges between the remains of two broken tokens, which make it shorter still).
+Tokens are ranked by how often BPE forms them on a text, as a final token or on the way to a longer one. Each time a
+token is formed, the text gets one token shorter, and a token is formed no more often than its parts. So the best N
+tokens are a closed set for every N, and of all closed sets of N tokens the one that encodes the text in the fewest
+tokens (apart from merges between the remains of two broken tokens, which make the text shorter still).
 """
 
 import json
@@ -30,11 +30,11 @@ Ids = npt.NDArray[np.int64]
 
 _BYTES = frozenset(pre_tokenizers.ByteLevel.alphabet())
 _BATCH = 2**20
-"""Characters that are encoded together: an encoding takes about a hundred times the memory of its text."""
+"""Characters that are encoded at a time: an encoding takes about a hundred times the memory of its text."""
 
 
 class VocabularyError(SlimqwenError):
-    """A tokenizer.json that cannot be pruned, or not to the size asked for."""
+    """A tokenizer.json cannot be read or pruned, or not pruned to the size asked for."""
 
 
 @dataclass(frozen=True)
@@ -44,10 +44,10 @@ class Vocabulary:
     Attributes:
         state: content of the file, in the form in which the tokenizers library writes it.
         tokenizer: the tokenizer of that content.
-        ids: id of every token, including added tokens.
-        parts: id -> ids of the two tokens that BPE joins last to form it. Bytes have none, nor have tokens that only a
-            literal match yields.
-        needed: ids that every pruned form keeps: the 256 bytes, all added tokens, those of the post-processor.
+        ids: token -> id, including added tokens.
+        parts: id of a token -> ids of the two tokens that BPE joins last to form it. Bytes, and tokens that only a
+            literal match yields, have no entry.
+        needed: ids that every pruned form keeps: the 256 bytes, all added tokens, the tokens of the post-processor.
     """
 
     state: Mapping[str, Any]
@@ -58,7 +58,7 @@ class Vocabulary:
 
     @property
     def rows(self) -> int:
-        """Number of rows that an embedding needs at least: the largest id + 1."""
+        """Least number of rows of an embedding: the largest id + 1."""
         return max(self.ids.values()) + 1
 
 
@@ -66,17 +66,19 @@ def read_vocabulary(file: Path) -> Vocabulary:
     """Read a tokenizer.json.
 
     Raises:
-        VocabularyError: it is missing, broken, or not a byte-level BPE with all 256 bytes.
+        VocabularyError: the file is missing, broken, or not a byte-level BPE with all 256 bytes.
     """
     try:
         text = file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise VocabularyError(f"{file}: cannot be read ({error}); a checkpoint needs it") from None
+        raise VocabularyError(
+            f"{file} cannot be read ({error}); make or download the checkpoint anew"
+        ) from None
     return parse_vocabulary(text, str(file))
 
 
 def parse_vocabulary(text: str, name: str) -> Vocabulary:
-    """Read the content of a tokenizer.json; `name` stands for it in errors.
+    """Read the content of a tokenizer.json; `name` names the file in errors.
 
     Raises:
         VocabularyError: as `read_vocabulary`.
@@ -85,16 +87,18 @@ def parse_vocabulary(text: str, name: str) -> Vocabulary:
         tokenizer = Tokenizer.from_str(text)
     # The tokenizers library raises plain Exception.
     except Exception as error:
-        raise VocabularyError(f"{name}: not a usable tokenizer.json ({error})") from None
-    # In the library's own form every part is present, and merges are pairs even if the file has "a b".
+        raise VocabularyError(
+            f"{name} is no usable tokenizer.json ({error}); use that of the checkpoint"
+        ) from None
+    # The library's own form has every section, and merges are pairs even if the file has "a b".
     state: dict[str, Any] = json.loads(tokenizer.to_str())
     model = state["model"]
     problem = _why_not_byte_level(state, model)
     if problem:
-        raise VocabularyError(f"{name}: {problem}; only byte-level BPE vocabularies can be pruned")
+        raise VocabularyError(f"{name}: {problem}; only a byte-level BPE vocabulary can be pruned")
     ids: dict[str, int] = tokenizer.get_vocab(with_added_tokens=True)
     if len(set(ids.values())) != len(ids):
-        raise VocabularyError(f"{name}: two tokens have the same id; correct the file")
+        raise VocabularyError(f"{name}: two tokens have the same id; give each token its own id")
     needed = {ids[byte] for byte in _BYTES} | {ids[added["content"]] for added in state["added_tokens"]}
 
     def note(old: int) -> int:
@@ -106,10 +110,10 @@ def parse_vocabulary(text: str, name: str) -> Vocabulary:
 
 
 def count_tokens(vocabulary: Vocabulary, documents: Iterable[str]) -> Ids:
-    """Count the tokens of encoded documents.
+    """Count how often each token occurs in documents.
 
     Returns:
-        Counts by id, int64 [vocabulary.rows].
+        Occurrences by token id, int64 [vocabulary.rows].
     """
     counts = np.zeros(vocabulary.rows, dtype=np.int64)
     for batch in _batches(documents):
@@ -123,17 +127,20 @@ def select_tokens(vocabulary: Vocabulary, counts: Ids, size: int, needed: Iterab
     """The closed set of exactly `size` tokens that encodes the counted text in the fewest tokens.
 
     Args:
-        counts: occurrences by id, from `count_tokens`. Of tokens with equal counts the smaller ids are kept.
+        counts: occurrences by id, from `count_tokens`. Of tokens with equal counts those with smaller ids are kept.
+        size: number of tokens to keep.
         needed: ids to keep in addition to `vocabulary.needed`.
 
     Returns:
-        The kept ids, ascending; a kept token's new id is its position.
+        The kept ids, ascending; the new id of a kept token is its position in this array.
 
     Raises:
-        VocabularyError: there are fewer tokens than size, or more that must be kept.
+        VocabularyError: the vocabulary has fewer tokens than `size`, or has to keep more.
     """
     if size > len(vocabulary.ids):
-        raise VocabularyError(f"the tokenizer has {len(vocabulary.ids)} tokens, not {size}; ask for fewer")
+        raise VocabularyError(
+            f"the tokenizer has only {len(vocabulary.ids)} tokens, not {size}; keep fewer tokens"
+        )
     lengths = np.fromiter(map(len, vocabulary.ids), dtype=np.int64)
     ids = np.fromiter(vocabulary.ids.values(), dtype=np.int64)
     shortest_first = ids[np.lexsort((ids, lengths))]
@@ -144,18 +151,20 @@ def select_tokens(vocabulary: Vocabulary, counts: Ids, size: int, needed: Iterab
     for token in reversed(shortest_first.tolist()):
         for part in vocabulary.parts.get(token, ()):
             value[part] += value[token]
-            # Among tokens of equal value parts come first, however the vocabulary numbers them.
+            # Of tokens of equal value, parts come before the tokens that they form, whatever their ids are.
             order[part] = min(order[part], order[token])
-    # The sort is stable: what is otherwise equal stays ordered by length, again parts first.
+    # The sort is stable: tokens that are otherwise equal stay ordered by length, so parts come first here too.
     ranked = shortest_first[np.lexsort((np.array(order)[shortest_first], -np.array(value)[shortest_first]))]
     forced = sum(map(math.isinf, value))
     if forced > size:
-        raise VocabularyError(f"bytes, added tokens and their parts are {forced} tokens; keep at least these")
+        raise VocabularyError(
+            f"{size} tokens are too few: bytes, added tokens and their parts are {forced}; keep at least {forced}"
+        )
     return np.sort(ranked[:size])
 
 
 def prune_tokenizer(vocabulary: Vocabulary, kept_ids: Ids) -> str:
-    """The tokenizer.json of the kept tokens, from `select_tokens`; everything else in it stays the same.
+    """The content of tokenizer.json with only the tokens `kept_ids` (`select_tokens`); all else stays the same.
 
     Raises:
         VocabularyError: the tokenizers library would number the kept tokens differently.
@@ -177,7 +186,8 @@ def prune_tokenizer(vocabulary: Vocabulary, kept_ids: Ids) -> str:
         token: new[old] for token, old in vocabulary.ids.items() if old in new
     }:
         raise VocabularyError(
-            "tokenizer.json: added tokens have ids between those of others but are not in the vocabulary; renumber them"
+            "tokenizer.json: added tokens that are not in the vocabulary have ids between those of other tokens; give "
+            "them the largest ids"
         )
     return text
 
@@ -197,11 +207,11 @@ def _batches(documents: Iterable[str]) -> Iterator[list[str]]:
 
 def _why_not_byte_level(state: Mapping[str, Any], model: Mapping[str, Any]) -> str | None:
     if model["type"] != "BPE":
-        return f"its model is {model['type']}"
+        return f"its model is {model['type']}, not BPE"
     if model["byte_fallback"]:
         return "it falls back to bytes as SentencePiece does"
     if model["continuing_subword_prefix"] or model["end_of_word_suffix"]:
-        return "it marks the inside or the end of words"
+        return "it marks the inside or the end of words in its tokens"
     outer = state["pre_tokenizer"] or {}
     if not any(part["type"] == "ByteLevel" for part in outer.get("pretokenizers", [outer] if outer else [])):
         return "its pre-tokenizer does not turn text into bytes"
@@ -213,13 +223,13 @@ def _parts(ids: Mapping[str, int], merges: list[list[str]]) -> dict[int, tuple[i
     ranks = {(first, right): rank for rank, (first, right) in enumerate(merges)}
     last = {first + right: (first, right) for first, right in ranks}
     if len(last) < len(ranks):
-        # Vocabularies converted from tiktoken list every pair that gives a token: find the pair that BPE joins.
+        # Vocabularies converted from tiktoken list every pair that forms a token: find the pair that BPE joins.
         last = {token: pair for token in last if (pair := _joined_last(token, ranks))}
     return {ids[token]: (ids[first], ids[right]) for token, (first, right) in last.items()}
 
 
 def _joined_last(token: str, ranks: Mapping[tuple[str, str], int]) -> tuple[str, str] | None:
-    """The pair that BPE joins last when it encodes the token's text; None if it does not form the token."""
+    """The pair that BPE joins last when it encodes the text of a token; None if BPE does not form the token."""
     pieces = list(token)
     while len(pieces) > 1:
         rank, position = min(
@@ -236,7 +246,7 @@ def _joined_last(token: str, ranks: Mapping[tuple[str, str], int]) -> tuple[str,
 def _renumbered_processor(
     processor: Mapping[str, Any] | None, new_id: Callable[[int], int]
 ) -> dict[str, Any] | None:
-    """The post-processor, which adds tokens around a text, with their ids replaced."""
+    """The post-processor, which adds tokens around a text, with new ids for these tokens."""
     if processor is None:
         return None
     match processor["type"]:
@@ -255,4 +265,6 @@ def _renumbered_processor(
             ends = {end: [processor[end][0], new_id(processor[end][1])] for end in ("sep", "cls")}
             return {**processor, **ends}
         case kind:
-            raise VocabularyError(f"its post-processor is {kind}, whose token ids cannot be renumbered")
+            raise VocabularyError(
+                f"tokenizer.json has the post-processor {kind}, whose ids cannot be changed; keep the whole vocabulary"
+            )

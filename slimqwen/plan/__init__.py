@@ -1,1 +1,1 @@
-"""Plans: vLLM's configuration for a variant on a GPU, predicted by its own code on a simulated one; known trouble."""
+"""Plans: vLLM's configuration for a variant on a GPU, predicted by vLLM's code on a simulated GPU; known trouble."""

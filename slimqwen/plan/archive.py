@@ -1,7 +1,7 @@
 """Compile caches made without a GPU, for the first start of a variant on a GPU model.
 
-They hold FlashInfer's libraries and Triton kernels. The graphs of torch.compile take a GPU, so the stage `bake_cache`
-packs all three on a host that has one.
+Such a cache has FlashInfer's libraries and Triton kernels. The graphs of torch.compile need a GPU: the stage
+`bake_cache` packs all three on a host with a GPU.
 """
 
 import dataclasses
@@ -26,19 +26,20 @@ class NothingToCompileError(SlimqwenError):
 class Archive:
     """A packed compile cache."""
 
-    plan: Plan  # of the variant on the GPU model; names the libraries and kernels
-    baked: baked_cache.BakedCache  # the archive's manifest, without graphs
+    plan: Plan  # plan of the variant on the GPU model, which names the libraries and kernels
+    baked: baked_cache.BakedCache  # manifest of the archive, which has no graphs
 
 
 def make_archive(
     variant: Variant, gpu_name: str, destination: Path, *, log: Path, progress: Progress = silent
 ) -> Archive:
-    """Compile what a first start would compile and pack it with a manifest of the variant's flags.
+    """Compile the libraries and kernels that a first start would compile, and pack them with a manifest.
 
     Args:
-        variant: the variant; its checkpoint may be absent.
-        destination: folder for the archive, its manifest, and a copy of the checkpoint's manifest if it exists.
-        log: receives what vLLM and the compilers print.
+        variant: variant, whose checkpoint need not be here.
+        gpu_name: short name of the GPU model.
+        destination: folder for the archive, its manifest, and a copy of the checkpoint's manifest if there is one.
+        log: file that receives the output of vLLM and the compilers.
 
     Raises:
         GpuModelError: the GPU model is not listed.
@@ -52,8 +53,8 @@ def make_archive(
         plan, build = rehearsal.compile_for_gpu(variant, gpu_name, model, cache_root, log=log, kernels=True)
         if not any(cache_root.iterdir()):
             raise NothingToCompileError(
-                f"{variant.name} compiles nothing on {gpu_name} that can be compiled ahead; its plan lists what it "
-                f"compiles there: `slimqwen plan --kernels --variant {variant.name} --gpu {gpu_name}`"
+                f"{variant.name} compiles nothing on {gpu_name} that can be compiled ahead; see what its first start "
+                f"compiles with `slimqwen plan --kernels --variant {variant.name} --gpu {gpu_name}`"
             )
         destination.mkdir(parents=True, exist_ok=True)
         progress("packing", 0, 0)

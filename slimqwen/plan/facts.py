@@ -23,24 +23,26 @@ class EngineConfig(Facts):
     max_num_batched_tokens: int
     chunked_prefill: bool
     prefix_caching: bool
-    num_speculative_tokens: int = Field(description="0 without drafts")
+    num_speculative_tokens: int = Field(description="drafted tokens per step (K); 0 without drafts")
     kv_cache_dtype: str
-    state_dtype: str = Field(description="of the Gated DeltaNet state; auto: as in the checkpoint's config")
+    state_dtype: str = Field(
+        description="dtype of the Gated DeltaNet state; auto: as in the checkpoint's config"
+    )
     state_cache_mode: str = Field(description="none, all or align: how states of a prefix are kept")
     compilation: str
     requested_graph_mode: str
-    requested_graph_sizes: list[int] = Field(description="tokens of a step")
+    requested_graph_sizes: list[int] = Field(description="tokens of a step for which a graph is requested")
 
 
 class LinearKernels(Facts):
-    """Linear layers that one kernel computes."""
+    """The linear layers that one kernel computes."""
 
     kernel: str
     layers: dict[str, int] = Field(description="name of the layer -> number of layers")
 
 
 class KvCache(Facts):
-    """The KV cache, state pages included."""
+    """The KV cache, pages of states included."""
 
     available_bytes: int
     block_size: int = Field(description="tokens, after vLLM aligned it to the state pages")
@@ -54,8 +56,10 @@ class Graphs(Facts):
     """CUDA graphs, after vLLM's fallbacks."""
 
     mode: str
-    captured: dict[str, list[int]] = Field(description="mode -> tokens of each captured step")
-    decode_query_len: int = Field(description="tokens of a request in a verify step, K+1")
+    captured: dict[str, list[int]] = Field(
+        description="mode -> numbers of tokens for which a step is captured"
+    )
+    decode_query_len: int = Field(description="tokens of a request in a verify step, K + 1")
 
 
 class JitModule(Facts):
@@ -63,20 +67,21 @@ class JitModule(Facts):
 
     module: str
     reason: str
-    possible: bool = Field(description="whether the host of the plan has their compiler")
+    possible: bool = Field(description="whether the host of the plan has the compiler that the kernels need")
     libraries: list[str] = Field(
-        default=[], description="names in FlashInfer; empty where they cannot be compiled ahead"
+        default=[],
+        description="FlashInfer's names of the libraries; empty where they cannot be compiled ahead",
     )
     baked: bool = Field(
         default=False,
-        description="whether an archive beside the checkpoint holds all of them, so that none is compiled",
+        description="whether an archive beside the checkpoint has all libraries, so that none is compiled",
     )
 
 
 class LostChoice(Facts):
-    """A choice of an autotuner, or the only form of a kernel, that a GPU cannot run."""
+    """A choice of an autotuner, or the only form of a kernel without autotuner, that a GPU cannot run."""
 
-    choice: str = Field(description="choice of the autotuner; empty without one")
+    choice: str = Field(description="choice of the autotuner; empty without autotuner")
     reason: str
 
 
@@ -84,7 +89,7 @@ class TritonKernel(Facts):
     """A Triton kernel that was compiled for a GPU, in all its signatures and with all choices of its autotuner."""
 
     kernel: str
-    compiled: int = Field(description="signatures times choices")
+    compiled: int = Field(description="number of compiled forms: signatures times choices")
     lost: list[LostChoice]
     runs: bool = Field(description="whether every launch has a choice that the GPU can run")
 
@@ -92,30 +97,30 @@ class TritonKernel(Facts):
 class TritonKernels(Facts):
     """Triton kernels that vLLM's own warm-up launches, compiled without a GPU."""
 
-    target: str = Field(description="such as sm_86")
+    target: str = Field(description="architecture that the kernels were compiled for, such as sm_86")
     kernels: list[TritonKernel]
     left_out: list[str] = Field(description="kernels that were not compiled, and why")
-    forms: int = Field(description="compiled kernels times signatures times choices")
+    forms: int = Field(description="number of compiled forms: kernels times signatures times choices")
     compiled_at_start: int = Field(
-        description="forms that a first start compiles, as no archive beside the checkpoint holds them"
+        description="number of forms that a first start compiles, because no archive beside the checkpoint has them"
     )
 
 
 class Plan(Facts):
-    """Predicted configuration of vLLM for one variant on one device; after a failed step fields are null or empty."""
+    """Predicted configuration of vLLM for one variant on one device; fields after a failed step are null or empty."""
 
     variant: str
     gpu: str = Field(description="short name of the GPU model; cpu for a CPU")
-    planned: str = Field(description="UTC, to the second")
+    planned: str = Field(description="time of the plan, UTC, to the second")
     vllm: str
-    checkpoint: str = Field(description="where its dimensions come from")
+    checkpoint: str = Field(description="where the dimensions of the checkpoint come from")
     flags: dict[str, str] = Field(
-        {}, description="vLLM's flags, values as JSON, and variables of the server, by name"
+        {}, description="vLLM's flags (values as JSON) and environment variables of the server, by name"
     )
     engine: EngineConfig | None = None
     attention: list[AttentionLayers] = []
     linears: list[LinearKernels] = []
-    weight_bytes: dict[str, int] = Field({}, description="by kind of weight")
+    weight_bytes: dict[str, int] = Field({}, description="kind of weights -> bytes")
     kv_cache: KvCache | None = None
     graphs: Graphs | None = None
     jit: list[JitModule] = []

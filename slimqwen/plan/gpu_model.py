@@ -17,11 +17,11 @@ FILE = Path("eval") / "devices.yaml"
 
 
 class GpuModelError(SlimqwenError):
-    """A GPU model that is not listed."""
+    """The GPU model is not listed in eval/devices.yaml."""
 
 
 class GpuModel(BaseModel):
-    """A GPU model as its driver reports it; its bandwidth and FLOP/s are those of `roofline.gpu`."""
+    """A GPU model as its driver reports it; `roofline.gpu` has its bandwidth and FLOP/s."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -44,7 +44,7 @@ class GpuModel(BaseModel):
 
 
 def read_devices(root: Path, build: Callable[[str, dict[str, Any]], Device]) -> dict[str, Device]:
-    """What is built from each entry of eval/devices.yaml, by its short name such as a10g.
+    """Read eval/devices.yaml: short name of a device, such as a10g, -> the result of `build(name, fields)`.
 
     Raises:
         SettingsError: the file is missing or breaks the schema.
@@ -58,7 +58,7 @@ def read_devices(root: Path, build: Callable[[str, dict[str, Any]], Device]) -> 
 
 
 def find_device(devices: Mapping[str, Device], name: str) -> Device:
-    """The device with a short name; a GpuModelError with similar names where there is none."""
+    """The device with a short name; raises a GpuModelError with similar names if there is none."""
     if name in devices:
         return devices[name]
     hint = ", ".join(difflib.get_close_matches(name, devices, cutoff=0.4)) or ", ".join(devices)
@@ -66,7 +66,7 @@ def find_device(devices: Mapping[str, Device], name: str) -> Device:
 
 
 def find_name(shown: str, root: Path) -> str | None:
-    """The short name of the GPU that nvidia-smi shows under a name; None where it is not listed."""
+    """The short name of the GPU that nvidia-smi calls `shown`; None if eval/devices.yaml does not list it."""
     names = read_devices(root, lambda _, fields: fields["nvidia_smi"])
     return next((name for name, those in names.items() if shown in those), None)
 

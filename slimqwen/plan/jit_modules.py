@@ -1,8 +1,8 @@
-"""What FlashInfer and Humming compile at their first use for a variant, and FlashInfer's libraries compiled ahead.
+"""The kernels that FlashInfer and Humming compile at first use, and FlashInfer's libraries compiled ahead.
 
-Which libraries a variant loads is asked of vLLM and FlashInfer: vLLM's builders of attention metadata hold the dtypes,
-and FlashInfer's own entry points specify the library. Its compilation takes nvcc, ninja and a C++ compiler, and no GPU.
-Triton's kernels and the graphs of torch.compile, which any host compiles, are left out.
+vLLM and FlashInfer themselves decide which libraries a variant loads: vLLM's builders of attention metadata have the
+dtypes, and FlashInfer's entry points name the library. Compiling one needs nvcc, ninja and a C++ compiler, but no GPU.
+Kernels of Triton and graphs of torch.compile, which every host can compile, are left out.
 """
 
 import contextlib
@@ -26,8 +26,8 @@ _NO_POSITIONS = 0  # PosEncodingMode.NONE: vLLM rotates queries and keys itself
 
 
 def list_modules(attention: Sequence[AttentionLayers], linears: Sequence[LinearKernels]) -> list[JitModule]:
-    """The modules that a variant's layers and sampler need."""
-    # Those of this Python environment included; Humming compiles with the lock's NVRTC.
+    """The modules that the layers and the sampler of a variant need."""
+    # The compilers may be in this Python environment; Humming compiles with the lock's NVRTC.
     compiles = not cuda_toolkit.missing()
     modules: dict[str, JitModule] = {}
 
@@ -51,12 +51,13 @@ def specify_libraries(config: Any, layout: Any, modules: Sequence[JitModule]) ->
     """FlashInfer's specifications of the libraries of each module that can be compiled ahead.
 
     Args:
-        config: vLLM's configuration, its models built and its blocks aligned.
-        layout: of its KV cache.
+        config: vLLM's configuration, after its models were built and its blocks aligned.
+        layout: vLLM's layout of the KV cache.
+        modules: modules of the variant (`list_modules`).
 
     Returns:
-        Module -> `JitSpec` of each library. Missing are Humming, Gated DeltaNet prefill (CuTe DSL, compiled by Python)
-        and attention by trtllm-gen or XQA, which vLLM takes on compute capability 9.0, 10.x and 12.x.
+        Module -> `JitSpec` of each library. Left out are Humming, Gated DeltaNet prefill (CuTe DSL, compiled by Python)
+        and attention by trtllm-gen or XQA (vLLM's choice on compute capability 9.0, 10.x and 12.x).
     """
     names = {module.module for module in modules}
     specs_by_module: dict[str, list[Any]] = {}
@@ -80,7 +81,7 @@ def _attention(config: Any, layout: Any) -> list[Any]:
     from vllm.v1.worker.gpu.attn_utils import init_attn_backend
 
     with set_current_vllm_config(config):
-        # Its buffers are small, and nothing is launched: any device will do.
+        # Any device will do: the builders' buffers are small, and nothing is launched.
         groups, *_ = init_attn_backend(layout, config, torch.device("cpu"))
     builders = [
         group.get_metadata_builder()
@@ -111,7 +112,7 @@ def _attention(config: Any, layout: Any) -> list[Any]:
 
 
 class UnloadedLibrary:
-    """A library of FlashInfer whose functions do nothing: they write into tensors that they are given."""
+    """Replacement for a library of FlashInfer; its functions do nothing, as the real ones only write to arguments."""
 
     def __getattr__(self, name: str) -> Any:
         return lambda *arguments, **keywords: None
@@ -135,7 +136,12 @@ def _recorded() -> Iterator[list[Any]]:
 def name_libraries(
     modules: Sequence[JitModule], specs: Mapping[str, Sequence[Any]], baked: Collection[str]
 ) -> list[JitModule]:
-    """Modules with the names of their libraries; `baked` are those that an archive beside the checkpoint holds."""
+    """The modules with the names of their libraries, marked by `mark_baked`.
+
+    Args:
+        specs: module -> specifications of its libraries (`specify_libraries`).
+        baked: names of the libraries in the archive beside the checkpoint.
+    """
     named = [
         module.model_copy(update={"libraries": sorted(spec.name for spec in specs.get(module.module, ()))})
         for module in modules
@@ -144,7 +150,7 @@ def name_libraries(
 
 
 def mark_baked(modules: Sequence[JitModule], libraries: Collection[str]) -> list[JitModule]:
-    """Modules, those marked as baked whose libraries were all compiled ahead."""
+    """The modules, with `baked` set for those whose libraries are all among `libraries`, which were compiled ahead."""
     return [
         module.model_copy(
             update={"baked": bool(module.libraries) and set(module.libraries) <= set(libraries)}
@@ -154,15 +160,15 @@ def mark_baked(modules: Sequence[JitModule], libraries: Collection[str]) -> list
 
 
 def build_libraries(specs: Sequence[Any], folder: Path) -> dict[str, float]:
-    """Compile libraries for the compute capability that this process sees into <folder>/<name>/<name>.so.
+    """Compile libraries to <folder>/<name>/<name>.so, for the compute capability of the GPU that this process sees.
 
-    FlashInfer compiles below FLASHINFER_WORKSPACE_BASE, where a second build finds what is current.
+    FlashInfer compiles below FLASHINFER_WORKSPACE_BASE, where a second build reuses what is up to date.
 
     Returns:
         Library -> seconds of its compilation.
 
     Raises:
-        RuntimeError: a compiler failed, its output quoted.
+        RuntimeError: a compiler failed; the message quotes its output.
     """
     seconds: dict[str, float] = {}
     for spec in specs:

@@ -1,4 +1,4 @@
-"""A CUDA device without memory: its tensors lie on torch's meta device and report that they are on a GPU.
+"""A CUDA device without memory: its tensors are on torch's meta device and report that they are on a GPU.
 
 A meta tensor has shape, strides and dtype, but no content; code that reads its content gets zeros.
 """
@@ -19,12 +19,12 @@ def on_meta_device() -> Iterator[None]:
 
 
 def python_operators(results: Mapping[str, Callable[[], Any]]) -> AbstractContextManager[Any]:
-    """Run the Python of vLLM's own operators on meta tensors, instead of their fake kernels, which only compute shapes.
+    """Run the Python code of vLLM's own operators on meta tensors, instead of fake kernels, which only compute shapes.
 
-    Other operators compute shapes by the fake kernel that they are registered with, or by `results`.
+    Other operators compute shapes with their registered fake kernel, or with `results`.
 
     Args:
-        results: name of an operator that is registered without a fake kernel -> function that makes its result.
+        results: name of an operator without a registered fake kernel -> function that makes its result.
     """
     import torch
     from torch.utils._python_dispatch import TorchDispatchMode
@@ -52,7 +52,7 @@ def python_operators(results: Mapping[str, Callable[[], Any]]) -> AbstractContex
 
 
 def meta_for_cuda() -> AbstractContextManager[Any]:
-    """Create the tensors of CUDA devices on the meta device; others stay on the CPU, with content."""
+    """Create tensors of CUDA devices on the meta device; all others are on the CPU, with content."""
     import torch
     from torch.overrides import TorchFunctionMode
 
@@ -62,7 +62,7 @@ def meta_for_cuda() -> AbstractContextManager[Any]:
     readers = tuple(getattr(torch.Tensor, name) for name in reader_names)
 
     def is_cuda(device: Any) -> bool:
-        # vLLM names a CUDA device by its index too.
+        # vLLM also gives a CUDA device by its index.
         is_device = isinstance(device, int | str | torch.device) and not isinstance(device, bool)
         return is_device and torch.device(device).type == "cuda"
 

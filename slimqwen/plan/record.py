@@ -1,4 +1,4 @@
-"""Plans of a variant as a record: for each device the newest predicted configuration of vLLM, with its tables."""
+"""Plans of a variant as a record: the newest predicted configuration of vLLM for each device, and tables of plans."""
 
 from collections.abc import Iterable, Sequence
 from importlib.metadata import version
@@ -21,7 +21,7 @@ DEFAULT_GPUS = ("a10g", "rtx-3090", "l4", "h100", "b200", "rtx-5090")
 CPU = "cpu"
 
 _KERNEL_SUFFIX = "LinearKernel"
-"""Ending of the names of vLLM's quantised kernels, which tables leave out."""
+"""End of the names of vLLM's kernels for quantised linears; tables leave it out."""
 
 _OVERVIEW = (
     "attention",
@@ -30,11 +30,11 @@ _OVERVIEW = (
     "Gated DeltaNet prefill",
     "compiled at first use",
 )
-"""Facts of the overview of all plans."""
+"""The facts that the overview of all plans shows."""
 
 
 class PlanRecord(Record):
-    """What one variant will be on each of several devices."""
+    """The plans of one variant on several devices."""
 
     kind = "plan"
     version = 3
@@ -42,30 +42,30 @@ class PlanRecord(Record):
     verb_options = "--record"
     looked_up = True
 
-    plans: tuple[Plan, ...] = Field(min_length=1, description="the newest of each device")
+    plans: tuple[Plan, ...] = Field(min_length=1, description="the newest plan for each device")
 
     def figures(self) -> dict[str, Figure]:
-        """None: a prediction measures nothing."""
+        """No figures: a prediction measures nothing."""
         return {}
 
     def tables(self, path: Path) -> list[Table]:
-        """The devices side by side, and the Triton kernels that they cannot run."""
+        """The plans side by side, and the Triton kernels that the devices cannot run."""
         return plan_tables(self.variant, self.plans)
 
 
 def make_plans(
     variant: Variant, gpus: Sequence[str], *, kernels: bool = False, progress: Progress = silent
 ) -> list[Plan]:
-    """Plan a variant on GPUs that are simulated, or on this machine's CPU.
+    """Plan a variant on simulated GPUs, or on this machine's CPU.
 
     Args:
         gpus: short names of GPU models, or `CPU`.
-        kernels: whether to compile the Triton kernels that simulated GPUs would run.
-        progress: receives (activity, devices done, devices).
+        kernels: whether to compile the Triton kernels that the simulated GPUs would run.
+        progress: receives (activity, devices done, number of devices).
 
     Raises:
-        GpuModelError: a GPU that is not listed.
-        RehearsalError: this environment cannot simulate a GPU.
+        GpuModelError: a GPU model is not listed.
+        RehearsalError: as `rehearsal.rehearse_variant`.
     """
     models = {name: None if name == CPU else gpu_model.load_gpu_model(variant.root, name) for name in gpus}
     plans: list[Plan] = []
@@ -77,9 +77,10 @@ def make_plans(
 
 
 def write_plans(variant: Variant, plans: Sequence[Plan], *, command: Sequence[str], started: str) -> Path:
-    """Write new plans of a variant, beside those of the last record for other devices.
+    """Write a record of new plans of a variant; plans for other devices are copied from the last record.
 
-    A plan without Triton kernels keeps those of the plan that it replaces, if both are of one vLLM with the same flags.
+    A new plan without Triton kernels gets those of the plan that it replaces, if version of vLLM, checkpoint and flags
+    are the same.
     """
     by_gpu = {plan.gpu: plan for plan in list_recorded_plans(variant.root, variant.name)}
     for plan in plans:
@@ -100,14 +101,14 @@ def _decisive_facts(plan: Plan) -> tuple[object, ...]:
 
 
 def list_recorded_plans(root: Path, variant: str) -> Sequence[Plan]:
-    """The plans of a variant's newest record; none without a record."""
+    """The plans in the newest record of a variant; empty without a record."""
     for path in store.results(root, PlanRecord, variant):
         return store.read_record(path, PlanRecord).plans
     return ()
 
 
 def find_gpu_plan(root: Path, variant: str, gpu: str) -> Plan | None:
-    """The recorded plan of a variant on a GPU by the installed version of vLLM; None if there is none."""
+    """The recorded plan of a variant on a GPU, if it is by the installed version of vLLM; else None."""
     for plan in list_recorded_plans(root, variant):
         if plan.gpu == gpu and is_of_installed_vllm(plan):
             return plan
@@ -115,7 +116,7 @@ def find_gpu_plan(root: Path, variant: str, gpu: str) -> Plan | None:
 
 
 def is_of_installed_vllm(plan: Plan) -> bool:
-    """Whether a plan is by the installed version: its CPU build plans the same for a GPU as its CUDA build."""
+    """Whether a plan is by the installed version of vLLM; CPU and CUDA builds of a version plan the same for a GPU."""
     return Version(plan.vllm).public == Version(version("vllm")).public
 
 
@@ -123,10 +124,10 @@ def overview_table(root: Path) -> Table:
     """Plans of every variant on `DEFAULT_GPUS`; variants and GPUs with equal facts share a row."""
     known = trouble.read_known_trouble(root)
     plans = [plan for name in names(root) for gpu in DEFAULT_GPUS if (plan := find_gpu_plan(root, name, gpu))]
-    gpus: dict[tuple[str, ...], list[str]] = {}  # by variant and facts
+    gpus: dict[tuple[str, ...], list[str]] = {}  # (variant, facts) -> GPUs
     for plan in plans:
         gpus.setdefault((plan.variant, *_overview_cells(plan, known)), []).append(plan.gpu)
-    variants: dict[tuple[str, ...], list[str]] = {}  # by GPUs and facts
+    variants: dict[tuple[str, ...], list[str]] = {}  # (GPUs, facts) -> variants
     for (name, *cells), on in gpus.items():
         variants.setdefault((", ".join(on), *cells), []).append(name)
     rows = tuple((", ".join(same), *cells) for cells, same in variants.items())
@@ -144,7 +145,7 @@ def _overview_cells(plan: Plan, known: Sequence[trouble.KnownTrouble]) -> tuple[
 
 
 def plan_tables(variant: str, plans: Sequence[Plan]) -> list[Table]:
-    """Plans of a variant side by side; where Triton kernels were compiled, those that lose choices."""
+    """The plans of a variant side by side; and, if Triton kernels were compiled, those with choices that cannot run."""
     facts = [list_facts(plan) for plan in plans]
     rows = tuple((name, *(column[name] for column in facts)) for name in facts[0])
     columns = ("fact", *(plan.gpu for plan in plans))
@@ -164,7 +165,7 @@ def plan_tables(variant: str, plans: Sequence[Plan]) -> list[Table]:
 
 
 def trouble_table(plans: Sequence[Plan], known: Sequence[trouble.KnownTrouble]) -> Table:
-    """What is known to go wrong with plans, and what to do instead."""
+    """The known trouble of plans, and what to do instead."""
     rows = tuple(
         (plan.gpu, entry.effect, entry.description, entry.instead)
         for plan in plans
@@ -174,7 +175,7 @@ def trouble_table(plans: Sequence[Plan], known: Sequence[trouble.KnownTrouble]) 
 
 
 def list_facts(plan: Plan) -> dict[str, str]:
-    """The facts of a plan as text, by name; a dash for an unresolved fact."""
+    """The facts of a plan as text, by name; an unresolved fact is a dash."""
     engine, cache, graphs = plan.engine, plan.kv_cache, plan.graphs
     values: dict[str, Any] = {
         "attention": _words(layers.backend for layers in plan.attention if not layers.prefill),
@@ -214,7 +215,7 @@ def _describe_kernels(kernels: TritonKernels) -> str:
 
 
 def _notes(plans: Sequence[Plan]) -> tuple[str, ...]:
-    """The versions of vLLM and the assumptions of plans."""
+    """Notes for tables: the versions of vLLM and the assumptions of the plans."""
     versions = " and ".join(sorted({plan.vllm for plan in plans}))
     note = f"vLLM {versions} by its own code, without loading weights."
     if any(plan.gpu != CPU for plan in plans):

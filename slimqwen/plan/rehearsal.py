@@ -1,7 +1,7 @@
-"""Rehearsals: vLLM's start-up of variants on one device, as far as its first kernel.
+"""Rehearsals: vLLM's start-up of a variant on a device, up to its first kernel.
 
-`python -m slimqwen.plan.rehearsal FILE` is a process that sees the device. It reads a request, a JSON object, from
-standard input, and writes its answer, another, into the file.
+`python -m slimqwen.plan.rehearsal FILE` is a process that sees the device. It reads a request from standard input and
+writes its answer to the file, both as JSON objects.
 """
 
 import contextlib
@@ -35,7 +35,7 @@ from slimqwen.vllm_plugin import engine_facts
 
 
 class RehearsalError(SlimqwenError):
-    """A rehearsal that ended without an answer, or could not compile."""
+    """A rehearsal ended without an answer, or could not compile."""
 
 
 class _Request(BaseModel):
@@ -46,20 +46,20 @@ class _Request(BaseModel):
     model: str  # value of VLLM_MODEL
     gpu_name: str
     gpu: GpuModel | None
-    gpus: int  # that share the model
+    gpus: int  # number of GPUs that share the model
     kernels: bool
     cache_root: Path | None
 
 
 class GpuBuild(BaseModel):
-    """Libraries compiled for a server, and the facts about that server which the manifest of a compile cache states."""
+    """The libraries compiled for a server, and the facts about the server for the manifest of a compile cache."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     seconds: dict[str, float]  # library of FlashInfer -> seconds of its compilation
     machine: dict[str, str]  # versions and compute capability
     flags: dict[str, str]  # decisive flags, values as JSON
-    environment: dict[str, str]  # variables of the config.env
+    environment: dict[str, str]  # environment variables that config.env sets
 
 
 class _Answer(BaseModel):
@@ -72,15 +72,16 @@ class _Answer(BaseModel):
 def rehearse_variant(
     variant: Variant, gpu_name: str, gpu: GpuModel | None, *, log: Path, kernels: bool = False
 ) -> Plan:
-    """Rehearse a variant on a device; the plan of a variant that vLLM refuses has `error`.
+    """Rehearse a variant on a device; if vLLM refuses the variant, `error` of the plan says why.
 
     Args:
-        gpu: model to simulate; None rehearses on the CPU of this host.
-        log: receives what vLLM prints.
-        kernels: whether to compile the Triton kernels that a simulated GPU would run, about a minute.
+        gpu_name: short name of the device, for the plan.
+        gpu: GPU model to simulate; None to rehearse on the CPU of this host.
+        log: file that receives vLLM's output.
+        kernels: whether to compile the Triton kernels that a simulated GPU would run, which takes about a minute.
 
     Raises:
-        RehearsalError: the process ended without an answer, for instance because torch is a build for
+        RehearsalError: the process ended without an answer, for instance because the installed torch is built for
             the other kind of device.
     """
     return _ask_process(variant, gpu_name, gpu, log, kernels=kernels and gpu is not None).plan
@@ -89,16 +90,16 @@ def rehearse_variant(
 def compile_for_gpu(
     variant: Variant, gpu_name: str, gpu: GpuModel, cache_root: Path, *, log: Path, kernels: bool
 ) -> tuple[Plan, GpuBuild]:
-    """Compile what a variant would compile at its first start on a GPU; this host needs none.
+    """Compile the libraries and kernels of a variant's first start on a GPU; this host needs no GPU.
 
     Args:
-        cache_root: receives the libraries of FlashInfer and the kernels, in the layout of a server's compile cache.
-        log: receives what vLLM and the compilers print.
-        kernels: whether to compile the Triton kernels too; a start on that GPU would also do it.
+        cache_root: folder that receives FlashInfer's libraries and the kernels, laid out as a server's compile cache.
+        log: file that receives the output of vLLM and the compilers.
+        kernels: whether to compile the Triton kernels too; otherwise the first start compiles them.
 
     Raises:
-        RehearsalError: a compiler is missing or failed, vLLM refuses the variant, it compiles no graphs, or torch is
-            a CPU build.
+        RehearsalError: a compiler is missing or fails, vLLM refuses the variant, the variant compiles no graphs, or
+            torch is a CPU build.
     """
     answer = _ask_process(variant, gpu_name, gpu, log, kernels=kernels, cache_root=cache_root)
     if answer.build is None:
@@ -116,9 +117,11 @@ def _ask_process(
     kernels: bool,
     cache_root: Path | None = None,
 ) -> _Answer:
-    """The answer of a process that sees the device."""
+    """Start a process that sees the device, and return its answer to a request."""
     shared = variant.settings.get("VLLM_TENSOR_PARALLEL_SIZE")
-    gpus = int(shared.value) if shared and shared.value.isdigit() else 1  # vLLM refuses another value itself
+    gpus = (
+        int(shared.value) if shared and shared.value.isdigit() else 1
+    )  # vLLM itself refuses any other value
     request = _Request(
         root=variant.root,
         variant=variant.name,
@@ -144,17 +147,19 @@ def _ask_process(
         )
         text = answer.read()
     if not text:
-        raise RehearsalError(find_last_cause(log) or f"the rehearsal ended without an answer; see {log}")
+        raise RehearsalError(
+            find_last_cause(log) or f"the rehearsal ended without a result; {log} has its output"
+        )
     return _Answer.model_validate_json(text)
 
 
 def decisive_flags(command: ServerCommand) -> dict[str, str]:
-    """The flags, values as JSON, and variables of a server that its plan depends on, by name."""
+    """The flags (values as JSON) and environment variables of a server on which its plan depends, by name."""
     return baked_cache.decisive_flags(command.flags) | dict(command.variables)
 
 
 def main() -> None:
-    """Answer the request on standard input in the file that the argument names."""
+    """Read a request from standard input, and write the answer to the file that the command's argument names."""
     request = _Request.model_validate_json(sys.stdin.read())
     try:
         if request.gpu is None:
@@ -166,11 +171,11 @@ def main() -> None:
     Path(sys.argv[1]).write_text(_rehearse(request).model_dump_json())
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(0)  # past the clean-up of a GPU that is not there
+    os._exit(0)  # skips vLLM's clean-up, which needs a real GPU
 
 
 def _rehearse(request: _Request) -> _Answer:
-    """Take the variant through vLLM's start-up as far as its first kernel."""
+    """Take the variant through vLLM's start-up, up to the first kernel."""
     build = None
     facts: dict[str, Any] = {
         "variant": request.variant,
@@ -189,7 +194,7 @@ def _rehearse(request: _Request) -> _Answer:
             environment = command.process_environment()
             os.environ.clear()
             os.environ.update(environment)
-            # Importing Humming starts two builds in processes of their own, which outlive a rehearsal.
+            # Without this, importing Humming starts two builds in processes that outlive the rehearsal.
             os.environ["HUMMING_DISABLE_PARALLEL_BUILD"] = "1"
             config = resolution.make_engine_config(command.argv[3:])
             facts["engine"] = EngineConfig(**engine_facts.config_facts(config))
@@ -237,10 +242,10 @@ def _compile(
     specs: Mapping[str, Sequence[Any]],
     folders: Sequence[str],
 ) -> GpuBuild:
-    """Fill a cache root with the libraries of FlashInfer and the compiled kernels, as a server's compile cache."""
+    """Fill `cache_root` with FlashInfer's libraries and the compiled kernels, laid out as a server's compile cache."""
     if command.cache is None:
         raise ServingError(
-            "it compiles no graphs, so it has no compile cache; set VLLM_ENFORCE_EAGER=0 in its config.env"
+            "the variant compiles no graphs, so it has no compile cache; set VLLM_ENFORCE_EAGER=0 in its config.env"
         )
     for folder in folders:
         shutil.copytree(_triton_cache(request) / folder, cache_root / baked_cache.KERNELS / folder)
@@ -258,11 +263,14 @@ def _triton_cache(request: _Request) -> Path:
 
 
 def _with_checkpoint(variant: Variant, folder: Path) -> tuple[Variant, str]:
-    """The variant with a checkpoint to build from, its own or one without weights; and the source of the dimensions."""
+    """The variant with a checkpoint that vLLM can read, and where its dimensions come from.
+
+    If the variant's own checkpoint is not here, one of the same dimensions without weights is written below `folder`.
+    """
     if (variant.weights / "config.json").is_file():
         return variant, f"weights/{variant.weights.name}"
     shape = shapes.variant_shape(variant)
-    # vLLM infers the speculative method from odd words in a path: the folder keeps the checkpoint's own name.
+    # vLLM infers the speculative method from words in the path, so the folder has the checkpoint's own name.
     weights = folder / variant.weights.name
     shapes.write_shape(shape, weights, variant.root / "weights" / "tiny")
     manifest = variant.weights / baked_cache.MANIFEST
@@ -273,7 +281,7 @@ def _with_checkpoint(variant: Variant, folder: Path) -> tuple[Variant, str]:
 
 @contextlib.contextmanager
 def _blocked_network() -> Iterator[None]:
-    """Let every look-up of a host fail as on a machine without a network: a plan must not depend on a hub."""
+    """Make every look-up of a remote host fail, as without a network, so that a plan does not depend on a hub."""
     look_up = socket.getaddrinfo
 
     def refuse(host: Any, *arguments: Any, **keywords: Any) -> Any:

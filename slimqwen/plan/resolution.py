@@ -1,11 +1,10 @@
 """vLLM's configuration, kernels, CUDA graphs and KV cache for a server command, by vLLM's own code, without weights.
 
-Runs in a process that sees the CPU or a simulated GPU (`slimqwen.plan.rehearsal`). vLLM's parser and config classes
-make the engine's configuration; its model classes are built on torch's meta device, so that attention backends and
-quantised kernels are chosen with their real arguments; its own code aligns the blocks, lays out the KV cache in the
-memory that is left, resolves the CUDA graphs, and loads every tensor name of the checkpoint. This shows neither whether
-a kernel launches, is right or is fast, nor the activations that vLLM's start-up profile measures: `OVERHEAD_GIB` is
-assumed for them.
+The process sees the CPU or a simulated GPU (`slimqwen.plan.rehearsal`). vLLM's parser and config classes make the
+engine's configuration. vLLM's models are built on torch's meta device, so that attention backends and quantised kernels
+are chosen with their real arguments. vLLM's own code aligns the blocks, lays out the KV cache in the memory that is
+left, resolves the CUDA graphs, and loads every tensor name of the checkpoint. A plan does not show whether a kernel
+launches, is right or is fast. It does not measure activations as vLLM's start-up does, but assumes `OVERHEAD_GIB`.
 """
 
 import contextlib
@@ -23,13 +22,13 @@ from slimqwen.serving import flags
 from slimqwen.vllm_plugin import engine_facts
 
 OVERHEAD_GIB = 1.5
-"""Assumed beside weights and KV cache on a GPU, in 2^30 bytes: activations of the profiled step, context, graphs."""
+"""Assumed memory on a GPU beside weights and KV cache, GiB: activations of the profiled step, CUDA context, graphs."""
 
 _SHARED_WITH_TARGET = ("embed_tokens", "lm_head")
 
 
 def make_engine_config(argv: Sequence[str]) -> Any:
-    """The engine configuration that vLLM derives from a server's flags; raises what vLLM refuses them with."""
+    """The engine configuration that vLLM derives from a server's flags; raises what vLLM raises for wrong flags."""
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.platforms import current_platform
     from vllm.usage.usage_lib import UsageContext
@@ -40,16 +39,16 @@ def make_engine_config(argv: Sequence[str]) -> Any:
     cli_args.validate_parsed_serve_args(arguments)
     config = AsyncEngineArgs.from_cli_args(arguments).create_engine_config(UsageContext.OPENAI_API_SERVER)
     if current_platform.is_cuda():
-        # As its worker does when it starts: bfloat16 takes compute capability 8.0.
+        # vLLM's worker does this when it starts: bfloat16 needs compute capability 8.0.
         current_platform.check_if_supports_dtype(config.model_config.dtype)
     return config
 
 
 @contextlib.contextmanager
 def _as_one_of_several(config: Any) -> Iterator[None]:
-    """Have models built and loaded as on the first of the GPUs that share them: no process stands for the others.
+    """Build and load models as on the first of several GPUs that share them, without processes for the others.
 
-    Nothing communicates on the meta device, so that the size of vLLM's group is all that has to be different.
+    Nothing communicates on the meta device, so it is enough to change the size of vLLM's group.
     """
     from vllm.distributed import get_tp_group
 
@@ -58,7 +57,7 @@ def _as_one_of_several(config: Any) -> Iterator[None]:
 
 
 def build_models(config: Any) -> tuple[Any, Any]:
-    """The target model and its MTP head (None without drafts) of one GPU, every parameter on the meta device."""
+    """The part of target model and MTP head (None without drafts) that one GPU has, on the meta device."""
     from vllm.config import set_current_vllm_config
     from vllm.distributed import ensure_model_parallel_initialized, init_distributed_environment
     from vllm.model_executor.model_loader.utils import initialize_model
@@ -83,7 +82,7 @@ def build_models(config: Any) -> tuple[Any, Any]:
 
 
 def align_blocks(config: Any) -> None:
-    """Let vLLM's platform choose the block sizes, as vLLM does once its models are built."""
+    """Make vLLM's platform choose the block sizes, as vLLM does after its models are built."""
     from vllm.platforms import current_platform
 
     current_platform.update_block_size_for_backend(config)
@@ -91,7 +90,7 @@ def align_blocks(config: Any) -> None:
 
 
 def list_linear_kernels(target: Any, draft: Any) -> list[LinearKernels]:
-    """The kernel of every linear layer, grouped by kernel."""
+    """The linear layers of the models, grouped by their kernel."""
     groups: dict[str, dict[str, int]] = {}
     for model in filter(None, (target, draft)):
         for name, module in model.named_modules():
@@ -108,14 +107,14 @@ def list_linear_kernels(target: Any, draft: Any) -> list[LinearKernels]:
 
 
 def samples_with_flashinfer() -> bool:
-    """Whether vLLM takes FlashInfer's kernel for requests with top-k or top-p."""
+    """Whether vLLM uses FlashInfer's kernel for requests with top-k or top-p."""
     from vllm.v1.sample.ops.topk_topp_sampler import flashinfer_sampler_supported
 
     return bool(flashinfer_sampler_supported())
 
 
 def count_weight_bytes(target: Any, draft: Any) -> dict[str, int]:
-    """Bytes of the parameters by kind; tensors that the MTP head shares with the target count once."""
+    """Kind of parameters -> their bytes; tensors that the MTP head shares with the target count once."""
     totals: dict[str, int] = {}
     for model in filter(None, (target, draft)):
         for name, tensor in model.named_parameters():
@@ -142,13 +141,13 @@ def lay_out_kv_cache(config: Any, parameter_bytes: int, device_bytes: int | None
 
     Args:
         parameter_bytes: bytes of all parameters.
-        device_bytes: total memory of the GPU; None for a CPU, whose pool config.env or vLLM's platform fixes.
+        device_bytes: total memory of the GPU; None for a CPU, whose pool is set by config.env or vLLM's platform.
 
     Returns:
-        The facts, and vLLM's own layout for `resolve_graphs`.
+        The facts, and vLLM's own layout, which `resolve_graphs` needs.
 
     Raises:
-        ValueError: one request of full length does not fit.
+        ValueError: not even one request of full length fits.
     """
     from vllm.config import set_current_vllm_config
     from vllm.v1.core import kv_cache_utils
@@ -172,7 +171,7 @@ def lay_out_kv_cache(config: Any, parameter_bytes: int, device_bytes: int | None
         )
     shortest_with_hit = None
     if cache.enable_prefix_caching:
-        # The last token is always computed; with drafts vLLM gives up the last whole block of a hit as well.
+        # The last token is always computed; with drafts vLLM also computes the last whole block of a hit again.
         shortest_with_hit = (2 if config.speculative_config else 1) * alignment + 1
     facts = KvCache(
         available_bytes=available,
@@ -186,10 +185,10 @@ def lay_out_kv_cache(config: Any, parameter_bytes: int, device_bytes: int | None
 
 
 def _lay_out_blocks(config: Any, specs: Mapping[str, Any], available_bytes: int) -> Any:
-    """The KV cache of one worker, as vLLM's engine core lays it out."""
+    """The layout of the KV cache of one worker, made as in vLLM's engine core."""
     try:
         from vllm.v1.core import kv_cache_planning
-    except ImportError:  # until vLLM 0.32, which groups the layers on the way
+    except ImportError:  # vLLM up to 0.32, which groups the layers in the same function
         from vllm.v1.core.kv_cache_utils import get_kv_cache_configs
 
         (layout,) = get_kv_cache_configs(config, [specs], [available_bytes])
@@ -200,7 +199,7 @@ def _lay_out_blocks(config: Any, specs: Mapping[str, Any], available_bytes: int)
 
 
 def _resolve_layout(config: Any, specs: Mapping[str, Any]) -> None:
-    """Resolve the KV layout from those that the layers' backends support, as the engine core does."""
+    """Choose a KV layout that the backends of all layers support, as vLLM's engine core does."""
     from vllm.v1.attention.backends.utils import resolve_kv_cache_layout
     from vllm.v1.worker.worker_base import WorkerBase
 
@@ -209,7 +208,7 @@ def _resolve_layout(config: Any, specs: Mapping[str, Any]) -> None:
 
 
 def resolve_graphs(config: Any, layout: Any) -> Graphs:
-    """CUDA graphs of the model runner: the mode after its fallbacks, and what runner V2 captures for the target."""
+    """CUDA graphs of the model runner: mode after fallbacks, and the steps that runner V2 captures for the target."""
     import torch
     from vllm.config import get_layers_from_vllm_config, set_current_vllm_config
     from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
@@ -245,12 +244,11 @@ def resolve_graphs(config: Any, layout: Any) -> Graphs:
 
 
 def load_names(config: Any, target: Any, draft: Any) -> None:
-    """Pass every tensor of the checkpoint through vLLM's loaders, without content.
-
-    They raise for a name that no parameter takes, and for a shape that does not fit.
+    """Pass every tensor of the checkpoint, without content, through vLLM's loaders.
 
     Raises:
         ValueError: a parameter has no tensor.
+        Exception: vLLM's loaders refuse a name that no parameter has, or a shape that does not fit.
     """
     import torch
     from vllm.config import set_current_vllm_config
@@ -263,10 +261,10 @@ def load_names(config: Any, target: Any, draft: Any) -> None:
                 for name, info in tensors.items()
             )
             loaded = set(model.load_weights(weights) or ())
-            # Scales of a KV cache are filled in after loading where a checkpoint has none.
+            # vLLM fills in scales of the KV cache after loading if the checkpoint has none.
             optional = (".attn.", *(_SHARED_WITH_TARGET if model is draft else ()))
             names = {
                 name for name, _ in model.named_parameters() if not any(part in name for part in optional)
             }
             if missing := sorted(names - loaded):
-                raise ValueError(f"no tensor of the checkpoint is for {', '.join(missing[:3])}")
+                raise ValueError(f"the checkpoint has no tensor for {', '.join(missing[:3])}")

@@ -1,7 +1,7 @@
-"""Checkpoints without weights: config.json and a sparse safetensors file that vLLM can build a model from.
+"""Checkpoints without weights: config.json and a sparse safetensors file from which vLLM can build a model.
 
-The dimensions come from a published config (eval/shapes/<name>.json) or from a checkpoint on this machine; the stages
-of a variant's recipe change them.
+The dimensions come from a published config (eval/shapes/<name>.json) or a checkpoint on this machine, changed by the
+stages of the variant's recipe.
 """
 
 import json
@@ -45,10 +45,10 @@ class _PublishedShape(BaseModel):
 
 
 def published_shape(root: Path, name: str) -> Shape | None:
-    """The dimensions in eval/shapes/<name>.json, None where there is no such file.
+    """The dimensions in eval/shapes/<name>.json; None if there is no such file.
 
     Raises:
-        ShapeError: the file breaks its schema.
+        ShapeError: the file does not follow its schema.
     """
     file = root / FOLDER / f"{name}.json"
     if not file.is_file():
@@ -58,28 +58,31 @@ def published_shape(root: Path, name: str) -> Shape | None:
     except ValidationError as error:
         first = error.errors()[0]
         reason = f"{'.'.join(map(str, first['loc'])) or 'the file'}: {first['msg']}"
-        raise ShapeError(f"{FOLDER / file.name}: {reason}; `git checkout` restores it") from None
+        raise ShapeError(
+            f"{FOLDER / file.name}: {reason}; `git checkout {FOLDER}` restores the file"
+        ) from None
     if content.config is not None:
         return replace(Shape.of_config(content.config), quantised=content.quantised, source=content.source)
     base = published_shape(root, content.base) if content.base else None
     if base is None:
         raise ShapeError(
-            f"{FOLDER / file.name}: neither config nor a base in {FOLDER}; `git checkout {FOLDER}` restores it"
+            f"{FOLDER / file.name} has no config, and no base that is in {FOLDER}; `git checkout {FOLDER}` restores it"
         )
     return Shape(base.config, {**base.quantised, **content.quantised}, content.source)
 
 
 def variant_shape(variant: Variant) -> Shape:
-    """The dimensions of the checkpoint that a variant serves, from published ones and recipes.
+    """The dimensions of the checkpoint that a variant serves, from published dimensions and recipes.
 
     Raises:
-        ShapeError: the checkpoint is not published, not on this machine, and not made by a recipe from one that is.
+        ShapeError: the dimensions are unknown: the checkpoint is neither published nor on this machine, and no recipe
+            makes it from one that is.
     """
     return shape_by_stage(variant)[-1][1]
 
 
 def shape_by_stage(variant: Variant) -> list[tuple[str, Shape]]:
-    """Name and dimensions of the published checkpoint, then name of each stage of the recipes and dimensions after it.
+    """Name and dimensions of the base of the recipe, then name of each stage and the dimensions after it.
 
     Raises:
         ShapeError: as for `variant_shape`.
@@ -115,7 +118,7 @@ def _local_shape(weights: Path) -> Shape:
     """The dimensions of an unquantised checkpoint on this machine.
 
     Raises:
-        ShapeError: this machine has none.
+        ShapeError: the checkpoint is not on this machine, or is quantised.
     """
     if (weights / "config.json").is_file():
         config = checkpoint.read_config(weights)
@@ -123,15 +126,15 @@ def _local_shape(weights: Path) -> Shape:
             dimensions = {**config, "text_config": checkpoint.text_config(config)}
             return Shape(dimensions, {}, f"weights/{weights.name}/config.json")
     raise ShapeError(
-        f"the dimensions of weights/{weights.name} are not known: no unquantised checkpoint of that name is on this "
-        f"machine, {FOLDER}/{weights.name}.json does not exist, and no recipe makes it; write that file"
+        f"the dimensions of weights/{weights.name} are not known: no unquantised checkpoint is there, and no recipe "
+        f'makes it; write {FOLDER}/{weights.name}.json with {{"source": "owner/name", "config": its config.json}}'
     )
 
 
 def write_variant_shape(variant: Variant, progress: Progress = silent) -> Path:
-    """Write weights/shape-<variant> anew: what a variant will serve, with random weights under VLLM_LOAD_FORMAT=dummy.
+    """Write weights/shape-<variant>: the checkpoint of a variant without weights, which VLLM_LOAD_FORMAT=dummy serves.
 
-    config.json has the mark `checkpoint.RANDOM_WEIGHTS`, which evaluations of answers refuse.
+    An old one is replaced. config.json has the key `checkpoint.RANDOM_WEIGHTS`, by which checks of answers refuse it.
 
     Raises:
         ShapeError: as for `variant_shape`.
@@ -156,11 +159,11 @@ def write_variant_shape(variant: Variant, progress: Progress = silent) -> Path:
 
 
 def write_shape(shape: Shape, folder: Path, tokenizer: Path) -> None:
-    """Write a checkpoint of these dimensions, all zeros in a sparse file that takes a few hundred kilobytes of disk.
+    """Write a checkpoint of these dimensions; its weights are zeros in a sparse file of a few hundred KB on disk.
 
     Args:
-        folder: empty, or does not exist.
-        tokenizer: folder whose tokenizer files are copied; no request has ids above its size.
+        folder: folder to write, empty or missing.
+        tokenizer: folder whose tokenizer files are copied; the tokenizer may have fewer tokens than the model.
     """
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(shape.config_json, indent=1) + "\n")

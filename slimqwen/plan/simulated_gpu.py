@@ -1,10 +1,10 @@
-"""A simulated GPU, which answers what vLLM asks of a driver before its first kernel.
+"""A simulated GPU, which responds to all that vLLM asks of a driver before the first kernel.
 
-`simulate_gpu` makes a process see GPUs of a model: a libcuda whose functions all fail (so that compiled operators
-import), an NVML and a `torch.cuda` that answer from the model's data, and a Triton driver that names its target.
-Nothing can be launched or allocated on it: models are built on torch's meta device (`slimqwen.plan.resolution`).
+`simulate_gpu` makes a process see GPUs: through a libcuda whose functions all fail (so that compiled operators can be
+imported), an NVML and a `torch.cuda` that return data of the GPU model, and a Triton driver that names its target.
+Nothing can be launched or allocated on the GPU: models are built on torch's meta device (`slimqwen.plan.resolution`).
 
-Call it before vLLM is imported, in a process of its own: its changes are not undone.
+Call `simulate_gpu` in a separate process, before vLLM is imported: its changes are not undone.
 """
 
 import ctypes
@@ -28,7 +28,7 @@ _DRIVER_FUNCTIONS = (
     "cuOccupancyMaxActiveClusters", "cuFuncSetAttribute", "cuFuncGetAttribute", "cuModuleGetFunction", "cuLaunchKernel",
 )  # fmt: skip
 _UUID = "GPU-00000000-0000-0000-0000-000000000000"
-_DRIVER_VERSION = "580.95.05"  # the first branch that CUDA 13.0 runs on
+_DRIVER_VERSION = "580.95.05"  # of the first branch of drivers that supports CUDA 13.0
 
 
 class SimulationError(SlimqwenError):
@@ -36,7 +36,7 @@ class SimulationError(SlimqwenError):
 
 
 def require_cpu_build() -> None:
-    """Refuse to rehearse a CPU where vLLM has no code for one.
+    """Check that vLLM can be rehearsed on a CPU.
 
     Raises:
         SimulationError: torch is a CUDA build.
@@ -45,13 +45,13 @@ def require_cpu_build() -> None:
 
     if torch.version.cuda is not None:
         raise SimulationError(
-            "this torch is a CUDA build, which has no CPU code to plan with; name a GPU with --gpu, or run make "
-            "install PLATFORM=cpu in another checkout and plan there"
+            "the installed torch is a CUDA build, which cannot plan for a CPU; name a GPU with --gpu, or run `make "
+            "install PLATFORM=cpu` in another checkout and plan there"
         )
 
 
 def simulate_gpu(gpu: GpuModel, count: int = 1) -> None:
-    """Make this process see so many GPUs of this model.
+    """Make this process see `count` GPUs of one model.
 
     Raises:
         SimulationError: torch is a CPU build, or there is no C compiler.
@@ -60,13 +60,13 @@ def simulate_gpu(gpu: GpuModel, count: int = 1) -> None:
 
     if torch.version.cuda is None:
         raise SimulationError(
-            "this torch is a CPU build, which has no CUDA code to plan with; run make install PLATFORM=cuda "
+            "the installed torch is a CPU build, which cannot plan for a GPU; run `make install PLATFORM=cuda` "
             "in another checkout and plan there"
         )
     _load_stub_driver()
     sys.modules["pynvml"] = _nvml(gpu, count)
     _patch_torch(gpu, count)
-    import vllm.third_party.pynvml as vllm_nvml  # vLLM's own copy; importing it asks nothing of the platform
+    import vllm.third_party.pynvml as vllm_nvml  # importing vLLM's copy of NVML does not detect the platform
 
     vars(vllm_nvml).update(
         {name: value for name, value in vars(_nvml(gpu, count)).items() if name[:2] != "__"}
@@ -74,12 +74,12 @@ def simulate_gpu(gpu: GpuModel, count: int = 1) -> None:
     _set_triton_driver(gpu)
     from vllm.model_executor.models import registry
 
-    # vLLM inspects model classes in a subprocess, which would see no GPU.
+    # vLLM would inspect model classes in a subprocess, which sees no GPU.
     registry._run_in_subprocess = lambda function: function()
 
 
 def _load_stub_driver() -> None:
-    """Load a libcuda.so.1 whose functions fail, unless the machine has a driver."""
+    """Load a libcuda.so.1 whose functions all fail, unless the machine has a driver."""
     try:
         ctypes.CDLL("libcuda.so.1", mode=ctypes.RTLD_GLOBAL)
         return
@@ -94,16 +94,16 @@ def _load_stub_driver() -> None:
         subprocess.run(command, check=True, capture_output=True)
     except (OSError, subprocess.CalledProcessError) as error:
         raise SimulationError(
-            f"no C compiler that works ({error}); Debian: apt-get install gcc libc6-dev"
+            f"no C compiler works here ({error}); install one, on Debian with `apt-get install gcc libc6-dev`"
         ) from None
     ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
     source.unlink()
-    library.unlink()  # stays mapped
+    library.unlink()  # the loaded library stays mapped
     folder.rmdir()
 
 
 def _nvml(gpu: GpuModel, count: int) -> types.ModuleType:
-    """The functions of pynvml that vLLM calls."""
+    """A module with the functions of pynvml that vLLM calls."""
     nvml: Any = types.ModuleType("pynvml")
     nvml.NVMLError = type("NVMLError", (Exception,), {})
     nvml.NVML_P2P_CAPS_INDEX_NVLINK, nvml.NVML_P2P_STATUS_OK = 2, 0
@@ -145,7 +145,7 @@ def _patch_torch(gpu: GpuModel, count: int) -> None:
         setattr(torch.cuda, name, _Stream)
     for name in ("current_stream", "default_stream"):
         setattr(torch.cuda, name, lambda device=None: _Stream())
-    # torch.accelerator asks the driver through C++, past torch.cuda.
+    # torch.accelerator asks the driver from C++, without torch.cuda.
     accelerator: dict[str, Any] = {
         "is_available": True, "device_count": count, "current_accelerator": torch.device("cuda"),
         "current_device_index": 0, "set_device_index": None,
@@ -154,7 +154,7 @@ def _patch_torch(gpu: GpuModel, count: int) -> None:
 
 
 def _set_answers(module: Any, answers: Mapping[str, Any]) -> None:
-    """Replace functions of a module by ones that give these answers, whatever they are asked."""
+    """Replace functions of a module: name -> constant that the function returns, whatever its arguments are."""
     for name, answer in answers.items():
         setattr(module, name, lambda *arguments, answer=answer, **keywords: answer)
 
@@ -170,7 +170,7 @@ class _Stream:
 
 
 def _set_triton_driver(gpu: GpuModel) -> None:
-    """Name the GPU to Triton, which asks its driver for the target to compile for."""
+    """Give Triton a driver that names the GPU as the target to compile for."""
     from triton.backends.compiler import GPUTarget
     from triton.backends.nvidia.driver import CudaDriver
     from triton.runtime import driver

@@ -1,7 +1,7 @@
-"""The plan of a start: the newest record that fits a server's command, its trouble, and the facts of a started engine.
+"""The plan of a start: the recorded plan that fits a server's command, its known trouble, and the facts to expect.
 
-A plan takes twenty seconds, so a start makes none: it reads the plan of the newest record for this device, this version
-of vLLM and these flags.
+Making a plan takes twenty seconds, so a start makes none: it looks in the newest record for a plan for this device,
+this version of vLLM and these flags.
 """
 
 from collections.abc import Mapping
@@ -20,46 +20,48 @@ _LISTED_NAMES = 4
 
 
 class MissingPlanError(SlimqwenError):
-    """No plan of a variant on a device has been recorded."""
+    """No plan that fits a variant on a device has been recorded."""
 
 
 @dataclass(frozen=True)
 class StartTrouble:
-    """Known trouble of a start, by its plan."""
+    """The known trouble of a start, found by its plan."""
 
-    dies: tuple[checks.Trouble, ...]  # causes that would end the start or change its tokens
-    costs: tuple[str, ...]  # one line each, the cure last
+    dies: tuple[checks.Trouble, ...]  # trouble that would end the server or change its tokens
+    costs: tuple[str, ...]  # one line for each trouble with a cost: the effect, then the cure
 
 
 def name_gpu_here(command: ServerCommand) -> str:
-    """Short name of the device on which the command would serve here; cpu for a CPU.
+    """Short name of the device on this host on which the command would serve; cpu for a CPU.
 
     Raises:
-        MissingPlanError: there is no GPU, or one that is not listed.
+        MissingPlanError: this host has no GPU, or one that is not listed.
     """
     if command.platform == "cpu":
         return CPU
     device = gpu.first_gpu()
     if device is None:
-        raise MissingPlanError("no GPU here to look up a plan for")
+        raise MissingPlanError("this host has no GPU; name the GPU of the plan with --gpu")
     if name := gpu_model.find_name(device.name, command.variant.root):
         return name
-    raise MissingPlanError(f"no plan on {device.name}: {gpu_model.FILE} does not list it; add its data there")
+    raise MissingPlanError(
+        f"no plan for {device.name}: {gpu_model.FILE} does not list this GPU; add its data there"
+    )
 
 
 def compiles_here(command: ServerCommand) -> bool:
-    """Whether the command's server finds nvcc, ninja and a C++ compiler here, including those of this environment."""
+    """Whether the command's server finds nvcc, ninja and a C++ compiler on this host or in this Python environment."""
     return command.platform == "cuda" and not cuda_toolkit.missing(command.process_environment())
 
 
 def find_plan(command: ServerCommand, gpu_name: str) -> Plan:
-    """The recorded plan of a device for this version of vLLM and these flags.
+    """The recorded plan of a command on a device, for the installed version of vLLM and the command's flags.
 
     Args:
         gpu_name: short name of the GPU model, or cpu.
 
     Raises:
-        MissingPlanError: there is none; names the misfit of another, and the command that makes one.
+        MissingPlanError: there is no such plan; the message says how another one differs, and how to make one.
     """
     name, reason = command.variant.name, ""
     for plan in list_recorded_plans(command.variant.root, name):
@@ -74,7 +76,7 @@ def find_plan(command: ServerCommand, gpu_name: str) -> Plan:
 
 
 def match_flag_trouble(command: ServerCommand) -> StartTrouble:
-    """The known trouble of a start that has no plan: what its flags alone decide."""
+    """The known trouble of a start without a plan, as far as flags alone show it."""
     plan = Plan(
         variant=command.variant.name,
         gpu=CPU if command.platform == "cpu" else "",
@@ -90,10 +92,10 @@ def match_flag_trouble(command: ServerCommand) -> StartTrouble:
 
 
 def match_start_trouble(plan: Plan, command: ServerCommand, *, compiles: bool) -> StartTrouble:
-    """The known trouble of a start by its plan, given the libraries of its compile cache.
+    """The known trouble of a start that its plan shows; libraries in its compile cache need no compilation.
 
     Args:
-        compiles: whether the start's host has nvcc, ninja and a C++ compiler.
+        compiles: whether the host of the start has nvcc, ninja and a C++ compiler.
     """
     # FlashInfer compiles with nvcc, Humming with the NVRTC of the lock.
     modules = [
@@ -115,7 +117,7 @@ def match_start_trouble(plan: Plan, command: ServerCommand, *, compiles: bool) -
 
 
 def expect_facts(plan: Plan, *, required: bool) -> engine_facts.PlanExpectation:
-    """The facts of a plan that a started engine reports; `required`: the server ends if one differs."""
+    """The facts of a plan to compare with those of a started engine; if `required`, a difference ends the server."""
     facts: dict[str, object] = {}
     tolerances: dict[str, float] = {}
     if plan.engine is not None:
@@ -135,7 +137,7 @@ def expect_facts(plan: Plan, *, required: bool) -> engine_facts.PlanExpectation:
         }
         facts |= {"block_size": cache.block_size, **cache_facts}
         if plan.gpu != CPU and "kv-cache-memory-bytes" not in plan.flags:
-            # The plan assumes the memory beside weights and cache; the start may measure nothing, or twice as much.
+            # The plan assumes the memory beside weights and cache; the start may measure none, or twice as much.
             share = resolution.OVERHEAD_GIB * 2**30 / cache.available_bytes
             tolerances = dict.fromkeys(cache_facts, share)
     return engine_facts.PlanExpectation(
@@ -147,13 +149,13 @@ def expect_facts(plan: Plan, *, required: bool) -> engine_facts.PlanExpectation:
 
 
 def _misfit(plan: Plan, flags: Mapping[str, str]) -> str | None:
-    """The reason why a plan does not fit a start with these decisive flags; None if it fits."""
+    """Why a plan does not fit a start with these decisive flags; None if it fits."""
     if not is_of_installed_vllm(plan):
-        return f"it was made for vLLM {plan.vllm}, this environment has {version('vllm')}"
+        return f"the recorded one is for vLLM {plan.vllm}, this environment has {version('vllm')}"
     changed = sorted(
         name for name in flags.keys() | plan.flags.keys() if flags.get(name) != plan.flags.get(name)
     )
     if not changed:
         return None
     others = f" and {len(changed) - _LISTED_NAMES} more" if len(changed) > _LISTED_NAMES else ""
-    return f"it was made with other values of {', '.join(changed[:_LISTED_NAMES])}{others}"
+    return f"the recorded one has other values of {', '.join(changed[:_LISTED_NAMES])}{others}"

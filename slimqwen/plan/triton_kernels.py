@@ -1,8 +1,8 @@
-"""Triton kernels compiled instead of launched, and the choices of their autotuners that a GPU cannot run.
+"""Triton kernels that are compiled instead of launched, and the choices of autotuners that a GPU cannot run.
 
 Triton's own compiler and its ptxas make machine code for the target that the active driver names
 (`slimqwen.plan.simulated_gpu`); no GPU is needed. A kernel with an autotuner is compiled with each of its choices.
-Triton states the threads of a block, so ptxas keeps the registers within what the GPU has.
+Triton tells ptxas the number of threads of a block, so the code never needs more registers than the GPU has.
 """
 
 import contextlib
@@ -24,18 +24,16 @@ _TENSOR_MEMORY_COLUMNS = 512  # of compute capability 10.x, as in triton/compile
 class Compilation:
     """One kernel, compiled for one signature with one choice of its autotuner."""
 
-    kernel: str  # module of vLLM and name
-    choice: str  # of the autotuner, such as "BV=64 num_warps=4"; empty without one
-    launch: int  # number of the launch that it was compiled for; an autotuner runs the fastest of a launch's choices
-    shared_bytes: int = 0  # of a block
-    tensor_memory_columns: int = 0  # of a block
-    folder: str = (
-        ""  # in Triton's cache, named by all that the machine code depends on; empty if compilation failed
-    )
+    kernel: str  # module of vLLM, and name
+    choice: str  # choice of the autotuner, such as "BV=64 num_warps=4"; empty without autotuner
+    launch: int  # number of the launch, which runs the fastest of the choices compiled for it
+    shared_bytes: int = 0  # shared memory of a block
+    tensor_memory_columns: int = 0  # columns of tensor memory of a block
+    folder: str = ""  # folder in Triton's cache, named by a hash of all inputs; empty if compilation failed
     error: str | None = None
 
     def obstacle(self, shared_limit_bytes: int) -> str | None:
-        """Why a GPU with this much shared memory for a block cannot run the kernel; None where it can."""
+        """Why a GPU with `shared_limit_bytes` of shared memory per block cannot run the kernel; None if it can."""
         if self.error is not None:
             return self.error
         if self.shared_bytes > shared_limit_bytes:
@@ -49,7 +47,7 @@ class Compilation:
 
 
 def summarise_kernels(compilations: Sequence[Compilation], gpu: GpuModel) -> list[TritonKernel]:
-    """The kernels, by name, with the choices that a GPU cannot run."""
+    """The kernels, ordered by name, each with the choices that a GPU cannot run."""
     limit = gpu.shared_memory_kib * 2**10
     kernel_name = operator.attrgetter("kernel")
     groups = itertools.groupby(sorted(compilations, key=kernel_name), kernel_name)
@@ -76,16 +74,16 @@ def _summary(kernel: str, compilations: Sequence[Compilation], shared_limit_byte
 
 @contextlib.contextmanager
 def compiled_not_launched() -> Iterator[list[Compilation]]:
-    """Compile what would be launched, for the target of Triton's active driver, and launch nothing.
+    """Compile each Triton kernel instead of launching it, for the target of Triton's active driver.
 
     Yields:
-        The compilations so far; a kernel that is launched again is not listed again.
+        List that grows with each compilation; a kernel that is launched again is not listed again.
     """
     from triton.runtime.autotuner import Autotuner
     from triton.runtime.jit import JITFunction
 
     compilations: list[Compilation] = []
-    kernels: dict[int, Any] = {}  # by identity; keeps them alive, so that none is used twice
+    kernels: dict[int, Any] = {}  # id() -> kernel, kept alive so that no id is used twice
     launch, choice, tuning = 0, "", False
     compile_or_launch = JITFunction.run
 
@@ -95,7 +93,7 @@ def compiled_not_launched() -> Iterator[list[Compilation]]:
         name = f"{self.__module__}.{self.__name__}"
         try:
             kernel = compile_or_launch(self, *arguments, grid=grid, warmup=True, **keywords)
-        except Exception as error:  # an autotuner goes on without a choice that does not compile
+        except Exception as error:  # an autotuner skips a choice that does not compile
             reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
             compilations.append(Compilation(name, choice, launch, error=reason))
             return None
@@ -106,7 +104,7 @@ def compiled_not_launched() -> Iterator[list[Compilation]]:
 
     def tune(self: Any, *arguments: Any, **keywords: Any) -> None:
         nonlocal launch, choice, tuning
-        # `prune_configs` reads it, as in the autotuner's own `run`.
+        # `prune_configs` reads `nargs`, which the autotuner's own `run` sets too.
         self.nargs = dict(zip(self.arg_names, arguments, strict=False))
         launch += 1
         tuning = True
@@ -122,7 +120,7 @@ def compiled_not_launched() -> Iterator[list[Compilation]]:
 
 
 def _choice_text(config: Any) -> str:
-    """A choice of an autotuner: the shortest text that tells it from the others."""
+    """A choice of an autotuner as text, with all that distinguishes it from others."""
     words = {**config.kwargs, "num_warps": config.num_warps, "num_stages": config.num_stages}
     return " ".join(f"{name}={value}" for name, value in words.items())
 

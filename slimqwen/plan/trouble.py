@@ -29,9 +29,9 @@ class KnownTrouble(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     name: str
-    vllm: str = Field(description="versions that it holds for, such as >=0.28,<0.34")
+    vllm: str = Field(description="versions of vLLM that have the trouble, such as >=0.28,<0.34")
     when: dict[str, Value | list[Value]] = Field(
-        description="values of `FACTS` and of vLLM's flags, such as --kv-cache-dtype, all of which must hold"
+        description="conditions on `FACTS` and on vLLM's flags, such as --kv-cache-dtype, all of which must hold"
     )
     effect: Literal["dies", "differs", "costs"] = Field(
         description="dies: the server ends or responds with errors; differs: it gives other tokens; "
@@ -70,7 +70,7 @@ class KnownTrouble(BaseModel):
 
     @property
     def prevents_start(self) -> bool:
-        """Whether a server is not started where it applies."""
+        """Whether this trouble, where it applies, prevents a start of the server."""
         return self.effect != "costs"
 
 
@@ -93,7 +93,7 @@ def _prefills(plan: Plan) -> list[str]:
 
 
 def _full_decode_graphs(plan: Plan) -> bool | None:
-    """Whether a full graph covers a verify step of as many sequences as run at a time."""
+    """Whether a full graph covers a verify step of --max-num-seqs sequences; None if the plan lacks the facts."""
     if plan.graphs is None or plan.engine is None:
         return None
     largest = (1 + plan.engine.num_speculative_tokens) * plan.engine.max_num_seqs
@@ -101,7 +101,7 @@ def _full_decode_graphs(plan: Plan) -> bool | None:
 
 
 def _misaligned_graph_sizes(plan: Plan) -> bool | None:
-    """Whether a capture size of config.env is no multiple of the tokens of a verify step."""
+    """Whether a capture size of config.env is no multiple of the tokens per sequence of a verify step (K + 1)."""
     if plan.engine is None:
         return None
     sizes = json.loads(plan.flags.get("cudagraph-capture-sizes", "null")) or []
@@ -110,7 +110,7 @@ def _misaligned_graph_sizes(plan: Plan) -> bool | None:
 
 
 def _depth_schedule(plan: Plan) -> list[tuple[int, int, int]]:
-    """Ranges of batch sizes and their K; none where K is fixed."""
+    """The (first, last, K) of each range of batch sizes with a K of its own; empty if K is fixed."""
     speculation = json.loads(plan.flags.get("speculative-config", "null")) or {}
     ranges: list[tuple[int, int, int]] = speculation.get("num_speculative_tokens_per_batch_size") or []
     return ranges
@@ -146,11 +146,11 @@ FACTS: Mapping[str, Callable[[Plan], Any]] = MappingProxyType(
         "error": lambda plan: plan.error,
     }
 )
-"""The facts that a condition may name: None where the plan has no value, a list where it has several."""
+"""The facts that a condition may name -> value in a plan: None if the plan has none, a list if it has several."""
 
 
 def _holds(fact: Any, condition: Any) -> bool:
-    """Whether a fact meets a condition: an equal value, any of a list, a comparison, or ~ and a regular expression."""
+    """Whether a fact meets a condition: a value, a list of values, a comparison, or ~ and a regular expression."""
     if isinstance(fact, list):
         return any(_holds(value, condition) for value in fact)
     if isinstance(condition, list):

@@ -1,10 +1,10 @@
-"""vLLM's own warm-up of its kernels on a simulated GPU: its model runner takes real steps without launching a kernel.
+"""vLLM's own warm-up of its kernels on a simulated GPU: the model runner takes real steps without launching a kernel.
 
-vLLM's V2 model runner is made as its worker makes it, with a KV cache of the planned layout. Then its warm-up builds
-requests with every sampling feature and schedules what a server meets: a prefill, verify steps of all sequences, of
-one and of none with drafts, and a prefill beside a decode (vllm/v1/worker/gpu/warmup.py, vllm/model_executor/warmup).
-Tensors are on torch's meta device, so layers, metadata builders, sampler and drafter take the branches that they take
-on that GPU, and each Triton kernel is launched with the dtypes, strides and constants of the variant.
+vLLM's V2 model runner is made as in vLLM's worker, with a KV cache of the planned layout. Its warm-up then builds
+requests with every sampling feature and schedules the steps of a server: a prefill; verify steps in which all, one and
+none of the sequences have drafts; a prefill beside a decode (vllm/v1/worker/gpu/warmup.py, vllm/model_executor/warmup).
+Tensors are on torch's meta device, so layers, metadata builders, sampler and drafter take the same branches as on the
+GPU, and each Triton kernel would be launched with the dtypes, strides and constants of the variant.
 """
 
 import contextlib
@@ -22,7 +22,7 @@ from slimqwen.plan.gpu_model import GpuModel
 from slimqwen.vllm_plugin import triton_cache
 
 _LIBRARY_ATTENTION = ("FLASH_ATTN", "FLASHINFER")
-"""Attention backends with kernels of a library: their layers return the output buffer as it is."""
+"""Attention backends whose kernels are in a library; their layers return the output buffer unchanged here."""
 
 _SCHEDULE_OPERATOR = "_vllm_fa3_C::get_scheduler_metadata"
 
@@ -39,14 +39,15 @@ def compile_kernels(
     """Compile every Triton kernel that vLLM's warm-up launches for a variant.
 
     Args:
-        config: vLLM's configuration, its blocks aligned and its graphs resolved.
-        target: the model on the meta device; `draft` is its MTP head, None without drafts.
+        config: vLLM's configuration, after its blocks were aligned and its graphs resolved.
+        target: the model on the meta device.
+        draft: the model's MTP head on the meta device; None without drafts.
         layout: vLLM's layout of the KV cache.
-        cache: Triton's cache.
-        baked: folders of Triton's cache that an archive beside the checkpoint holds.
+        cache: folder of Triton's cache.
+        baked: names of the folders of Triton's cache that are in the archive beside the checkpoint.
 
     Returns:
-        The kernels, and the folders of Triton's cache that they are in.
+        The kernels, and the names of their folders in Triton's cache.
     """
     left_out = list(_NOT_COVERED)
     compilations: list[triton_kernels.Compilation] = []
@@ -106,7 +107,7 @@ def _run_warm_up(config: Any, target: Any, draft: Any, layout: Any, left_out: li
             for name, step in steps.items():
                 try:
                     step()
-                except Exception as error:  # what was compiled until then stays
+                except Exception as error:  # kernels that were compiled before it count
                     reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
                     left_out.append(f"the rest of vLLM's warm-up from {name} on, which ended: {reason}")
                     _log(error)
@@ -114,18 +115,18 @@ def _run_warm_up(config: Any, target: Any, draft: Any, layout: Any, left_out: li
 
 
 def _prepare_linears(config: Any, model: Any, device: Any, left_out: list[str]) -> None:
-    """Let linear kernels rearrange their weights; where that takes a GPU, products return an empty result."""
+    """Make linear kernels rearrange their weights; if that needs a GPU, their products return an empty tensor."""
     import torch
     from vllm.model_executor.model_loader.utils import process_weights_after_loading
 
     try:
         process_weights_after_loading(model, config.model_config, device)
-    except Exception as error:  # Humming compiles a kernel that rearranges its weights
+    except Exception as error:  # Humming rearranges its weights with a kernel that it compiles and launches
         _log(error)
         kernels = set()
 
         def product(layer: Any, values: Any, bias: Any = None) -> Any:
-            # An output head is an embedding by its class.
+            # The class of an output head is that of an embedding.
             rows = getattr(layer, "output_partition_sizes", None) or [layer.num_embeddings_per_partition]
             return torch.empty((*values.shape[:-1], sum(rows)), dtype=values.dtype, device=values.device)
 
@@ -141,13 +142,13 @@ def _prepare_linears(config: Any, model: Any, device: Any, left_out: list[str]) 
 
 
 def _built_draft(draft: Any, target: Any, target_layers: set[str]) -> Any:
-    """The MTP head, in place of loading one; vLLM expects its layers to be none of the target's."""
+    """Stand-in for vLLM's loading of the MTP head; as there, its layers leave the names of the target's layers."""
     target_layers -= {name for name in target_layers if name.startswith("mtp.")}
     return draft
 
 
 def _run_eagerly(*models: Any) -> None:
-    """Run models without torch.compile, which would launch what it compiles."""
+    """Make models run without torch.compile, which would launch the kernels that it compiles."""
     for model in filter(None, models):
         for module in model.modules():
             if hasattr(module, "do_not_compile"):
@@ -155,7 +156,7 @@ def _run_eagerly(*models: Any) -> None:
 
 
 def _skip_library_attention(runner: Any, left_out: list[str]) -> None:
-    """Let layers with a library's attention return their output buffer as it is."""
+    """Make layers whose attention is in a library return their output buffer unchanged."""
     draft_groups = getattr(runner.speculator, "attn_groups", None) or []
     backends = {group.backend for groups in (*runner.attn_groups, *draft_groups) for group in groups}
     for backend in backends:
@@ -168,7 +169,7 @@ def _skip_library_attention(runner: Any, left_out: list[str]) -> None:
 
 @contextlib.contextmanager
 def _patched_driver() -> Iterator[None]:
-    """Replace what asks the driver past `simulated_gpu` during steps; libraries of FlashInfer do nothing."""
+    """Replace FlashInfer's libraries, and calls of steps that would reach the driver in spite of `simulated_gpu`."""
     import torch
     from flashinfer.jit.core import JitSpec
     from vllm.model_executor.layers.mamba.gdn import qwen_gdn_linear_attn
@@ -202,7 +203,7 @@ def _patched_driver() -> Iterator[None]:
 
 
 def _generator() -> Any:
-    """A GPU's random number generator: seed and offset, eight bytes each."""
+    """Stand-in for a GPU's random number generator, whose state is seed and offset, eight bytes each."""
     import torch
 
     return SimpleNamespace(
@@ -211,14 +212,14 @@ def _generator() -> Any:
 
 
 def _schedule() -> Any:
-    """A schedule of FlashAttention 3, which only its own kernel reads."""
+    """Stand-in for a schedule of FlashAttention 3, which only its own kernel reads."""
     import torch
 
     return torch.empty(1, dtype=torch.int32, device="meta")
 
 
 def _library_prefill(*, v: Any, initial_state: Any, **inputs: Any) -> tuple[Any, Any]:
-    """The shapes of FlashInfer's Gated DeltaNet prefill."""
+    """Stand-in for FlashInfer's Gated DeltaNet prefill: results of the right shapes."""
     import torch
 
     return torch.empty_like(v), torch.empty_like(initial_state)

@@ -51,8 +51,8 @@ def test_a_part_of_a_quantised_weight_that_is_missing_is_noticed(
             "weight_scale_inv",
             r"weight_scale_inv has shape \[4, 4\], config\.json says \[4, 2\]",
         ),
-        ("gptq", "qweight", r"up_proj is quantised as \[512, 384\], config\.json says \[512, 192\]"),
-        ("awq", "scales", r"up_proj is quantised as \[1024, 192\], config\.json says \[512, 192\]"),
+        ("gptq", "qweight", r"up_proj has shape \[512, 384\], config\.json says \[512, 192\]"),
+        ("awq", "scales", r"up_proj has shape \[1024, 192\], config\.json says \[512, 192\]"),
     ],
 )
 def test_a_part_of_another_shape_is_noticed(tmp_path: Path, name: str, part: str, message: str) -> None:
@@ -75,7 +75,7 @@ def test_parts_of_an_unknown_format_are_taken_as_they_are_and_named(tmp_path: Pa
 def test_a_config_that_transformers_does_not_know_is_refused(tmp_path: Path) -> None:
     folder = shutil.copytree(TINY, tmp_path / "copy")
     write_config(folder, {**read_config(folder), "model_type": "qwen9"})
-    with pytest.raises(CorruptCheckpointError, match=r"config\.json: transformers cannot use it \(.*qwen9"):
+    with pytest.raises(CorruptCheckpointError, match=r"transformers cannot use .*config\.json \(.*qwen9"):
         check_tensors(folder)
 
 
@@ -117,8 +117,8 @@ def test_flags_are_refused_by_which_vllm_would_take_another_head(
 @pytest.mark.parametrize(
     ("ignore", "found"),
     [
-        (["re:.*"], "stored quantised, and .* it is in 16 bits"),
-        (["lm_head", "re:^mtp.*", "re:.*visual.*"], "stored in 16 bits, and .* it is quantised"),
+        (["re:.*"], "stored quantised, but .* it is in 16 bits"),
+        (["lm_head", "re:^mtp.*", "re:.*visual.*"], "stored in 16 bits, but .* it is quantised"),
     ],
 )
 def test_lists_that_contradict_the_stored_weights_are_refused(

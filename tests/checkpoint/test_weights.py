@@ -150,7 +150,7 @@ def test_zero_points_are_part_of_a_packed_weight(tmp_path):
 
 def test_a_form_that_is_not_read_is_an_error_that_names_the_weight(tmp_path):
     parts = {LINEAR: torch.ones(16, 16, dtype=torch.uint8), f"{LINEAR}_scale": torch.ones(16, 2)}
-    with pytest.raises(UnsupportedFormatError, match=f"{LINEAR} is packed in bytes, .* take a checkpoint"):
+    with pytest.raises(UnsupportedFormatError, match=f"{LINEAR} is packed in bytes, .* use a checkpoint"):
         next(only_weight(tmp_path / "bytes", parts).blocks())
 
 
@@ -159,6 +159,7 @@ def test_a_packed_weight_without_one_of_its_parts_is_named(tmp_path, tensors, pa
     parts = packed(tensors[LINEAR])
     del parts[f"{LINEAR}_{part}"]
     with pytest.raises(
-        CorruptCheckpointError, match=f"{LINEAR} is stored without weight_{part}; download it anew"
+        CorruptCheckpointError,
+        match=f"{LINEAR} is stored without weight_{part}; download the checkpoint anew",
     ):
         next(only_weight(tmp_path / part, parts).blocks())

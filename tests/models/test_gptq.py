@@ -51,5 +51,5 @@ def test_a_group_of_zeros_stays_zero(inputs, weight):
 
 def test_inputs_that_are_not_finite_are_refused_in_one_line(inputs, weight):
     inputs[5, 5] = float("nan")
-    with pytest.raises(GptqError, match="too few different inputs for GPTQ; take more text"):
+    with pytest.raises(GptqError, match="too few different inputs for GPTQ; use more text"):
         GptqRounding(inputs.T @ inputs, GROUP, 4)(weight, quantise(weight, GROUP, 4)[1])

@@ -88,10 +88,10 @@ def quantise_unreadably(tensors: dict[str, torch.Tensor]) -> None:
     ("damage", "message"),
     [
         (lose, r"lacks the tensor model\.norm\.weight"),
-        (widen, r"its tensors do not fit its config\.json"),
+        (widen, r"the tensors of .* do not fit its config\.json"),
         (
             quantise_unreadably,
-            r"layers\.0\.mlp\.up_proj\.weight is packed in bytes, .*; take a checkpoint",
+            r"layers\.0\.mlp\.up_proj\.weight is packed in bytes, .*; use a checkpoint",
         ),
     ],
 )
@@ -107,7 +107,9 @@ def test_tensors_that_are_not_the_model_s_are_refused(damage: Any, message: str,
 def test_a_config_of_no_language_model_is_refused(model_type: str, tmp_path: Path) -> None:
     folder = ANIMALS["text"].build(tmp_path / "text")
     write_config(folder, {**read_config(folder), "model_type": model_type})
-    with pytest.raises(CorruptCheckpointError, match=r"config\.json: transformers has no language model"):
+    with pytest.raises(
+        CorruptCheckpointError, match=r"transformers has no language model for .*config\.json"
+    ):
         load_language_model(folder)
 
 
@@ -186,7 +188,7 @@ def test_an_embedding_that_is_not_finite_or_missing_is_an_error(tmp_path: Path) 
     folder = ANIMALS["text"].build(tmp_path / "text")
     with edited_tensors(folder) as tensors:
         tensors["model.embed_tokens.weight"][8000, 3] = torch.inf
-    with pytest.raises(CorruptCheckpointError, match=r"embed_tokens\.weight is not finite"):
+    with pytest.raises(CorruptCheckpointError, match=r"embed_tokens\.weight has NaN or infinity"):
         read_embeddings(folder, torch.tensor([1]))
     with edited_tensors(folder) as tensors:
         del tensors["model.embed_tokens.weight"]

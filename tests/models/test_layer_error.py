@@ -114,7 +114,7 @@ def test_a_layer_without_numbers_is_an_error(quantised, texts, tmp_path):
 def test_a_baseline_of_other_layers_is_told_in_one_line(quantised, tmp_path):
     shape = TinyShape(intermediate_size=256)
     save_drafting_model(build(shape, seed=0), tmp_path)
-    with pytest.raises(LayerErrorError, match="name the checkpoint that it was made from"):
+    with pytest.raises(LayerErrorError, match="name the checkpoint from which"):
         measure_layer_errors(quantised, tmp_path, [[5, 6, 7]])
 
 

@@ -108,7 +108,7 @@ def test_missing_weights_head_and_tensors_and_another_shape_are_each_named(saved
     with edited_tensors(saved) as tensors:
         for name in [name for name in tensors if name.startswith("mtp.")]:
             del tensors[name]
-    refuse(saved, "has no MTP head, so nothing drafts")
+    refuse(saved, "has no MTP head and cannot draft")
 
 
 def test_unrolling_all_positions_equals_drafting_from_one_as_a_server_does(small):

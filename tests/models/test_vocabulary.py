@@ -230,7 +230,7 @@ def test_a_broken_or_missing_file_is_one_line(tmp_path: Path):
     with pytest.raises(vocabulary.VocabularyError, match=r"tokenizer.json: cannot be read"):
         vocabulary.read_vocabulary(tmp_path / "tokenizer.json")
     (tmp_path / "tokenizer.json").write_text('{"model": ', encoding="utf-8")
-    with pytest.raises(vocabulary.VocabularyError, match="not a usable"):
+    with pytest.raises(vocabulary.VocabularyError, match="is no usable"):
         vocabulary.read_vocabulary(tmp_path / "tokenizer.json")
 
 

@@ -111,8 +111,8 @@ def test_a_quantised_checkpoint_without_a_recipe_does_not_describe_itself(root, 
     [
         ("{", "Invalid JSON"),
         ('{"source": "s", "unknown": 1}', "unknown: Extra inputs"),
-        ('{"source": "s"}', "neither config nor a base.*git checkout"),
-        ('{"source": "s", "base": "nothing"}', "neither config nor a base"),
+        ('{"source": "s"}', "has no config, and no base that is in .*git checkout"),
+        ('{"source": "s", "base": "nothing"}', "has no config, and no base"),
     ],
 )
 def test_a_damaged_file_is_named_with_its_field(root, content, reason):

@@ -81,8 +81,8 @@ def test_without_a_plan_the_command_that_makes_one_is_named(resolve):
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"vllm": "0.31.0"}, "made for vLLM 0.31.0, this environment has"),
-        ({"flags": {}}, "made with other values of VLLM_PLUGINS, kv-cache-dtype"),
+        ({"vllm": "0.31.0"}, "the recorded one is for vLLM 0.31.0, this environment has"),
+        ({"flags": {}}, "the recorded one has other values of VLLM_PLUGINS, kv-cache-dtype"),
     ],
 )
 def test_a_plan_for_another_start_does_not_count(resolve, record, changes, reason):
@@ -95,13 +95,13 @@ def test_a_plan_for_another_start_does_not_count(resolve, record, changes, reaso
 def test_a_line_written_into_the_config_env_takes_the_plan_away(resolve, record):
     record(resolve(), backend="FLASHINFER", kv_cache_dtype="fp8")
     cured = resolve(kv_cache_dtype="auto")
-    with pytest.raises(MissingPlanError, match="made with other values of kv-cache-dtype;"):
+    with pytest.raises(MissingPlanError, match="the recorded one has other values of kv-cache-dtype;"):
         start.find_plan(cured, "a10g")
 
 
 def test_a_gpu_that_is_not_listed_has_no_plan(resolve, monkeypatch):
     monkeypatch.setattr(gpu, "all_gpus", lambda: [dataclasses.replace(A10G, name="NVIDIA T4")])
-    with pytest.raises(MissingPlanError, match=r"no plan on NVIDIA T4: eval/devices\.yaml"):
+    with pytest.raises(MissingPlanError, match=r"no plan for NVIDIA T4: eval/devices\.yaml"):
         start.name_gpu_here(resolve())
 
 

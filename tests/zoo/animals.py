@@ -90,7 +90,7 @@ ANIMALS: dict[str, Animal] = {
     "multimodal-bare-names": Animal(
         "multimodal, W4A16, `ignore` without the prefix language_model",
         (multimodal(), compressed_tensors(integers(), prefix="model.")),
-        refuses={"*": "in_proj_a is stored in 16 bits, and .* it is quantised; take another"},
+        refuses={"*": "in_proj_a is stored in 16 bits, but .* it is quantised; use another"},
     ),
     "multimodal-fp8": Animal(
         "multimodal, official FP8 blocks",

@@ -247,7 +247,7 @@ def add_adapter(tensors: dict[str, torch.Tensor]) -> None:
         (drop_mtp_norm, r"lacks the tensor mtp\.layers\.0\.input_layernorm\.weight"),
         (widen_scale, r"up_proj\.weight_scale has shape \[128, 4\], config\.json says \[128, 2\]"),
         (halve_embedding, r"embed_tokens\.weight is F16, not BF16 or F32"),
-        (add_adapter, r"holds the tensor .*lora_A\.weight, unknown to its config\.json"),
+        (add_adapter, r"has the tensor .*lora_A\.weight, which its config\.json does not promise"),
     ],
 )
 def test_verification_holds_tensors_against_the_config(
@@ -448,7 +448,7 @@ def test_the_layers_are_calibrated_before_or_after_the_output_head_is_packed(
 @pytest.mark.parametrize(
     ("changes", "parameters", "message"),
     [
-        ({"architectures": ["Llama"]}, {}, "of a Llama, a family that is not known here"),
+        ({"architectures": ["Llama"]}, {}, "names the architecture Llama, which is not supported"),
         ({"architectures": ["Qwen3_5MoeForCausalLM"]}, {}, "family qwen3_5_moe, whose experts llmcompressor"),
         ({"quantization_config": {"quant_method": "fp8"}}, {}, "is quantised already"),
         ({}, {"group_size": 128}, "group_size 128 does not divide the 64 inputs of"),

@@ -216,7 +216,7 @@ def _scale_alone(tensors: Tensors) -> None:
         (_without_outputs, 128, CorpusError, "put the stage sample_outputs before this one"),
         (_changed(_no_head), 128, StageError, "nothing drafts; take trim_draft_vocab out"),
         (_mixture_of_experts, 128, StageError, "is a mixture of experts.*take trim_draft_vocab out"),
-        (_changed(_four_bit_floats), 128, UnsupportedFormatError, "lm_head.weight is packed .* not unpacked here"),
+        (_changed(_four_bit_floats), 128, UnsupportedFormatError, "lm_head.weight is packed .* cannot be read here"),
         (_changed(_scale_alone), 128, StageError, "its output head is stored as lm_head.weight_"),
         (lambda folder: None, ROWS, StageError, "size 8192 has to be less than 8192"),
     ],
@@ -256,8 +256,8 @@ def test_a_recipe_with_an_impossible_size_is_refused_at_its_line(tmp_path: Path)
     [
         (torch.arange(127), "has 128 rows"),
         (torch.arange(128, dtype=torch.int32), "is I32"),
-        (torch.arange(128) + ROWS - 127, "does not ascend within the 8192 ids"),
-        (torch.zeros(128, dtype=torch.int64), "does not ascend"),
+        (torch.arange(128) + ROWS - 127, "is not one ascending id per row, each below the vocabulary's 8192"),
+        (torch.zeros(128, dtype=torch.int64), "is not one ascending id per row"),
     ],
 )
 def test_a_damaged_id_map_is_refused_by_what_reads_the_checkpoint(
