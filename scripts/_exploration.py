@@ -1,4 +1,4 @@
-"""Run an exploration of a variant's checkpoint: print its table, write results/explorations/<name>_<variant>.json."""
+"""Run an exploration of a variant's checkpoint: print a table, and write results/explorations/<name>_<variant>.json."""
 
 import argparse
 import json
@@ -13,13 +13,13 @@ from slimqwen.records.table import Table
 from slimqwen.variant import Variant
 
 Explore = Callable[[Variant, argparse.Namespace], tuple[Table, dict[str, Any]]]
-"""A variant and the parsed options -> the table to print and the figures to write."""
+"""(variant, parsed options) -> the table to print, and the figures to write."""
 
 
 def run_exploration(
     name: str, parser: argparse.ArgumentParser, explore: Explore, arguments: Sequence[str] | None = None
 ) -> None:
-    """Explore the variant that --variant names; an expected error is one line on stderr and exit code 2."""
+    """Explore the variant that --variant names; an expected error prints one line on stderr, with exit code 2."""
     parser.add_argument("--variant", required=True, help="folder of experiments/ whose checkpoint is read")
     options = parser.parse_args(arguments)
     started = provenance.utc_now()

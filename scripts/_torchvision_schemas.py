@@ -1,4 +1,4 @@
-"""Defines two operator schemas before torchvision asks for them; `scripts/install.py` says why and until when."""
+"""Define two operator schemas before torchvision needs them; `scripts/install.py` says why and until when."""
 
 import importlib.abc
 import importlib.machinery
@@ -8,7 +8,7 @@ from types import ModuleType
 
 
 class SchemasFirst(importlib.abc.MetaPathFinder):
-    """Finds no module itself: steps in once, when torchvision is first looked for."""
+    """Import hook that finds no module itself, but acts once, at the first import of torchvision."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -21,7 +21,7 @@ class SchemasFirst(importlib.abc.MetaPathFinder):
             library = torch.library.Library("torchvision", "FRAGMENT")
             for operator in ("nms", "qnms"):
                 library.define(f"{operator}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
-            _kept_alive.append(library)  # the schemas live as long as the library object
+            _kept_alive.append(library)  # the schemas exist as long as the library object
         return None
 
 

@@ -1,8 +1,8 @@
-"""How small could the output head of a variant be? Its spectrum; low-rank and 4-bit heads beside it.
+"""How small could the output head of a variant be? Its spectrum, and a comparison with low-rank and 4-bit heads.
 
-The head is W [rows, hidden]. Its right singular vectors V are the eigenvectors of its Gram matrix, and its best
+The head is W [rows, hidden]. The right singular vectors V of W are the eigenvectors of its Gram matrix, and its best
 approximation of rank r is W V_r V_r' (Eckart and Young, Psychometrika 1, 1936). 4-bit heads are rounded to nearest.
-With --text every head predicts the tokens of held-out documents; the input embedding stays as it is.
+Every head predicts the tokens of the held-out documents of --text; the input embedding is not changed.
 
     .venv/bin/python scripts/analyze_lmhead_svd.py --variant tiny --text eval/tasks/tinyworld/prose.jsonl
 """
@@ -33,7 +33,7 @@ RANK_SHARES = (0.125, 0.25, 0.5, 0.75)
 GROUP_SIZES = (32, 64, 128)
 BLOCK_ROWS = 4096
 ChangeRows = Callable[[Tensor], Tensor]
-"""Rows of the head, float32 [any number, hidden] -> the rows that replace them."""
+"""Rows of the head, float32 [rows, hidden] -> the rows that replace them, of the same shape."""
 
 
 def decompose_head(head: Tensor) -> tuple[Tensor, Tensor]:
@@ -46,7 +46,7 @@ def decompose_head(head: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def list_heads(head: Tensor, vectors: Tensor) -> dict[str, tuple[int, ChangeRows]]:
-    """Bytes and change of rows of the 16-bit head and of each smaller one, by name."""
+    """The 16-bit head and each smaller head: name -> size in bytes, and the function that changes rows to its rows."""
     rows, hidden = head.shape
     heads: dict[str, tuple[int, ChangeRows]] = {"16 bit": (2 * rows * hidden, lambda block: block)}
     for rank in (round(share * hidden) for share in RANK_SHARES):
@@ -59,7 +59,7 @@ def list_heads(head: Tensor, vectors: Tensor) -> dict[str, tuple[int, ChangeRows
 
 
 def read_states(folder: Path, texts: Sequence[str]) -> tuple[Tensor, Tensor, list[int]]:
-    """Inputs of the head, float32 [tokens, hidden], the token after each, and the tokens of each text."""
+    """Inputs of the head, float32 [tokens, hidden]; the token id after each; and the number of tokens of each text."""
     model = load_in_float32(folder)
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)
     states, targets = [], []
@@ -72,7 +72,7 @@ def read_states(folder: Path, texts: Sequence[str]) -> tuple[Tensor, Tensor, lis
 
 
 def measure_head(head: Tensor, change: ChangeRows, states: Tensor, targets: Tensor) -> tuple[float, Tensor]:
-    """||W - W'|| / ||W|| (Frobenius), and the log-probability of every target, float64 [tokens]."""
+    """||W - W'|| / ||W|| (Frobenius norms), and the log-probability of every target token, float64 [tokens]."""
     squared_error = squared_norm = 0.0
     log_sums = torch.full((len(targets),), -math.inf, dtype=torch.float64)
     target_logits = torch.zeros(len(targets), dtype=torch.float64)

@@ -1,8 +1,8 @@
-"""How small could the vocabulary of a variant be? Coverage, longer texts and bits per byte at smaller sizes.
+"""How small could the vocabulary of a variant be? Coverage, growth of texts and bits per byte at smaller sizes.
 
-The tokens of a corpus are ranked as the stage prune_vocab ranks them, without its held-out documents; those and the
-files of --text are measured. A pruned model is the original with its logits cut to the rows that stay, so the original
-gives the pruned model's bits per byte without a new checkpoint.
+Tokens are ranked on a corpus as by the stage prune_vocab, except its held-out documents; these, and the files of
+--text, are measured. A pruned model is the original model with its logits cut to the rows that are kept, so the
+original gives the bits per byte of the pruned model without a new checkpoint.
 
     .venv/bin/python scripts/analyze_vocab.py --variant tiny --corpus text.jsonl --size 4096 --size 6144
 """
@@ -31,11 +31,11 @@ from slimqwen.variant import Variant
 SCORED_CHARACTERS = 2_000
 
 ScoreTexts = Callable[[Vocabulary, Ids | range, Sequence[str]], list[float]]
-"""A vocabulary, the model's row of each of its ids, and texts -> bits per byte of each text."""
+"""(vocabulary, the model's row for each id of the vocabulary, texts) -> bits per byte of each text."""
 
 
 def load_scorer(folder: Path) -> ScoreTexts:
-    """A function that scores texts with a checkpoint's model, in float32, as if it had only some of its rows."""
+    """A function that scores texts with a checkpoint's model, in float32, as if the model had only some of its rows."""
     model = load_in_float32(folder)
 
     def score(words: Vocabulary, old_ids: Ids | range, texts: Sequence[str]) -> list[float]:
@@ -58,11 +58,11 @@ def measure_sizes(
     """Measure smaller vocabularies of a checkpoint on the held-out part of a corpus and on other texts.
 
     Args:
-        texts: .txt or .jsonl files by name.
-        scored: documents of each text whose bits per byte are measured; 0 for none.
+        texts: name -> .txt or .jsonl file.
+        scored: number of documents of each text whose bits per byte are measured; 0 for none.
 
     Returns:
-        For each size and text the figures of `prune_vocab.measure_coverage`, and the change of bits per byte.
+        For each size and text, the figures of `prune_vocab.measure_coverage` and the change of bits per byte.
     """
     words = vocabulary.read_vocabulary(folder / "tokenizer.json")
     held_out: list[str] = []
@@ -93,7 +93,7 @@ def measure_sizes(
 
 
 def explore_vocabulary(variant: Variant, options: argparse.Namespace) -> tuple[Table, dict[str, Any]]:
-    """Measure the sizes of --size on the texts that the options name."""
+    """Measure vocabularies of the sizes that --size names on the texts that the options name."""
     corpus = CountedText(path=options.corpus, documents=options.documents)
     texts = {Path(file).stem: Path(file) for file in options.text}
     measured = measure_sizes(variant.weights, corpus, options.size, texts, options.scored)

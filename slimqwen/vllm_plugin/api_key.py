@@ -1,9 +1,9 @@
-"""API key: the header that a client sends, and the paths for which vLLM asks for it."""
+"""API key: the header with the key that a client sends, and the paths for which vLLM requires the key."""
 
 import os
 
 _ENGINE_PATHS = ("/invocations", "/generative_scoring", "/scale_elastic_ep", "/tokenize", "/detokenize")
-"""Paths that vLLM leaves open although they occupy the engine, or the one thread that tokenizes."""
+"""Paths that vLLM leaves open without a key although they occupy the engine, or the one thread that tokenizes."""
 
 
 def authorization() -> dict[str, str]:
@@ -15,7 +15,7 @@ def authorization() -> dict[str, str]:
 def guard_engine_paths() -> None:
     """Require the API key on every path that runs the engine, not only under prefixes such as /v1.
 
-    To be removed when `GUARDED_PREFIX` in vllm/entrypoints/serve/middleware/authenticate.py holds these paths.
+    Remove this function when `GUARDED_PREFIX` in vllm/entrypoints/serve/middleware/authenticate.py has these paths.
     """
     from vllm.entrypoints.serve.middleware import authenticate
 

@@ -1,8 +1,8 @@
 """vLLM's API server with its modules imported once for all of its processes (`python -m` this module, vLLM's flags).
 
-The import makes hundreds of thousands of objects that stay; without the garbage collector, which walks through them
-again and again meanwhile, it takes two thirds of the CPU time. Objects that forks share are frozen, so that no
-collection writes into them.
+The import makes hundreds of thousands of objects that stay. It takes only two thirds of the CPU time while the garbage
+collector, which would scan them again and again, is disabled. Objects that forks share are frozen, so that no
+collection writes to them.
 """
 
 import atexit
@@ -19,7 +19,7 @@ from typing import NoReturn
 from slimqwen import lifeline
 
 END_S = 6
-"""How long a server may take to end by itself once its starter has ended."""
+"""How long a server may take to end by itself after the process that started it has ended, seconds."""
 
 _SOCKETS = "VLLM_RPC_BASE_PATH"
 _LONGEST_TEMPORARY_FOLDER = 50
@@ -28,7 +28,7 @@ _LONGEST_TEMPORARY_FOLDER = 50
 def main() -> NoReturn:
     """Import vLLM, run its API server with the flags of the command line, and exit.
 
-    A server that a measurement started ends with it (`slimqwen.lifeline`).
+    A server that a measurement started ends when the measurement ends (`slimqwen.lifeline`).
     """
     if descriptor := os.environ.pop(lifeline.VARIABLE, None):
         lifeline.watch(int(descriptor), end=_end)
@@ -43,12 +43,12 @@ def _import_and_serve() -> None:
 
 
 def import_server() -> None:
-    """Import vLLM's API server; call before `freeze` and a fork."""
+    """Import vLLM's API server. To be called before `freeze` and before a fork."""
     import vllm.entrypoints.launchers.api_server.entry  # noqa: F401
 
 
 def freeze() -> None:
-    """Make this process, which has imported vLLM without the garbage collector, ready to be forked."""
+    """Make this process, which has imported vLLM with the garbage collector disabled, ready to be forked."""
     from slimqwen.vllm_plugin.engine_fixes import forked_processes
 
     forked_processes.allow()
@@ -57,7 +57,11 @@ def freeze() -> None:
 
 
 def run_fork(*lifelines: int) -> NoReturn:
-    """Run the API server with the flags of sys.argv, and exit; end it when one of the lifelines does."""
+    """Run the API server with the flags of sys.argv, and exit; end the server as soon as one lifeline is closed.
+
+    Args:
+        lifelines: file descriptors (`slimqwen.lifeline`).
+    """
     lifeline.watch(*lifelines, end=_end)
     _exit_after(_serve)
 
@@ -65,7 +69,7 @@ def run_fork(*lifelines: int) -> NoReturn:
 def _end() -> None:
     os.kill(os.getpid(), signal.SIGTERM)
     time.sleep(END_S)
-    os._exit(1)  # vLLM can lose a SIGTERM while it starts
+    os._exit(1)  # vLLM may ignore a SIGTERM while it starts
 
 
 def _serve() -> None:
@@ -73,14 +77,14 @@ def _serve() -> None:
     from vllm.entrypoints.launchers.api_server import entry
     from vllm.logger import configure_logging
 
-    # vLLM loads plugins before it reads how to log, and a fork loads none again: their lines would be lost.
+    # vLLM loads plugins before it configures logging, and a fork does not load them again: log lines would be lost.
     configure_logging(LoggingConfig())
     with _own_sockets():
         entry.main()
 
 
 def _exit_after(serve: Callable[[], None]) -> NoReturn:
-    """Call a function and end this process, without the clean-up in which Triton's bindings list their leaks."""
+    """Call `serve` and end this process, without the clean-up in which Triton's bindings report leaks."""
     code = 1
     try:
         with _refusals():
@@ -100,7 +104,7 @@ def _exit_after(serve: Callable[[], None]) -> NoReturn:
 
 @contextmanager
 def _refusals() -> Iterator[None]:
-    """Turn what vLLM raises for a value that it cannot use into one line; its engine's failures are RuntimeErrors."""
+    """Turn vLLM's exceptions for unusable values into one line; failures of its engine are RuntimeErrors and pass."""
     try:
         yield
     except (ValueError, KeyError) as error:
@@ -119,11 +123,11 @@ def _refusals() -> Iterator[None]:
 
 @contextmanager
 def _own_sockets() -> Iterator[None]:
-    """Let vLLM keep the sockets between its processes, which it leaves behind, in a folder that is removed."""
+    """Make vLLM put the sockets between its processes, which it does not remove, in a folder that is removed."""
     if _SOCKETS in os.environ:
         yield
         return
-    # A socket's path has at most 107 bytes, of which vLLM's name takes 37; a job's own TMPDIR can be long.
+    # A socket's path has at most 107 bytes, of which vLLM's name takes 37; TMPDIR of a job can be long.
     parent = tempfile.gettempdir()
     parent = parent if len(os.fsencode(parent)) <= _LONGEST_TEMPORARY_FOLDER else "/tmp"
     with tempfile.TemporaryDirectory(prefix="slimqwen.", dir=parent, ignore_cleanup_errors=True) as folder:

@@ -1,7 +1,7 @@
 """Compile watch inside vLLM's processes: log for each graph whether it was compiled or loaded from the cache.
 
-A second entry of `vllm.general_plugins`, so that it reaches the engine's and the worker processes as well. It does
-nothing unless `slimqwen.serving.command` sets `VARIABLE`, a `CachePolicy`.
+The watch is an entry point of `vllm.general_plugins`, so that engine and workers load it too. It does nothing unless
+`slimqwen.serving.command` sets the environment variable `VARIABLE` to a `CachePolicy`.
 """
 
 import logging
@@ -28,9 +28,9 @@ class CachePolicy(BaseModel):
     """How a start uses its compile cache.
 
     Attributes:
-        required: end the engine instead of compiling.
-        libraries: folder of FlashInfer's libraries that were compiled ahead; it may be missing.
-        kernels: Triton's cache folder; it may be missing, and is empty on a CPU.
+        required: whether the engine ends instead of compiling a graph.
+        libraries: folder of the libraries of FlashInfer that were compiled ahead; the folder may be missing.
+        kernels: folder of Triton's cache, which may be missing; "" on a CPU.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -41,10 +41,10 @@ class CachePolicy(BaseModel):
 
 
 def register() -> None:
-    """Watch vLLM's compilations; called in each of its processes.
+    """Watch vLLM's compilations; vLLM calls this function in each of its processes.
 
     Raises:
-        EngineFixError: this vLLM or torch is not the one it was written for.
+        EngineFixError: the installed vLLM or torch is not the one for which the watch was written.
     """
     text = os.environ.get(VARIABLE)
     if not text:
@@ -60,18 +60,19 @@ def register() -> None:
         if Path(cache_policy.kernels).is_dir():
             triton_cache.log_compilations(Path(cache_policy.kernels))
     if cache_policy.required:
-        # FlashInfer asks for it before each compilation.
+        # FlashInfer reads the variable before each compilation.
         os.environ["FLASHINFER_DISABLE_JIT"] = "1"
 
 
 def load_flashinfer_libraries(folder: Path) -> None:
-    """Have FlashInfer load the libraries in a folder as prebuilt ones.
+    """Make FlashInfer load the libraries in a folder as prebuilt ones.
 
-    What it compiled itself goes through ninja at every start, which compares times of sources and headers and needs a
-    CUDA toolkit; a prebuilt library is loaded as it is (`JitSpecNvcc.try_load` in flashinfer/jit/core.py).
+    At every start FlashInfer checks libraries that it compiled itself with ninja, which compares times of sources and
+    headers and needs a CUDA toolkit. It loads prebuilt ones as they are (`JitSpecNvcc.try_load` in
+    flashinfer/jit/core.py).
 
     Args:
-        folder: holds <name>/<name>.so for each library.
+        folder: folder with <name>/<name>.so for each library.
     """
     from flashinfer.jit import env
 
@@ -85,7 +86,7 @@ def watch_compilations(required: bool) -> None:
     """Log for every graph whether it was loaded or compiled, and in how many seconds.
 
     Args:
-        required: raise PluginError where a graph is about to be compiled.
+        required: whether to raise a PluginError when a graph is about to be compiled.
     """
     from vllm.compilation import decorators
 
@@ -96,12 +97,13 @@ def watch_compilations(required: bool) -> None:
         stock: Callable[..., AbstractContextManager[None]], *arguments: Any, **keywords: Any
     ) -> Iterator[None]:
         graph = keywords.get("tag") or "model"
-        # vLLM announces a compilation, but not an attempt to load.
+        # vLLM tells its monitor of a compilation, but not of an attempt to load.
         loads = not keywords.get("announce_start", True)
         if required and not loads:
             raise PluginError(
                 f"REQUIRE_BAKED=1, and the baked compile cache has no usable graph {graph} "
-                f"({reasons.get(graph, 'nothing was found')}); bake it anew with these versions, or serve without"
+                f"({reasons.get(graph, 'nothing was found')}); bake the cache anew with these versions, or serve "
+                "without REQUIRE_BAKED"
             )
         started = time.perf_counter()
         try:
@@ -120,16 +122,16 @@ def watch_compilations(required: bool) -> None:
 
 
 def leave_checkpoint_path_out_of_key() -> None:
-    """Leave the checkpoint's path out of vLLM's compile key, or no cache could be moved.
+    """Leave the checkpoint's path out of vLLM's compile key; otherwise no cache could be moved.
 
-    The key holds the checkpoint's configuration too, which is what a graph depends on. Goes away when
+    A graph depends on the checkpoint's configuration, which stays in the key. Remove this function when
     `ModelConfig.compute_hash` in vllm/config/model.py ignores `model` as it ignores `tokenizer`.
     """
     from vllm.config import model as upstream
 
     def compute_hash(stock: Callable[[Any], str], self: Any) -> str:
         path = self.model
-        # Past pydantic, which would validate the whole configuration again.
+        # A normal assignment would make pydantic validate the whole configuration again.
         object.__setattr__(self, "model", "")
         try:
             return stock(self)

@@ -1,8 +1,8 @@
-"""Answers that the end of the server or of its engine cuts: 503 with Retry-After, or an error event in a stream.
+"""Return 503 with Retry-After for requests interrupted by shutdown or engine death; in a stream, an error event.
 
-vLLM answers 500 to some of them and 200 with the finish reason `abort` to others. To be removed when
-`_send_abort_outputs` in vllm/v1/engine/core.py and `engine_error_handler` in
-vllm/entrypoints/serve/exception_handling/ answer 503.
+vLLM returns 500 for some of these requests, and 200 with the finish reason `abort` for others. Remove this module when
+`_send_abort_outputs` in vllm/v1/engine/core.py and `engine_error_handler` in vllm/entrypoints/serve/exception_handling/
+return 503.
 """
 
 import asyncio
@@ -19,16 +19,16 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from slimqwen.vllm_plugin.refusal import is_stream, refusal
 
 RETRY_AFTER_S = 5
-"""Value of Retry-After: another server answers at once, a restart of this one takes some seconds."""
+"""Value of Retry-After, seconds: another server responds at once, a restart of this one takes some seconds."""
 
 EndReason = Callable[[], str | None]
-"""Why answers are cut now, for the client; None while the server and its engine live."""
+"""Function that says, for the client, why requests are interrupted now; None while server and engine are alive."""
 
 
 async def answer(app: ASGIApp, scope: Scope, receive: Receive, send: Send, end_reason: EndReason) -> None:
-    """Let an application answer an HTTP request, and answer 503 where the end makes it fail.
+    """Run the application for an HTTP request, and return 503 where shutdown or engine death makes it fail.
 
-    Without a reason for the end a server error passes unchanged.
+    While `end_reason` returns None, a server error passes unchanged.
     """
     status: int | None = None
     streams = is_complete = is_refused = False
@@ -64,9 +64,9 @@ async def answer(app: ASGIApp, scope: Scope, receive: Receive, send: Send, end_r
 
 
 def end_refusal(reason: str) -> Response:
-    """The 503 with Retry-After of a server that ends."""
+    """The 503 with Retry-After that a server sends while it ends."""
     response = refusal(HTTPStatus.SERVICE_UNAVAILABLE, reason, RETRY_AFTER_S)
-    # A client that kept the connection would lose its next request with it.
+    # A client that reused the connection would lose its next request.
     response.headers["Connection"] = "close"
     return response
 
@@ -74,9 +74,9 @@ def end_refusal(reason: str) -> Response:
 def cut_outputs(
     generate: Callable[..., AsyncGenerator[Any, None]], end_reason: EndReason
 ) -> Callable[..., AsyncGenerator[Any, None]]:
-    """Wrap `AsyncLLM.generate`: an output that the end cuts raises vLLM's retryable error, a 503.
+    """Wrap `AsyncLLM.generate`: an output cut by shutdown or engine death raises vLLM's retryable error, a 503.
 
-    Without a reason for the end an error or an abort passes unchanged.
+    While `end_reason` returns None, an error or an abort passes unchanged.
     """
     from vllm.exceptions import RetryableRequestError
     from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
@@ -103,9 +103,9 @@ def cut_outputs(
 
 
 def fail_unfinished(engine: Any) -> None:
-    """Raise an error in every unfinished request of vLLM's `AsyncLLM`, which leaves some waiting at its shutdown.
+    """Raise an error in every unfinished request of vLLM's `AsyncLLM`, whose shutdown leaves some waiting.
 
-    To be called on its event loop.
+    To be called on the event loop of `engine`.
     """
     from vllm.v1.engine.exceptions import EngineDeadError
 

@@ -1,11 +1,11 @@
-"""Qwen3.5's MTP head in vLLM, drafting from a part of the vocabulary where the checkpoint has a draft head.
+"""Qwen3.5's MTP head in vLLM, which drafts from a part of the vocabulary if the checkpoint has a draft head.
 
-`slimqwen.checkpoint.draft_head` names the tensors of the draft head and the key of config.json that announces them. The
-target verifies every draft with its whole vocabulary, so the draft head affects only how many drafts are accepted.
-Without the key the model is vLLM's own class.
+`slimqwen.checkpoint.draft_head` describes the tensors of the draft head and the key of config.json that announces them.
+The target verifies every draft with its whole vocabulary, so the draft head affects only how many drafted tokens are
+accepted. Without the key, the model is an instance of vLLM's own class.
 
-Registered over vLLM's class by `slimqwen.vllm_plugin.engine_fixes.register`, on every device. This module imports
-vLLM's model classes, so vLLM imports it when it needs the class and not before.
+`slimqwen.vllm_plugin.engine_fixes.register` registers the class in place of vLLM's, on every device. This module
+imports vLLM's model classes, so vLLM imports it only when it needs the class.
 """
 
 from collections.abc import Iterable, Iterator
@@ -25,7 +25,7 @@ _CURE = "make the checkpoint anew with the stage trim_draft_vocab"
 
 
 class DraftVocabularyMTP(Qwen3_5MTP):  # type: ignore[misc]  # vLLM is not followed by the type checker
-    """The MTP head with an output head of its own, whose rows stand for the token ids that it may draft.
+    """The MTP head with an output head of its own, which has a row for each token id that may be drafted.
 
     Args:
         vllm_config: vLLM's configuration.
@@ -36,7 +36,7 @@ class DraftVocabularyMTP(Qwen3_5MTP):  # type: ignore[misc]  # vLLM is not follo
     """
 
     def __new__(cls, *, vllm_config: Any, prefix: str = "") -> Any:
-        """An instance of this class where config.json announces a draft head, else of vLLM's own."""
+        """Make an instance of this class if config.json announces a draft head, else of vLLM's own class."""
         if getattr(vllm_config.model_config.hf_text_config, _SIZE_KEY, None) is None:
             return Qwen3_5MTP(vllm_config=vllm_config, prefix=prefix)
         return super().__new__(cls)
@@ -46,32 +46,32 @@ class DraftVocabularyMTP(Qwen3_5MTP):  # type: ignore[misc]  # vLLM is not follo
         rows = getattr(self.config, _SIZE_KEY)
         if not isinstance(rows, int) or not 0 < rows <= self.config.vocab_size:
             raise PluginError(
-                f"{_SIZE_KEY} is {rows!r}, the vocabulary has {self.config.vocab_size} ids; {_CURE}"
+                f"{_SIZE_KEY} is {rows!r}, but the vocabulary has {self.config.vocab_size} ids; {_CURE}"
             )
         if not get_pp_group().is_last_rank:
             return
-        # Below `model`, where the names of the checkpoint lead vLLM's loader. The shared output head stays beside it.
-        # GPUs share its rows; each has all ids, because logits and maxima are gathered from all of them.
+        # Below `model`, where vLLM's loader looks for the names of the checkpoint. The shared output head stays too.
+        # GPUs share the rows; each has all ids, because logits and maxima are gathered from all GPUs.
         self.model.draft_head = ParallelLMHead(rows, self.config.hidden_size)
         self.model.draft_head.token_ids = torch.nn.Parameter(torch.arange(rows), requires_grad=False)
         self.draft_logits_processor = LogitsProcessor(rows)
 
     def compute_logits(self, hidden_states: torch.Tensor, spec_step_idx: int = 0) -> torch.Tensor:
-        """Scores of the whole vocabulary: [tokens, hidden] -> [tokens, vocabulary], minus infinity for other ids."""
+        """Scores, [tokens, hidden] -> [tokens, vocabulary]: minus infinity for ids that may not be drafted."""
         scores = self.draft_logits_processor(self.model.draft_head, hidden_states)
         all_scores = scores.new_full((*scores.shape[:-1], self.config.vocab_size), float("-inf"))
         return all_scores.index_copy_(-1, self.model.draft_head.token_ids, scores)
 
     def get_top_tokens(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """Greedy drafts, where the speculative config has use_local_argmax_reduction: [tokens, hidden] -> [tokens]."""
+        """Greedily drafted ids, [tokens, hidden] -> [tokens]; vLLM calls it under use_local_argmax_reduction."""
         rows = self.draft_logits_processor.get_top_tokens(self.model.draft_head, hidden_states)
         return self.model.draft_head.token_ids[rows]
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
-        """Load the checkpoint's tensors; check those of the draft head.
+        """Load the tensors of the checkpoint, and check those of the draft head.
 
         Raises:
-            PluginError: a tensor of the draft head is missing, or does not fit the config.
+            PluginError: a tensor of the draft head is missing, or does not fit config.json.
         """
         if not get_pp_group().is_last_rank:
             loaded: set[str] = super().load_weights(weights)
@@ -81,7 +81,7 @@ class DraftVocabularyMTP(Qwen3_5MTP):  # type: ignore[misc]  # vLLM is not follo
         missing = sorted(f"{_PREFIX}{part}" for part in ("weight", "token_ids") if part not in seen)
         if missing:
             raise PluginError(
-                f"config.json announces a draft head and the checkpoint lacks {' and '.join(missing)}; {_CURE}"
+                f"config.json announces a draft head, but the checkpoint lacks {' and '.join(missing)}; {_CURE}"
             )
         return loaded
 
@@ -97,7 +97,7 @@ class DraftVocabularyMTP(Qwen3_5MTP):  # type: ignore[misc]  # vLLM is not follo
                 if tuple(tensor.shape) != shapes.get(part):
                     expected = list(shapes[part]) if part in shapes else "no such tensor"
                     raise PluginError(f"{name} is {list(tensor.shape)}, config.json says {expected}; {_CURE}")
-                # In a rehearsal of a start tensors have no content.
+                # Tensors have no content in the rehearsal of a start.
                 if part == "token_ids" and not tensor.is_meta:
                     self._check_ids(name, tensor)
                 seen.add(part)
@@ -107,6 +107,8 @@ class DraftVocabularyMTP(Qwen3_5MTP):  # type: ignore[misc]  # vLLM is not follo
         size = self.config.vocab_size
         if ids.is_floating_point() or int(ids.min()) < 0 or int(ids.max()) >= size:
             content = f"{ids.min().item()} to {ids.max().item()} in {ids.dtype}"
-            raise PluginError(f"{name} holds {content}, the vocabulary has ids 0 to {size - 1}; {_CURE}")
+            raise PluginError(
+                f"{name} has {content}, but the ids of the vocabulary are 0 to {size - 1}; {_CURE}"
+            )
         if not bool((ids.diff() > 0).all()):
             raise PluginError(f"{name} does not ascend: an id is repeated or out of order; {_CURE}")

@@ -1,6 +1,6 @@
 """Endpoint plugin of vLLM's API server: request limits and the thinking budget.
 
-vLLM loads such a plugin only where `VLLM_PLUGINS` names it: `slimqwen.serving.command` does.
+vLLM loads such a plugin only if `VLLM_PLUGINS` names it; `slimqwen.serving.command` sets that variable.
 """
 
 from typing import Any
@@ -18,9 +18,9 @@ class Endpoints:
         """Put the limits and the thinking budget in place.
 
         Raises:
-            EngineFixError: this vLLM is not the one these were written for.
+            EngineFixError: the installed vLLM is not the one for which these were written.
         """
-        # Added before vLLM's own middleware, so behind the API key; the last one added is the outermost.
+        # The last middleware added is the outermost: these come before vLLM's own, so they run after its key check.
         app.add_middleware(request_limits.RefusedStreams)
         app.add_middleware(request_limits.BodyLimit)
         request_limits.answer_overload(app)

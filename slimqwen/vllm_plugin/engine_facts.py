@@ -1,8 +1,8 @@
-"""Engine facts: the configuration of a started engine in a plan's terms, and its differences from the plan.
+"""Engine facts: the configuration of a started engine in the terms of a plan, and its differences from the plan.
 
-`slimqwen.serving.command` names `EngineFacts` by vLLM's `--worker-extension-cls`, because the worker alone knows its
-backends and graphs; the API server's own configuration, which `/metrics` states as cache_config_info, knows the rest.
-A plan reads the configuration that it resolves by the same functions (`slimqwen.plan.resolution`).
+Only the worker knows its backends and graphs, so `slimqwen.serving.command` passes `EngineFacts` to vLLM with
+`--worker-extension-cls`. The rest is in the API server's configuration, which `/metrics` shows as cache_config_info.
+A plan is made with the same functions (`slimqwen.plan.resolution`).
 """
 
 import logging
@@ -19,12 +19,12 @@ VARIABLE = "SLIMQWEN_PLAN"
 
 
 class PlanExpectation(BaseModel):
-    """Planned facts that a started engine is compared with.
+    """The planned facts with which a started engine is compared.
 
     Attributes:
-        plan: vLLM and device of the plan, for the log.
-        facts: planned values by name.
-        tolerances: name -> largest difference as a share of the planned number; others have to be equal.
+        plan: version of vLLM and device of the plan, for the log.
+        facts: name -> planned value.
+        tolerances: name -> largest difference, as a share of the planned number; all other facts have to be equal.
         required: whether the server ends if a fact differs.
     """
 
@@ -37,39 +37,39 @@ class PlanExpectation(BaseModel):
 
 
 class AttentionLayers(BaseModel):
-    """Layers of one kind with one backend."""
+    """The layers of one kind that have the same backend."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    layer: str = Field(description="vLLM's class")
+    layer: str = Field(description="vLLM's class of the layers")
     backend: str
     kv_cache_dtype: str
-    prefill: str = Field(description="implementation of a Gated DeltaNet prefill; empty for others")
-    drafts: bool = Field(description="whether they belong to the MTP head")
+    prefill: str = Field(description="implementation of a Gated DeltaNet prefill; empty for other layers")
+    drafts: bool = Field(description="whether the layers belong to the MTP head")
     count: int
 
 
 class EngineFacts:
-    """Worker extension: one method that the API server calls by its name."""
+    """Extension of vLLM's worker with one method, which the API server calls by name."""
 
     vllm_config: Any
     model_runner: Any
 
     def slimqwen_engine_facts(self) -> dict[str, Any]:
-        """Backends and CUDA graphs of this worker."""
+        """Attention backends and CUDA graphs of this worker."""
         config = self.vllm_config
         return {**backend_facts(attention_layers(config)), **graph_facts(config, self.model_runner)}
 
 
 async def collect_facts(app: Any) -> dict[str, Any]:
-    """Every fact of the engine of vLLM's started application."""
+    """Every fact of the engine, from vLLM's application `app` after its start."""
     config = app.state.vllm_config
     (worker, *_) = await app.state.engine_client.collective_rpc(EngineFacts.slimqwen_engine_facts.__name__)
     return {**config_facts(config), **cache_facts(config), **worker}
 
 
 def list_differences(expected: PlanExpectation, actual: Mapping[str, Any]) -> list[str]:
-    """A line for each fact that is not as planned: its name, the planned value, the actual one."""
+    """A line for each fact that differs from the plan: its name, the planned value, the actual value."""
     return [
         f"{name}: planned {planned}, actual {actual.get(name, 'not stated')}"
         for name, planned in expected.facts.items()
@@ -84,7 +84,7 @@ def _agree(planned: Any, actual: Any, tolerance: float) -> bool:
 
 
 def config_facts(config: Any) -> dict[str, Any]:
-    """Facts of vLLM's configuration, before blocks are aligned and graphs resolved."""
+    """Facts that vLLM's configuration has before blocks are aligned and graphs are resolved."""
     cache, scheduler, compilation = config.cache_config, config.scheduler_config, config.compilation_config
     speculation = config.speculative_config
     return {
@@ -108,7 +108,7 @@ def config_facts(config: Any) -> dict[str, Any]:
 
 
 def cache_facts(config: Any) -> dict[str, Any]:
-    """The KV cache of a started engine, as `vllm:cache_config_info` states it."""
+    """Facts of the KV cache of a started engine, as the metric `vllm:cache_config_info` shows them."""
     cache = config.cache_config
     return {
         "block_size": cache.block_size,
@@ -119,7 +119,7 @@ def cache_facts(config: Any) -> dict[str, Any]:
 
 
 def attention_layers(config: Any) -> list[AttentionLayers]:
-    """The backend of every layer that keeps a cache, grouped by kind; from vLLM's configuration after the models."""
+    """The layers with a cache, grouped by kind and backend; `config` is vLLM's, after the models were built."""
     layers: list[AttentionLayers] = []
     for name, layer in config.compilation_config.static_forward_context.items():
         if not hasattr(layer, "get_attn_backend"):
@@ -141,7 +141,7 @@ def attention_layers(config: Any) -> list[AttentionLayers]:
 
 
 def backend_facts(kinds: Iterable[AttentionLayers]) -> dict[str, str]:
-    """Kind of layer -> its backend, in words."""
+    """Kind of layers -> their backend, in words."""
     return {
         f"{'draft ' if kind.drafts else ''}{kind.layer}": ", ".join(
             part
@@ -158,7 +158,7 @@ def backend_facts(kinds: Iterable[AttentionLayers]) -> dict[str, str]:
 
 
 def graph_facts(config: Any, runner: Any) -> dict[str, Any]:
-    """CUDA graphs of a started worker: the mode after vLLM's fallbacks, and for runner V2 what it captured."""
+    """CUDA graphs of a started worker: the mode after vLLM's fallbacks, and for runner V2 the captured sizes."""
     facts: dict[str, Any] = {"graph_mode": config.compilation_config.cudagraph_mode.name}
     if config.use_v2_model_runner:
         facts["captured_graphs"] = captured_sizes(runner.cudagraph_manager)
@@ -166,16 +166,16 @@ def graph_facts(config: Any, runner: Any) -> dict[str, Any]:
 
 
 def captured_sizes(manager: Any) -> dict[str, list[int]]:
-    """Mode -> tokens of each graph of vLLM's V2 CudaGraphManager for the target; None is one without graphs."""
+    """Mode -> tokens of each graph that vLLM's V2 CudaGraphManager captured; empty if `manager` is None."""
     kinds = manager._capture_descs if manager is not None else {}
     return {mode.name: sorted({graph.num_tokens for graph in graphs}) for mode, graphs in kinds.items()}
 
 
 async def compare_with_plan(app: Any) -> bool:
-    """Compare the started engine with its plan and log the differences.
+    """Compare the started engine with its plan, and log the differences.
 
     Returns:
-        False if it differs although REQUIRE_PLAN=1.
+        False if the engine differs from its plan and REQUIRE_PLAN=1 is set.
     """
     if VARIABLE not in os.environ:
         return True
@@ -190,7 +190,7 @@ async def compare_with_plan(app: Any) -> bool:
         logger.info("As planned (%s): all of %d facts", expected.plan, len(expected.facts))
     elif expected.required:
         logger.error(
-            "PlanError: REQUIRE_PLAN=1, and the engine differs from its plan (%s): %s; plan anew with "
+            "PlanError: REQUIRE_PLAN=1, and the engine differs from its plan (%s): %s; make a new plan with "
             "`slimqwen plan --record`, or serve without REQUIRE_PLAN",
             expected.plan,
             "; ".join(lines),

@@ -1,7 +1,7 @@
-"""The error of the code inside vLLM's processes; engine fixes have `EngineFixError`."""
+"""The error that code inside vLLM's processes raises; engine fixes raise `EngineFixError`."""
 
 from slimqwen.errors import SlimqwenError
 
 
 class PluginError(SlimqwenError):
-    """A plugin of this package that vLLM does not load, or that cannot do its work in vLLM's process."""
+    """vLLM does not load a plugin of this package, or the plugin cannot do its work in vLLM's process."""

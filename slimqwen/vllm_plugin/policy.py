@@ -1,4 +1,4 @@
-"""Serving policy: settings of a config.env besides vLLM's flags, passed to vLLM's processes in one variable."""
+"""Serving policy: the settings of config.env that are no flags of vLLM, passed to its processes in one variable."""
 
 import os
 
@@ -10,10 +10,10 @@ VARIABLE = "SLIMQWEN_POLICY"
 
 
 class Policy(BaseModel):
-    """Settings of the variant for the plugins inside vLLM's process.
+    """Settings of a variant for the plugins inside vLLM's processes.
 
     Attributes:
-        require_warmup: whether a failed warm-up ends the server, instead of serving without it.
+        require_warmup: whether a failed warm-up ends the server; otherwise the server becomes ready without warm-up.
         max_body_bytes: largest request body, bytes.
         thinking_token_budget: thinking tokens of a request that sets no budget; None for no limit.
     """
@@ -33,5 +33,5 @@ def variant_policy(variant: Variant) -> Policy:
 
 
 def read_policy() -> Policy:
-    """The policy of the server in this process."""
+    """The policy of the server that runs in this process."""
     return Policy.model_validate_json(os.environ.get(VARIABLE, "{}"))

@@ -1,7 +1,8 @@
 """Readiness middleware of vLLM's API server: not ready before the warm-up, while draining, or without an engine.
 
-`slimqwen.serving.command` names `Readiness` by vLLM's `--middleware`. It decides by a request's path alone; bodies pass
-it untouched, and answers too, but for those that the end of the server or of its engine cuts (`cut_answers`).
+`slimqwen.serving.command` passes `Readiness` to vLLM with `--middleware`. The middleware decides only by a request's
+path. Bodies of requests pass unchanged, and so do all responses that shutdown or engine death does not cut
+(`cut_answers`).
 """
 
 import asyncio
@@ -24,13 +25,13 @@ _PROBES = frozenset({"/health", "/ping"})
 _SHUTS_DOWN = "the server is shutting down"
 _UNAVAILABLE = HTTPStatus.SERVICE_UNAVAILABLE
 _POLL_S = 0.5
-"""How often to look whether the engine lives; vLLM looks every 5 s."""
+"""Interval of the checks whether the engine is alive, seconds; vLLM's own interval is 5 s."""
 
 _ENGINE_END_S = 5
-"""How long an engine may take to end. Without a drain vLLM kills it at once, and its shared memory stays."""
+"""How long an engine may take to end, seconds. Without a drain vLLM kills it at once and leaves its shared memory."""
 
 _LAST_WORDS_S = 3
-"""How long clients may take to read the rest of their answers once there is no engine any more."""
+"""How long clients may take to read the rest of their responses after the engine has ended, seconds."""
 
 
 _DELAYS = Summary(host_load.SERVER_DELAYS, "Delay of a timer in the server's event loop, seconds.")
@@ -42,17 +43,16 @@ async def _observe_delays() -> None:
 
 
 class Readiness:
-    """503 for /health and /ping until the warm-up has run; 503 for every new request while the server drains.
+    """Returns 503 for /health and /ping until the warm-up has run, and for every new request while the server drains.
 
-    A request that a shutdown or the engine's death interrupts gets 503 with Retry-After too, or an error event in its
-    stream.
+    A request that shutdown or engine death interrupts gets 503 with Retry-After too, or an error event in its stream.
 
-    Before the warm-up the engine is compared with its plan; with REQUIRE_PLAN=1 one that differs is never ready.
+    Before the warm-up the engine is compared with its plan. Under REQUIRE_PLAN=1 an engine that differs is never ready.
 
-    A server whose engine dies ends with exit code 1. vLLM ends it with 0, so that an orchestrator that restarts on
-    failure would not, and waits without end for a client that does not read. Goes away when `run_server` in
-    vllm/entrypoints/launchers/api_server/entry.py raises after an engine's death, and `serve_http` gives uvicorn a
-    `timeout_graceful_shutdown`.
+    A server whose engine dies ends with exit code 1. vLLM itself would end with 0, after which an orchestrator that
+    restarts on failure does nothing, and would wait for ever for a client that does not read. Remove this part when
+    `run_server` in vllm/entrypoints/launchers/api_server/entry.py raises after an engine's death and `serve_http` gives
+    uvicorn a `timeout_graceful_shutdown`.
     """
 
     def __init__(self, app: ASGIApp, warm: Callable[[Any], Awaitable[None]] = warm_up.send_warm_up) -> None:
@@ -66,7 +66,7 @@ class Readiness:
         self._tasks: list[asyncio.Task[None]] = []
 
     def __call__(self, scope: Scope, receive: Receive, send: Send) -> Awaitable[None]:
-        """Answer, or let the application answer."""
+        """Refuse a request with 503, or pass it to the application."""
         if scope["type"] == "lifespan":
             return self._app(scope, receive, self._follow_lifespan(scope["app"], send))
         if scope["type"] != "http":
@@ -88,7 +88,7 @@ class Readiness:
     def _follow_lifespan(self, app: Any, send: Send) -> Send:
         async def send_and_follow(message: Message) -> None:
             if message["type"] == "lifespan.startup.complete":
-                # At the end vLLM has taken its state off the application.
+                # Remember them now: at the end vLLM has removed its state from the application.
                 engine, server = app.state.engine_client, app.state.server
                 self._engine = engine
                 server.config.timeout_graceful_shutdown = _LAST_WORDS_S
@@ -98,7 +98,7 @@ class Readiness:
                 self._begin(self._watch(server, engine))
                 self._begin(_observe_delays())
                 return
-            # Every answer has been given, or given up. A drain ends the engine too.
+            # Every response has been sent or given up by now. A drain ends the engine too.
             if self._engine is not None and self._engine.errored and not self._is_draining:
                 logger.error("EngineDiedError: the engine died; the server ends with exit code 1")
                 self._begin(self._fail())
@@ -118,7 +118,7 @@ class Readiness:
             await asyncio.sleep(_POLL_S)
 
     def _follow_shutdown(self, engine: Any) -> None:
-        # The first thing that vLLM does about a SIGTERM is this call, which returns when the last answer is given.
+        # After a SIGTERM vLLM first calls this function, which returns when the last response has been sent.
         stock = engine.shutdown
         loop = asyncio.get_running_loop()
 
@@ -127,7 +127,7 @@ class Readiness:
             try:
                 stock(timeout=timeout if timeout is None else max(timeout, _ENGINE_END_S))
             finally:
-                with contextlib.suppress(RuntimeError):  # the loop has ended, and every answer with it
+                with contextlib.suppress(RuntimeError):  # the loop has ended, so no response is open
                     loop.call_soon_threadsafe(cut_answers.fail_unfinished, engine)
 
         engine.shutdown = shutdown
@@ -148,7 +148,7 @@ class Readiness:
         self._is_warm = True
 
     async def _fail(self) -> None:
-        # An engine that ends with its server has not died of itself.
+        # An engine that ends with its server has not died by itself.
         self._is_draining = True
-        # Out of a task this ends the event loop, and with it the engine and the process.
+        # Raised in a task, this exception ends the event loop, and with it the engine and the process.
         raise SystemExit(1)

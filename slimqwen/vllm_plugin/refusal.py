@@ -1,4 +1,4 @@
-"""Error responses in the form of vLLM's own, and which responses are streams."""
+"""Error responses in the form of vLLM's own, and detection of streamed responses."""
 
 from http import HTTPStatus
 
@@ -8,7 +8,7 @@ from starlette.types import Message
 
 
 def refusal(status: HTTPStatus, reason: str, retry_after_s: int | None = None) -> JSONResponse:
-    """An error response; with the header Retry-After where seconds are given."""
+    """An error response; it has the header Retry-After if `retry_after_s` is given."""
     error = {"message": reason, "type": status.phrase, "param": None, "code": status.value}
     headers = {"Retry-After": str(retry_after_s)} if retry_after_s is not None else None
     return JSONResponse({"error": error}, status.value, headers)

@@ -1,8 +1,8 @@
 """Request limits inside vLLM's API server: a request over a limit is refused at once, with the reason.
 
-vLLM limits its queue (`--max-num-queued-reqs`, `--max-num-queued-tokens`) and refuses prompts and answers that exceed
-the context. This module adds a limit of bodies, an error instead of a silently shortened answer, and 429 with
-Retry-After instead of a bare 503 under overload; and a thinking budget for requests that set none.
+vLLM limits its queue (`--max-num-queued-reqs`, `--max-num-queued-tokens`) and refuses prompts that exceed the context.
+This module adds a limit of bodies, an error instead of a silently shortened response, 429 with Retry-After instead of a
+bare 503 under overload, and a thinking budget for requests that set none.
 """
 
 import functools
@@ -31,18 +31,18 @@ _COUNTING = (
     "vllm.entrypoints.openai.chat_completion.batch_serving",
     _COMPLETIONS,
 )
-"""Modules that take the longest answer to a request from vLLM's `get_max_tokens`."""
+"""Modules that get the longest allowed response to a request from vLLM's `get_max_tokens`."""
 
 
 class BodyLimit:
-    """413 for a body over the policy's limit, before any of it is parsed; other requests pass untouched."""
+    """Returns 413 for a body over the policy's limit, before any of it is parsed; other requests pass unchanged."""
 
     def __init__(self, app: ASGIApp, max_bytes: int | None = None) -> None:
         self._app = app
         self._max_bytes = policy.read_policy().max_body_bytes if max_bytes is None else max_bytes
 
     def __call__(self, scope: Scope, receive: Receive, send: Send) -> Awaitable[None]:
-        """Answer, or let the application answer."""
+        """Refuse a request with 413, or pass it to the application."""
         if scope["type"] == "http":
             for name, value in scope["headers"]:
                 if name == b"content-length" and int(value) > self._max_bytes:
@@ -76,23 +76,23 @@ class BodyLimit:
     def _too_large(self) -> Response:
         return refusal(
             HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
-            f"the body is larger than {self._max_bytes} bytes, the limit here",
+            f"the body is larger than {self._max_bytes} bytes, the limit of this server",
         )
 
 
 class RefusedStreams:
-    """The status of the error, not 200, for a stream that begins with an error; other answers pass unchanged.
+    """Gives a stream that begins with an error the status of the error, not 200; other responses pass unchanged.
 
-    vLLM checks for room in its queue before it begins a stream and again after, and of simultaneous streams some pass
-    only the first check. The status of a stream is therefore sent together with its first event.
-    To be removed when vLLM reserves a place in the queue at its first check.
+    vLLM checks for room in its queue before it begins a stream, and again after; some of several simultaneous streams
+    pass only the first check. The status of a stream is therefore sent together with its first event. Remove this class
+    when vLLM reserves a place in the queue at its first check.
     """
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
 
     def __call__(self, scope: Scope, receive: Receive, send: Send) -> Awaitable[None]:
-        """Let the application answer."""
+        """Pass a request to the application, and hold back the status of a stream until its first event."""
         if scope["type"] != "http" or scope["method"] != "POST":
             return self._app(scope, receive, send)
         held_start: Message | None = None
@@ -119,12 +119,12 @@ class RefusedStreams:
 
 
 def _error_response(event: bytes) -> Response | None:
-    """The response in place of a stream that begins with this event; None where the event is no error."""
+    """The response that replaces a stream which begins with `event`; None if the event is no error."""
     if not event.startswith(b'data: {"error"'):
         return None
     answer = json.loads(event.splitlines()[0].removeprefix(b"data: "))
     status, kind = answer["error"]["code"], answer["error"]["type"]
-    # vLLM uses this type for full queues.
+    # vLLM's errors about a full queue have this type.
     if (status, kind) == (HTTPStatus.SERVICE_UNAVAILABLE, HTTPStatus.SERVICE_UNAVAILABLE.phrase):
         return _too_many(answer["error"]["message"])
     return JSONResponse(answer, status)
@@ -135,7 +135,7 @@ def _too_many(reason: str) -> Response:
 
 
 def answer_overload(app: Any) -> None:
-    """Let vLLM's application, before it is started, answer 429 with Retry-After, not 503, where its queue is full."""
+    """Make vLLM's application, before its start, return 429 with Retry-After instead of 503 if its queue is full."""
     from vllm.exceptions import MaxQueuedTokensError, QueueOverflowError
 
     async def too_many(request: Request, error: Exception) -> Response:
@@ -146,11 +146,11 @@ def answer_overload(app: Any) -> None:
 
 
 def refuse_unreadable_bodies(app: Any) -> None:
-    """Let vLLM's application answer 400, not 500, where its reading of a body fails on a value of the wrong type.
+    """Make vLLM's application return 400 instead of 500 if reading a body fails on a value of the wrong type.
 
     vLLM reads some values before pydantic has checked their types: it calls `get` on `structured_outputs` even if that
-    is a string. Errors after the reading of the body stay vLLM's. To be removed when `check_structured_outputs_count`
-    in vllm/entrypoints/openai/chat_completion/protocol.py refuses values that are no objects.
+    is a string. Errors after the body was read keep vLLM's status. Remove this function when
+    `check_structured_outputs_count` in vllm/entrypoints/openai/chat_completion/protocol.py refuses such values.
     """
 
     async def unreadable(request: Request, error: Exception) -> Response:
@@ -165,15 +165,15 @@ def refuse_unreadable_bodies(app: Any) -> None:
 
 
 def refuse_longer_answers() -> None:
-    """Let vLLM refuse a request whose prompt and `max_tokens` exceed the context, or the variant's longest answer.
+    """Make vLLM refuse a request whose prompt and `max_tokens` exceed the context, or the variant's longest response.
 
-    vLLM silently answers such a request with fewer tokens than requested. A request without `max_tokens` still gets the
-    tokens that fit; so does a completion that names the default, which looks the same. Chats and completions only:
-    `/v1/responses` has a count of its own. To be removed when `get_max_tokens` in
+    vLLM silently generates fewer tokens than such a request asks for. A request without `max_tokens` still gets the
+    tokens that fit, and so does a completion that names the default, which looks the same. Only chats and completions
+    are covered: `/v1/responses` has its own count. Remove this function when `get_max_tokens` in
     vllm/entrypoints/serve/utils/api_utils.py raises.
 
     Raises:
-        EngineFixError: this vLLM is not the one it was written for.
+        EngineFixError: the installed vLLM is not the one for which the function was written.
     """
     from vllm.entrypoints.openai.completion.protocol import CompletionRequest
     from vllm.exceptions import VLLMValidationError
@@ -191,7 +191,7 @@ def refuse_longer_answers() -> None:
         if max_tokens is not None and max_tokens > room and max_tokens != default:
             raise VLLMValidationError(
                 f"max_tokens={max_tokens} exceeds the limit: at most {room} for a prompt of {input_length} tokens; "
-                f"the context is {max_model_len} tokens, prompt and answer together",
+                f"the context is {max_model_len} tokens, prompt and response together",
                 parameter="max_tokens",
                 value=max_tokens,
             )
@@ -206,14 +206,14 @@ def refuse_longer_answers() -> None:
 
 
 def forget_unsent_requests() -> None:
-    """Let vLLM forget a request that it could not send to its engine, and refuse it with the reason.
+    """Make vLLM forget a request that it could not send to its engine, and refuse it with the reason.
 
     vLLM keeps such a request in its queue for ever: after `--max-num-queued-reqs` requests with a `top_k` beyond 64
-    bits every later request is refused while /health answers 200. To be removed when `_add_request` in
-    vllm/v1/engine/async_llm.py aborts requests that it could not send, as `add_request` does where n > 1.
+    bits, every later request is refused while /health returns 200. Remove this function when `_add_request` in
+    vllm/v1/engine/async_llm.py aborts requests that it could not send, as `add_request` does if n > 1.
 
     Raises:
-        EngineFixError: this vLLM is not the one it was written for.
+        EngineFixError: the installed vLLM is not the one for which the function was written.
     """
     from vllm.exceptions import VLLMValidationError
     from vllm.v1.engine.async_llm import AsyncLLM
@@ -240,14 +240,14 @@ def forget_unsent_requests() -> None:
 
 
 def refuse_chosen_logprobs_of_drafts() -> None:
-    """Let vLLM refuse `logprob_token_ids` beside speculative decoding, as it refuses min_p.
+    """Make vLLM refuse `logprob_token_ids` with speculative decoding, as it refuses min_p.
 
-    Its rejection sampler takes the log-probabilities of the named tokens for those of the whole vocabulary, and the
-    engine dies: one chat, or any request to /generative_scoring, ends the server. To be removed when
-    `_get_logprobs_tensors` in vllm/v1/sample/rejection_sampler.py reads them, or vLLM refuses them itself.
+    vLLM's rejection sampler treats the log-probabilities of the named tokens as those of the whole vocabulary, and the
+    engine dies: one chat, or any request to /generative_scoring, ends the server. Remove this function when
+    `_get_logprobs_tensors` in vllm/v1/sample/rejection_sampler.py supports such requests, or vLLM itself refuses them.
 
     Raises:
-        EngineFixError: this vLLM is not the one it was written for.
+        EngineFixError: the installed vLLM is not the one for which the function was written.
     """
     from vllm.exceptions import VLLMValidationError
     from vllm.sampling_params import SamplingParams
@@ -264,13 +264,13 @@ def refuse_chosen_logprobs_of_drafts() -> None:
 
 
 def limit_thinking(budget: int) -> None:
-    """Give a thinking budget to every chat, completion and response without one.
+    """Give a thinking budget to every request (chat, completion, response) that sets none.
 
     Args:
-        budget: tokens between `<think>` and `</think>`.
+        budget: largest number of tokens between `<think>` and `</think>`.
 
     Raises:
-        EngineFixError: this vLLM is not the one it was written for.
+        EngineFixError: the installed vLLM is not the one for which the function was written.
     """
     from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
     from vllm.entrypoints.openai.completion.protocol import CompletionRequest

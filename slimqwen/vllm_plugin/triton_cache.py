@@ -1,4 +1,4 @@
-"""Triton's compiled kernels inside vLLM's processes: look-up in a cache that was moved, and a log of compilations."""
+"""Triton's compiled kernels inside vLLM's processes: look-up in a cache that was moved, and a log of new ones."""
 
 import json
 import logging
@@ -12,10 +12,10 @@ logger = logging.getLogger(__name__)
 
 
 def find_beside_group_file() -> None:
-    """Let Triton look for a kernel's files beside their group file; otherwise no cache could be moved.
+    """Make Triton look for the files of a kernel beside their group file; otherwise no cache could be moved.
 
-    The group file holds absolute paths (`FileCacheManager.put_group` in triton/runtime/cache.py). To be removed when
-    `get_group` there uses only the names of the files.
+    The group file has absolute paths (`FileCacheManager.put_group` in triton/runtime/cache.py). Remove this function
+    when `get_group` there uses only the names of the files.
     """
     from triton.runtime.cache import FileCacheManager
 
@@ -26,7 +26,7 @@ def find_beside_group_file() -> None:
         try:
             names = json.loads(Path(group_file).read_bytes())["child_paths"]
         except (OSError, ValueError, KeyError):
-            return None  # as the stock function: Triton compiles anew
+            return None  # as from the stock function: Triton then compiles the kernel
         paths = {name: self.get_file(name) for name in names}
         return {name: path for name, path in paths.items() if path is not None}
 
@@ -34,10 +34,10 @@ def find_beside_group_file() -> None:
 
 
 def log_compilations(folder: Path) -> None:
-    """Log every kernel that is compiled although kernels were compiled ahead.
+    """Log every kernel that Triton compiles because it is not among those that were compiled ahead.
 
     Args:
-        folder: Triton's cache, with the kernels that were compiled ahead.
+        folder: folder of Triton's cache, with the kernels that were compiled ahead.
     """
     from triton import knobs
 

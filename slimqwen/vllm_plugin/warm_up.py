@@ -1,6 +1,6 @@
 """Warm-up: requests that cover every batch size and chat prefix before the server counts as ready.
 
-They reach the server's application inside its process: like those of a client, but without a socket.
+The requests are sent to the server's application inside its process: like those of a client, but without a socket.
 """
 
 import asyncio
@@ -19,14 +19,14 @@ logger = logging.getLogger(__name__)
 _STREAM = {"stream": True, "stream_options": {"include_usage": True}}
 
 FAILED = "WarmUpError: the warm-up failed"
-"""Beginning of the line in the server's log after a failed warm-up."""
+"""Beginning of the log line about a failed warm-up."""
 
 _TOKENS = 16
-"""Output tokens of each warm-up request: a few decode steps."""
+"""Output tokens of each warm-up request, enough for a few decode steps."""
 
 
 async def send_warm_up(app: Any) -> None:
-    """Send the warm-up requests to vLLM's started application; log what they covered and how long they took.
+    """Send the warm-up requests to vLLM's application `app` after its start; log what they covered, and their time.
 
     Raises:
         PluginError: a request was refused.
@@ -46,11 +46,11 @@ async def send_warm_up(app: Any) -> None:
             prompts = [f"Warm-up {number}" for number in range(size)]
             await _ask(client, "/v1/completions", {"prompt": prompts, **shape})
         await _ask(client, "/v1/completions", {"prompt": "Warm-up", **shape, **_STREAM})
-        # At the first request with log-probabilities torch compiles a kernel, and all other requests wait.
+        # At the first request with log-probabilities torch compiles a kernel while all other requests wait.
         await _ask(client, "/v1/completions", {"prompt": "Warm-up", "max_tokens": 1, "logprobs": 0})
         chats = has_chat_template(app.state)
         for thinking in (True, False) if chats else ():
-            # The first streamed answer loads code of its own.
+            # The first streamed response loads code that no other response needs.
             for stream_options in ({}, _STREAM):
                 chat = {**_chat("Hello", thinking), **shape, **stream_options}
                 await _ask(client, "/v1/chat/completions", chat)
@@ -59,26 +59,26 @@ async def send_warm_up(app: Any) -> None:
         "Warm-up took %.2f s: batches of %s, %s",
         time.perf_counter() - started,
         ", ".join(map(str, sizes)),
-        "chats with thinking on and off" if chats else "no chats: there is no chat template",
+        "chats with thinking on and off" if chats else "no chats, as there is no chat template",
     )
 
 
 def has_chat_template(state: Any) -> bool:
-    """Whether the server answers chats: a base model's checkpoint has no chat template."""
+    """Whether the server has a chat template, which the checkpoint of a base model lacks."""
     tokenizer = state.engine_client.renderer.tokenizer
     return bool(state.args.chat_template or getattr(tokenizer, "chat_template", None))
 
 
 def batches(config: Any) -> list[int]:
-    """Batch sizes to decode, in turn: those of the CUDA graphs, or powers of two where there are none."""
+    """Batch sizes that the warm-up decodes, in order: those of the CUDA graphs, or powers of two without graphs."""
     max_batch_size = config.scheduler_config.max_num_seqs
-    # A queue limit below max_num_seqs keeps the batch smaller.
+    # A queue limit below max_num_seqs also limits the batch.
     max_batch_size = min(max_batch_size, config.scheduler_config.max_num_queued_reqs or max_batch_size)
     speculation = config.speculative_config
     drafts = speculation.num_speculative_tokens if speculation else 0
     graphs = config.compilation_config.cudagraph_capture_sizes or ()
     if ranges := speculation and speculation.num_speculative_tokens_per_batch_size:
-        # Each range has steps of its own width: its ends, beside the doublings.
+        # Each range of batch sizes has its own K, so its ends are added to the powers of two.
         ends = {size for first, last, _ in ranges for size in (first, last)}
         sizes = ends | {2**power for power in range(max_batch_size.bit_length())}
     else:
@@ -88,7 +88,7 @@ def batches(config: Any) -> list[int]:
 
 
 async def _warm_prefix(client: httpx.AsyncClient, state: Any, thinking: bool) -> None:
-    """Put the prefix of all chats into the prefix cache, and log how many of its tokens the next chat finds there."""
+    """Put the prefix that all chats share into the prefix cache, and log how many of its tokens the next chat finds."""
     name = f"Chat prefix with thinking {'on' if thinking else 'off'}"
     first, second = [
         (await _ask(client, "/tokenize", _chat(message, thinking))).json()["tokens"]
@@ -110,7 +110,7 @@ async def _warm_prefix(client: httpx.AsyncClient, state: Any, thinking: bool) ->
             block,
         )
         return
-    # One token more than the blocks: the recurrent state is kept only at the last whole block of a prompt.
+    # One token more than whole blocks: the recurrent state is kept only at the last whole block of a prompt.
     await _cached_tokens(state, first[: block_tokens + 1])
     cached_tokens = await _cached_tokens(state, second)
     logger.info(
@@ -123,7 +123,7 @@ async def _warm_prefix(client: httpx.AsyncClient, state: Any, thinking: bool) ->
 
 
 async def _cached_tokens(state: Any, prompt: list[int]) -> int:
-    """Compute a prompt; returns how many of its tokens came from the prefix cache."""
+    """Send a prompt, and return how many of its tokens came from the prefix cache."""
     from vllm import SamplingParams
 
     question = {"prompt_token_ids": prompt}
@@ -142,7 +142,7 @@ def _chat(message: str, thinking: bool) -> dict[str, Any]:
 
 
 async def _ask(client: httpx.AsyncClient, path: str, body: dict[str, Any]) -> httpx.Response:
-    # Clients are served meanwhile and may fill the queue, which is no fault of the server.
+    # Clients are served during the warm-up and may fill the queue, which is no fault of the server.
     is_waiting = False
     while (answer := await client.post(path, json=body)).status_code == httpx.codes.TOO_MANY_REQUESTS:
         if not is_waiting:
@@ -151,7 +151,7 @@ async def _ask(client: httpx.AsyncClient, path: str, body: dict[str, Any]) -> ht
             )
             is_waiting = True
         await asyncio.sleep(0.2)
-    # A stream that fails in the middle has status 200.
+    # A stream that fails after its beginning has status 200.
     if answer.status_code != httpx.codes.OK or 'data: {"error"' in answer.text:
         raise PluginError(f"{path} answered {answer.status_code}: {' '.join(answer.text.split())[-300:]}")
     return answer

@@ -116,7 +116,7 @@ def test_an_unfit_python_is_refused_in_one_line(bare_copy):
 
     assert ended.returncode == 2
     assert len(ended.stderr.splitlines()) == 1
-    assert "does not fit" in ended.stderr
+    assert "is not supported" in ended.stderr
     assert not (bare_copy / ".venv").exists()
 
 

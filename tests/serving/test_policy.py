@@ -34,7 +34,7 @@ def test_a_broken_chat_template_is_refused_before_vllm_starts(servable, tmp_path
 @pytest.mark.parametrize("plugin", registration.PLUGINS)
 def test_a_list_that_leaves_out_one_of_the_plugins_is_refused(servable, plugin):
     others = ",".join(name for name in registration.PLUGINS if name != plugin)
-    with pytest.raises(PluginError, match=f"VLLM_PLUGINS={others} leaves out {plugin}; add it"):
+    with pytest.raises(PluginError, match=f"VLLM_PLUGINS={others} leaves out {plugin}; add this name"):
         checks.check_command(servable(f"VLLM_PLUGINS={others}"))
 
 

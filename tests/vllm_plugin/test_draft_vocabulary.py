@@ -230,13 +230,13 @@ def damaged(trimmed: Callable[[int], Path], tmp_path: Path) -> Callable[..., Pat
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        ({"token_ids": torch.arange(256) + 7937}, "token_ids holds 7937 to 8192 in torch.int64, the vocabulary has"),
-        ({"token_ids": torch.arange(256) - 1}, "token_ids holds -1 to 254"),
+        ({"token_ids": torch.arange(256) + 7937}, "token_ids has 7937 to 8192 in torch.int64, but the ids of the"),
+        ({"token_ids": torch.arange(256) - 1}, "token_ids has -1 to 254"),
         ({"token_ids": torch.zeros(256, dtype=torch.int64)}, "token_ids does not ascend"),
         ({"token_ids": torch.arange(255)}, r"token_ids is \[255\], config.json says \[256\]"),
         ({"token_ids": None}, "the checkpoint lacks mtp.draft_head.token_ids"),
         ({"weight": torch.zeros(128, 192).bfloat16()}, r"weight is \[128, 192\], config.json says \[256, 192\]"),
-        ({"announced": 9000}, "mtp_draft_vocab_size is 9000, the vocabulary has 8192 ids"),
+        ({"announced": 9000}, "mtp_draft_vocab_size is 9000, but the vocabulary has 8192 ids"),
     ],
 )  # fmt: skip
 def test_a_damaged_draft_head_is_refused_in_one_line(

@@ -143,7 +143,8 @@ def test_a_start_that_is_not_as_planned_never_becomes_ready_where_the_plan_is_re
     actual = expected.facts["block_size"]
     with (
         pytest.raises(
-            ServingError, match=rf"before it was ready: .*block_size: planned 17, actual {actual}; plan anew"
+            ServingError,
+            match=rf"before it was ready: .*block_size: planned 17, actual {actual}; make a new plan",
         ),
         run_server(command.compared_with_plan(tampered), log=tmp_path / "vllm.log"),
     ):

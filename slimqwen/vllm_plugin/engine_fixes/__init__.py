@@ -1,19 +1,19 @@
-"""CPU-only fixes of vLLM's faults and slow paths, loaded through its entry points `vllm.general_plugins`.
+"""CPU-only patches for faults and slow paths of vLLM, loaded through its entry point group `vllm.general_plugins`.
 
 vLLM calls `register` in each process that it spawns (API server, engine, workers), before the model is built; a forked
-process has what its parent has. It also registers the model class of trimmed draft vocabularies, on every device. That
-is no plugin of its own, because its name would enter VLLM_PLUGINS and so vLLM's compile key.
+process has the patches of its parent. `register` also registers the model class of trimmed draft vocabularies, on every
+device: as a plugin of its own, the class would change VLLM_PLUGINS and so vLLM's compile key.
 
 Each fix is a module of this package:
 
-    WHY: str              what goes wrong without it, for the log
-    install() -> bool     put it in place; False where it already is; EngineFixError where it cannot be
-    is_needed() -> bool   whether this machine needs it; left out where every CPU does
+    WHY: str              what goes wrong without the fix, for the log
+    install() -> bool     install the fix; False if it is installed already; EngineFixError if it cannot be
+    is_needed() -> bool   whether this machine needs the fix; left out if every CPU needs it
     FIXED_IN: str         first version of vLLM without the fault; left out while none is known
 
-Most put a function in the place of one of vLLM's, by `upstream.replace`.
+Most fixes replace a function of vLLM by `upstream.replace`.
 
-`VLLM_PLUGINS`, if set, is a list of the plugins allowed: it must name `slimqwen_engine_fixes`.
+If `VLLM_PLUGINS` is set, it is the list of allowed plugins, and has to name `slimqwen_engine_fixes`.
 """
 
 import functools
@@ -54,21 +54,20 @@ FIXES = (
 
 @functools.cache
 def _log_obsolete_fix(name: str, version: str) -> None:
-    logger.info("Engine fix %s is not needed any more: vLLM %s has not its fault", name, version)
+    logger.info("Engine fix %s is not needed any more: vLLM %s does not have the fault", name, version)
 
 
 def register() -> None:
     """Register the draft vocabulary's model class, install every fix that this machine needs, and log which and why.
 
-    A fix whose fault this vLLM no longer has is not installed, and logged as such.
+    A fix of a fault that the installed vLLM no longer has is not installed, and the log says so.
 
-    An engine and its workers end with the process that started them, on every platform.
-
-    Installs nothing where vLLM's platform is not the CPU. Calling it again changes and logs nothing. What it
-    imports of vLLM is what an engine imports anyway.
+    On every platform, an engine and its workers end with the process that started them. Fixes are installed only if
+    vLLM's platform is the CPU. A second call changes and logs nothing. The modules of vLLM that this function imports
+    are those that an engine imports anyway.
 
     Raises:
-        EngineFixError: a fix is needed, but this vLLM is not the one it was written for.
+        EngineFixError: a fix is needed, but the installed vLLM is not the one for which it was written.
     """
     from vllm import ModelRegistry, __version__
     from vllm.platforms import current_platform

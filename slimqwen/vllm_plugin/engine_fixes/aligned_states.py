@@ -1,13 +1,13 @@
-"""Prefix caching beside MTP on a CPU: Gated DeltaNet states are copied at block boundaries without Triton.
+"""Prefix caching with MTP on a CPU: copy Gated DeltaNet states at block boundaries without Triton.
 
-With prefix caching a hybrid model keeps its states in blocks ("align" mode). Before a step a state moves into the block
-that the step will write; after it, the state at the last full block is set aside for later prefix hits. Beside drafts
-both are Triton kernels alone (`precopy_mamba_align_fused_kernel`, `postprocess_mamba_fused_kernel` in
-`vllm/v1/worker/mamba_utils.py`), so on a CPU the first request ends the engine. Here the same decisions are taken in
-Python, and the bytes are moved by `memmove`.
+With prefix caching a hybrid model keeps its states in blocks ("align" mode). Before a step, a state is copied to the
+block that the step will write; after the step, the state at the last full block is kept for later prefix hits. With
+drafts, only Triton kernels do both (`precopy_mamba_align_fused_kernel`, `postprocess_mamba_fused_kernel` in
+`vllm/v1/worker/mamba_utils.py`), so on a CPU the first request ends the engine. This fix makes the same decisions in
+Python, and copies the bytes with `memmove`.
 
-Goes away when vLLM's CPU platform registers overrides of the two kernels in `register_triton_kernel_overrides`, as it
-does for `batch_memcpy_kernel`.
+Remove this fix when vLLM's CPU platform registers overrides of the two kernels in `register_triton_kernel_overrides`,
+as it does for `batch_memcpy_kernel`.
 """
 
 import ctypes
@@ -19,13 +19,13 @@ import torch
 from slimqwen.vllm_plugin.engine_fixes.upstream import expect, lacks_triton, replace
 
 _FIX = "aligned_states"
-WHY = "without Triton, prefix caching beside MTP ends the engine at its first request"
+WHY = "without Triton, prefix caching with MTP ends the engine at its first request"
 is_needed = lacks_triton
 _BLOCK_ID_BYTES = 4
 
 
 def install() -> bool:
-    """Copy states in Python; False if they are already."""
+    """Make vLLM copy states in Python; False if it does already."""
     from vllm.v1.worker import mamba_utils
 
     context = getattr(mamba_utils, "MambaSpecDecodeGPUContext", None)
@@ -44,16 +44,16 @@ def run_precopy(
     token_bias_gpu: torch.Tensor,
     idx_mapping: torch.Tensor | None,
 ) -> None:
-    """Copy each request's state into the block that the next step writes.
+    """Copy the state of each request to the block that the next step writes.
 
     Args:
         stock: unused.
         self: vLLM's MambaSpecDecodeGPUContext.
         num_reqs: requests in the batch.
         state_idx_gpu: int32 [num_reqs or more], column of the block table that the step writes.
-        src_col_gpu: int32, column that holds the state; -1 for a new request.
-        token_bias_gpu: int32, accepted drafts of the last step.
-        idx_mapping: None: only vLLM's V2 runner, which a CPU does not have, gives one.
+        src_col_gpu: int32, column that has the state now; -1 for a new request.
+        token_bias_gpu: int32, number of accepted drafted tokens of the last step.
+        idx_mapping: always None: only vLLM's V2 runner, which a CPU does not have, passes one.
     """
     if num_reqs == 0 or not self.is_initialized:
         return
@@ -74,19 +74,19 @@ def run_postprocess(
     num_computed_tokens_gpu: torch.Tensor,
     num_draft_tokens_gpu: torch.Tensor,
 ) -> None:
-    """Set the state at the last full block aside, where the accepted tokens of a step went past its end.
+    """Keep the state at the last full block of each request whose accepted tokens went past the end of that block.
 
-    Writes to `num_accepted_tokens_out`: 1 where the state has moved within its own block, else what was accepted.
+    `num_accepted_tokens_out` gets 1 where the state moved within its own block, else the number of accepted tokens.
 
     Args:
         stock: unused.
         self: vLLM's MambaSpecDecodeGPUContext.
         num_reqs: requests in the batch.
-        num_accepted_tokens_gpu: int32 [num_reqs or more], accepted drafts of the step and the token after them.
+        num_accepted_tokens_gpu: int32 [num_reqs or more], accepted drafted tokens of the step, plus the token after.
         mamba_state_idx_gpu: int32, column of the block table that the step has written.
-        num_scheduled_tokens_gpu: int32, tokens of the step, drafts included.
-        num_computed_tokens_gpu: int32, tokens before the step.
-        num_draft_tokens_gpu: int32, drafts of the step.
+        num_scheduled_tokens_gpu: int32, number of tokens of the step, drafted ones included.
+        num_computed_tokens_gpu: int32, number of tokens before the step.
+        num_draft_tokens_gpu: int32, number of drafted tokens of the step.
     """
     if num_reqs == 0 or not self.is_initialized:
         return
@@ -119,12 +119,12 @@ def _per_request(num_reqs: int, *tensors: torch.Tensor) -> Iterator[tuple[int, .
 def _copy_states(context: Any, request: int, source: int, target: int, bias: int) -> None:
     """Copy every state of a request from one column of its block table to another.
 
-    A convolution's window is shifted by `bias` tokens. A recurrent state has a column for each draft, so the one `bias`
-    columns on is taken.
+    The window of a convolution is shifted by `bias` tokens. A recurrent state has a column for each drafted token, so
+    the column `bias` places after `source` is copied.
     """
     from vllm.model_executor.layers.mamba.mamba_utils import is_conv_state_dim_first
 
-    expect(_FIX, not is_conv_state_dim_first(), "VLLM_SSM_CONV_STATE_LAYOUT=DS; only SD is known here")
+    expect(_FIX, not is_conv_state_dim_first(), "VLLM_SSM_CONV_STATE_LAYOUT is DS; only SD is supported")
     states = zip(
         context.state_base_addrs.tolist(),
         context.state_block_strides.tolist(),

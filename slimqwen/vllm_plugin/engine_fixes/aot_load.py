@@ -1,11 +1,11 @@
-"""A compiled graph that was saved is loaded again, on a CPU.
+"""Load compiled graphs that were saved on a CPU.
 
-On a CPU vLLM traces once and leaves the graph to torch's own inductor backend. What that saves comes back from disk
-as a plain function, but `_try_load_aot_compiled_fn` in `vllm/compilation/decorators.py` calls `finalize_loading` on
-it, a method of the serialisable function of vLLM's own backend, which a GPU uses. The load fails at its last step
-with "'function' object has no attribute 'finalize_loading'" and every start compiles anew.
+On a CPU vLLM traces once and leaves the graph to torch's own inductor backend. The graph that this backend saves is
+loaded as a plain function, but `_try_load_aot_compiled_fn` in `vllm/compilation/decorators.py` calls its method
+`finalize_loading`, which only graphs of vLLM's own backend, for GPUs, have. So loading fails at its last step with
+"'function' object has no attribute 'finalize_loading'", and every start compiles anew.
 
-Goes away when vLLM asks for the method before it calls it, or when torch gives back an object that has it.
+Remove this fix when vLLM checks for the method before it calls it, or when torch returns an object that has it.
 """
 
 from collections.abc import Callable
@@ -18,7 +18,7 @@ WHY = "vLLM cannot load the graphs that torch's inductor backend saved"
 
 
 def install() -> bool:
-    """Give what torch loads the method that vLLM calls; False if that was done before."""
+    """Give the functions that torch loads the method that vLLM calls; False if they have it already."""
     from torch._dynamo import aot_compile_types as upstream
 
     saved = getattr(upstream, "BundledAOTAutogradSerializableCallable", None)
@@ -26,7 +26,7 @@ def install() -> bool:
 
     def load(stock: Callable[[type, bytes], Any], cls: type, data: bytes) -> Any:
         loaded = stock(cls, data)
-        # Nothing is left to do: torch has loaded the kernels already.
+        # The method has nothing to do: torch has loaded the kernels already.
         loaded.finalize_loading = lambda vllm_config: None
         return loaded
 

@@ -1,11 +1,11 @@
-"""The rank of a token among its log-probabilities, counted on a CPU without compiling a kernel for it.
+"""Count the ranks of tokens among log-probabilities on a CPU without compiling a kernel.
 
-vLLM compiles `(x >= values).sum(-1)` by torch (`batched_count_greater_than` in vllm/v1/sample/ops/logprobs.py), to save
-a copy that a GPU would miss: one byte for each token of the vocabulary. The first request with log-probabilities then
-waits for two seconds until it is traced and loaded, and for twenty where no cache has it and a C++ compiler has to make
-it, in servers that compile nothing else too.
+vLLM compiles `(x >= values).sum(-1)` with torch (`batched_count_greater_than` in vllm/v1/sample/ops/logprobs.py) to
+save a copy of one byte per token of the vocabulary, which matters only on a GPU. The first request with
+log-probabilities then waits for two seconds until the kernel is traced and loaded, or for twenty if no cache has it and
+a C++ compiler has to make it, even in servers that compile nothing else.
 
-Goes away when vLLM compiles it on a GPU alone.
+Remove this fix when vLLM compiles the kernel only on a GPU.
 """
 
 from typing import Any
@@ -17,7 +17,7 @@ WHY = "vLLM would compile a kernel at the first request with log-probabilities"
 
 
 def install() -> bool:
-    """Have vLLM's sampler count ranks by torch's own operators; False if it does."""
+    """Make vLLM's sampler count ranks with torch's own operators; False if it does already."""
     from vllm.v1.sample import sampler
 
     count: Any = getattr(sampler.batched_count_greater_than, "_torchdynamo_orig_callable", None)

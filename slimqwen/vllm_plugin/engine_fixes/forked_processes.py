@@ -1,12 +1,12 @@
-"""Engine and worker forked from the API server on a CPU, as vLLM does on a GPU, instead of started anew.
+"""Fork engine and worker from the API server on a CPU, as vLLM does on a GPU, instead of starting new processes.
 
-vLLM's CPU platform sets `spawn` (`CpuPlatform.check_and_update_config` in vllm/platforms/cpu.py): OpenMP reads its
-thread count and its CPUs when it is loaded, and a fork of a process whose OpenMP threads run hangs. So each of the
-three processes imports vLLM, one after the other. Here the API server has one OpenMP thread, which is none beside its
-own, the worker sets what its environment says after the fork, the engine lets go of the API server's port, and neither
-searches what both have inherited for garbage.
+vLLM's CPU platform sets `spawn` (`CpuPlatform.check_and_update_config` in vllm/platforms/cpu.py), because OpenMP reads
+its number of threads and its CPUs when it is loaded, and a fork of a process with running OpenMP threads hangs. So each
+of the three processes imports vLLM, one after the other. With this fix the API server has only one OpenMP thread, its
+own; the worker sets threads and CPUs from its environment after the fork; the engine closes the API server's port; and
+neither searches the objects that it inherited for garbage.
 
-Goes away when vLLM's CPU platform leaves the start method to its user, or imports before it starts its processes.
+Remove this fix when vLLM's CPU platform leaves the start method to its user, or imports before it starts its processes.
 """
 
 import gc
@@ -23,15 +23,15 @@ from slimqwen.vllm_plugin.engine_fixes.upstream import replace
 _FIX = "forked_processes"
 WHY = "vLLM would be imported three times, one process after the other"
 
-# An engine in this process replaces torch's.
+# An engine that runs in this process replaces torch's function.
 set_num_threads = torch.set_num_threads
 _allowed = False
 
 
 def allow() -> None:
-    """Keep OpenMP to one thread in this process from now on, so that it may be forked.
+    """Limit OpenMP to one thread in this process from now on, so that the process may be forked.
 
-    To be called before anything has computed in this process.
+    To be called before anything in this process uses OpenMP.
     """
     global _allowed
     set_num_threads(1)
@@ -39,12 +39,12 @@ def allow() -> None:
 
 
 def is_needed() -> bool:
-    """Whether this process may be forked: it keeps to one thread of OpenMP, and OpenMP is torch's."""
+    """Whether this process may be forked: `allow` was called, and libgomp, torch's OpenMP, is preloaded."""
     return _allowed and "libgomp" in os.environ.get("LD_PRELOAD", "")
 
 
 def install() -> bool:
-    """Have vLLM fork its engine and its workers; False if it does."""
+    """Make vLLM fork its engine and its workers; False if it does already."""
     from vllm.platforms.cpu import CpuPlatform
     from vllm.v1.engine.core import EngineCoreProc
     from vllm.v1.executor.multiproc_executor import WorkerProc
@@ -71,25 +71,25 @@ def install() -> bool:
 
 
 def close_listening_sockets() -> None:
-    """Close this process's listening TCP sockets, or the API server's port would be taken until the engine ends."""
+    """Close this process's listening TCP sockets; otherwise the API server's port is taken until the engine ends."""
     with Path(os.devnull).open("rb") as nothing:
         for connection in psutil.Process().net_connections("tcp"):
             if connection.status == psutil.CONN_LISTEN:
-                # The number stays taken: an object of the API server that holds it must not close another file.
+                # The descriptor stays in use, so that an inherited object which closes it closes no other file.
                 os.dup2(nothing.fileno(), connection.fd)
 
 
 def keep_frozen() -> None:
-    """Let gc.unfreeze do nothing in this process, or what it has inherited is searched for garbage when it ends.
+    """Make gc.unfreeze do nothing in this process; otherwise inherited objects are searched for garbage at its end.
 
-    vLLM unfreezes for engines inside a process that goes on (`Worker.shutdown`, `EngineCore.shutdown`).
+    vLLM unfreezes for the sake of engines in a process that goes on (`Worker.shutdown`, `EngineCore.shutdown`).
     """
     gc.unfreeze = lambda: None
 
 
 def set_threads() -> None:
-    """Set this process's OpenMP threads and their CPUs to what OpenMP would have read from the environment."""
-    # vLLM's executor sets both for the worker that it starts (`OMPProcessManager.configure_omp_envs`).
+    """Set this process's OpenMP threads and their CPUs from the environment, as OpenMP does when it is loaded."""
+    # vLLM's executor sets the variables of both for its worker (`OMPProcessManager.configure_omp_envs`).
     if cpus := os.environ.get("GOMP_CPU_AFFINITY"):
         os.sched_setaffinity(0, {int(cpu) for cpu in cpus.split()})
     cores = min(psutil.cpu_count(logical=False) or 1, len(os.sched_getaffinity(0)))

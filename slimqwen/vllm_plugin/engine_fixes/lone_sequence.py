@@ -1,11 +1,12 @@
-"""The state of a single sequence of which a step has one token, beside drafts on a CPU.
+"""Give vLLM's kernel a contiguous state index for a step with one token of a single sequence, with drafts on a CPU.
 
-With MTP the table of state blocks has a column for each draft, and its first column keeps their stride. Torch counts a
-column of one row as contiguous whatever its stride and copies nothing, but vLLM's kernel looks at the stride. A prompt
-whose last part has one token (2,049 tokens at 2,048 a step) then ends the engine: "tensormust be contiguous at last
-dimension" (`_spec_aware_nonspec` in `vllm/model_executor/layers/mamba/ops/cpu/gdn_attention.py`).
+With MTP the table of state blocks has a column for each drafted token, and a view of its first column has the stride of
+the table. Torch counts a column of one row as contiguous whatever its stride, so it copies nothing, but vLLM's kernel
+checks the stride. A prompt whose last part has one token (2,049 tokens at 2,048 per step) then ends the engine:
+"tensormust be contiguous at last dimension" (`_spec_aware_nonspec` in
+`vllm/model_executor/layers/mamba/ops/cpu/gdn_attention.py`).
 
-Goes away when vLLM's kernel minds no stride of a dimension of one.
+Remove this fix when vLLM's kernel ignores the stride of a dimension of size 1.
 """
 
 from collections.abc import Callable
@@ -16,7 +17,7 @@ import torch
 from slimqwen.vllm_plugin.engine_fixes.upstream import replace
 
 _FIX = "lone_sequence"
-WHY = "beside drafts a prompt whose last part has one token ends the engine"
+WHY = "with drafts, a prompt whose last part has one token ends the engine"
 _KERNEL = "fused_sigmoid_gating_delta_rule_update_cpu"
 _PARAMETERS = (
     "A_log", "dt_bias", "q", "k", "v", "a", "b", "initial_state_source", "initial_state_indices", "cu_seqlens",
@@ -25,7 +26,7 @@ _PARAMETERS = (
 
 
 def install() -> bool:
-    """Hand vLLM's kernel a single state index with the stride that it wants; False if it is handed so already."""
+    """Pass a single state index to vLLM's kernel with the stride that the kernel needs; False if done already."""
     from vllm import _custom_ops
 
     def update_states(

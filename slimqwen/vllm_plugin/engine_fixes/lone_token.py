@@ -1,11 +1,11 @@
-"""The short convolution of a prompt of one token, on a CPU.
+"""Give vLLM's short convolution the stride that it needs for a prompt of one token, on a CPU.
 
-vLLM's C++ kernel, which it takes where the vector unit has bfloat16, wants [channels, tokens] with a stride of all
-channels from token to token. A lone token keeps the stride of the tensor that it was cut from, for torch counts it as
-contiguous whatever its stride and copies nothing; a prompt of one token then ends the engine: "causal_conv1d_fwd_cpu:
-expect x to be transposed".
+vLLM's C++ kernel, used on CPUs whose vector unit has bfloat16, needs [channels, tokens] in which the stride from token
+to token is the number of channels. A single token has the stride of the tensor from which it was cut: torch counts it
+as contiguous whatever its stride, so it copies nothing. A prompt of one token then ends the engine:
+"causal_conv1d_fwd_cpu: expect x to be transposed".
 
-Goes away when vLLM's kernel minds no stride of a dimension of one.
+Remove this fix when vLLM's kernel ignores the stride of a dimension of size 1.
 """
 
 from collections.abc import Callable
@@ -24,7 +24,7 @@ _PARAMETERS = (
 
 
 def install() -> bool:
-    """Have vLLM's CPU attention give a lone token the stride that its kernel wants; False if it does."""
+    """Make vLLM's CPU attention give a single token the stride that its kernel needs; False if it does already."""
     from vllm.model_executor.layers.mamba.ops.cpu import gdn_attention
 
     def convolve(stock: Callable[..., torch.Tensor], *, x: torch.Tensor, **others: Any) -> torch.Tensor:

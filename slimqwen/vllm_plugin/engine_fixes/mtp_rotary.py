@@ -1,14 +1,14 @@
-"""The MTP head of a text-only Qwen3.5 gets the positions that its rotary embedding expects, on a CPU.
+"""Give the MTP head of a text-only Qwen3.5 the positions that its rotary embedding expects, on a CPU.
 
 For a text-only Qwen3.5, `Qwen3_5ForCausalLMConfig` in `vllm/model_executor/models/config.py` removes the M-RoPE
-fields from the target's configuration, but not from the draft's, which was read from the same config.json. The
-proposer (`vllm/v1/spec_decode/llm_base_proposer.py`) asks the draft's and prepares positions of shape
-[3, tokens]; the MTP head is built from the target's and has a rotary embedding for [tokens]. The C++ kernel
-counts the positions it is given and writes three times past the end of query and key: heap corruption, a crash
-or a hang. On CUDA a fused kernel takes the first row of the positions and hides it; no CPU has that kernel,
-with or without Triton.
+fields from the target's configuration, but not from the draft's, which is read from the same config.json. The
+proposer (`vllm/v1/spec_decode/llm_base_proposer.py`) reads the draft's configuration and prepares positions of shape
+[3, tokens]; the MTP head is built from the target's configuration, with a rotary embedding for [tokens]. The C++ kernel
+works on as many positions as it gets, three times the tokens, and writes past the end of query and key: heap
+corruption, a crash or a hang. On CUDA a fused kernel uses only the first row of the positions, which hides the fault;
+no CPU has that kernel, with or without Triton.
 
-Goes away when vLLM removes the fields from both configurations, or when the checkpoint's config.json has none.
+Remove this fix when vLLM removes the fields from both configurations, or when the checkpoint's config.json has none.
 """
 
 from typing import Any
@@ -49,7 +49,7 @@ def install() -> bool:
         def verify_and_update_config(vllm_config: Any) -> None:
             upstream.Qwen3_5ForCausalLMConfig.verify_and_update_config(vllm_config)
             speculative = vllm_config.speculative_config
-            # Only the MTP head shares the target's rotary embedding; other drafts keep their own.
+            # Only the MTP head shares the target's rotary embedding; other draft models have their own.
             if speculative is not None and speculative.method == "mtp":
                 without_mrope(speculative.draft_model_config)
 

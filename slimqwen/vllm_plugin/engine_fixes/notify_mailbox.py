@@ -1,11 +1,12 @@
-"""The mailbox of the sockets by which vLLM's processes wake each other, emptied under load too.
+"""Empty the mailbox of the sockets with which vLLM's processes wake each other, even under steady load.
 
-The engine and its worker read each other's messages in shared memory and look at the socket beside it only after a
-second without one. That socket keeps only the last notification (ZMQ_CONFLATE), but libzmq puts a command of 40 bytes
-into its mailbox for every one that comes, and takes them out only when somebody looks: a server that is never idle for
-a second grows by that for each message, in both processes, 57 MiB an hour at 23 small requests a second.
+The engine and its worker read each other's messages in shared memory, and check the socket beside it only after a
+second without a message. The socket keeps only the last notification (ZMQ_CONFLATE), but libzmq puts a command of 40
+bytes into the socket's mailbox for every notification, and removes it only when the socket is checked. So a server that
+is never idle for a second grows by 40 bytes per message in both processes, 57 MiB an hour at 23 small requests per
+second.
 
-Goes away with vLLM 0.32: from 0.33 on `record_read` itself polls the socket every two seconds.
+Remove this fix with support for vLLM 0.32: from 0.33 on `record_read` itself polls the socket every two seconds.
 """
 
 from collections.abc import Callable
@@ -18,11 +19,11 @@ WHY = "under steady load the sockets that wake vLLM's processes hold 40 bytes mo
 FIXED_IN = "0.33.0"
 
 READS = 256
-"""Messages between two looks at the socket, a microsecond each: the mailbox holds 10 KiB at most."""
+"""Messages between two checks of the socket, which take a microsecond each; so the mailbox has 10 KiB at most."""
 
 
 def install() -> bool:
-    """Have readers of vLLM's shared memory empty their socket's mailbox at every 256th message; False if they do."""
+    """Make readers of vLLM's shared memory empty their mailbox at every 256th message; False if they do already."""
     import zmq
     from vllm.distributed.device_communicators.shm_broadcast import SpinCondition
 
@@ -30,7 +31,7 @@ def install() -> bool:
         record_read(self)
         reads = getattr(self, "_reads_since_look", 0) + 1
         if reads >= READS:
-            # Asking for events works off the mailbox and leaves the notification, for whoever waits next.
+            # Asking for events empties the mailbox and leaves the notification for the next reader that waits.
             self.local_notify_socket.getsockopt(zmq.EVENTS)
             reads = 0
         self._reads_since_look = reads

@@ -1,13 +1,13 @@
-"""A prompt of one token that joins running requests begins from an empty state, beside drafts on a CPU.
+"""Begin a prompt of one token that joins running requests from an empty state, with drafts on a CPU.
 
-While others run, vLLM's scheduler pads a request that has one token left to compute with K placeholder drafts, so that
-all rows of a step are equally long (`schedule` in `vllm/v1/core/sched/scheduler.py`). Gated DeltaNet takes such a row
-for one whose drafts are verified, and continues the state in its slot. A new prompt of one token has none there yet: it
-continues what the slot's last request left, and its response depends on that request's text.
+While other requests run, vLLM's scheduler pads a request that has one token left to compute with K placeholder drafts,
+so that all rows of a step are equally long (`schedule` in `vllm/v1/core/sched/scheduler.py`). Gated DeltaNet treats a
+padded row as one whose drafts are verified, and continues the state in the row's slot. A new prompt of one token has no
+state there yet: it continues the state of the slot's last request, and its response depends on that request's text.
 
-Here a request without computed tokens is not padded. vLLM computes its token as it does any prompt.
+With this fix a request without computed tokens is not padded, and vLLM computes its token like that of any prompt.
 
-Goes away when vLLM pads no request without computed tokens, or begins its row with an empty state.
+Remove this fix when vLLM pads no request without computed tokens, or begins its row with an empty state.
 """
 
 from collections.abc import Callable
@@ -16,15 +16,17 @@ from typing import Any
 from slimqwen.vllm_plugin.engine_fixes.upstream import replace
 
 _FIX = "padded_prompts"
-WHY = "beside drafts a prompt of one token that joins running requests continues the state of an earlier request"
+WHY = (
+    "with drafts, a prompt of one token that joins running requests continues the state of an earlier request"
+)
 
 
 def install() -> bool:
-    """Take placeholder drafts from requests without computed tokens; False if that is done already."""
+    """Remove placeholder drafts from requests without computed tokens; False if that is done already."""
     from vllm.v1.core.sched.scheduler import Scheduler
 
     def update_after_schedule(stock: Callable[..., None], self: Any, scheduler_output: Any) -> None:
-        # Called before the tokens of this step count as computed.
+        # vLLM calls this before it counts the tokens of this step as computed.
         drafts = scheduler_output.scheduled_spec_decode_tokens
         for request in [each for each in drafts if self.requests[each].num_computed_tokens == 0]:
             padding = len(drafts.pop(request))

@@ -1,10 +1,10 @@
-"""Paths with a space or another sign of the shell's in torch.compile's calls of the C++ compiler.
+"""Quote paths with a space, or another character special to a shell, in torch.compile's calls of the C++ compiler.
 
-`CppBuilder` in torch/_inductor/cpp_builder.py makes one command line, which it splits again as a shell would, and
-quotes the folders of headers alone. In a checkout at "/home/me/my models" the compiler looks for files named
-"/home/me/my", and the start ends with a CppCompileError. Seen in torch 2.13.0.
+`CppBuilder` in torch/_inductor/cpp_builder.py makes one command line, which is later split as by a shell, and quotes
+only the folders of headers. In a checkout at "/home/me/my models" the compiler looks for files named "/home/me/my", and
+the start ends with a CppCompileError. Seen in torch 2.13.0.
 
-Goes away when torch quotes every path of that command, or keeps its words apart.
+Remove this fix when torch quotes every path of the command, or passes the command as a list of words.
 """
 
 import os
@@ -21,13 +21,13 @@ WHY = "torch would not quote a path for the compiler"
 
 
 def is_needed() -> bool:
-    """Whether a path of the compiler's is more than one word for a shell."""
+    """Whether a path in the compiler's command is more than one word for a shell."""
     paths = sys.prefix, os.environ.get("TORCHINDUCTOR_CACHE_DIR", ""), tempfile.gettempdir()
     return any(path and shlex.quote(path) != path for path in paths)
 
 
 def install() -> bool:
-    """Have torch quote all paths; False if it does."""
+    """Make torch quote all paths; False if it does already."""
     from torch._inductor import cpp_builder
 
     def build(

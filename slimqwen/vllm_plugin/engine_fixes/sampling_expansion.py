@@ -1,13 +1,13 @@
-"""Sampling parameters reach the draft tokens' rows of a batch, on a CPU without Triton.
+"""Copy sampling parameters to the rows of drafted tokens, on a CPU without Triton.
 
-The rejection sampler spreads each request's temperature, top-k and top-p over the rows of its draft tokens
+The rejection sampler copies each request's temperature, top-k and top-p to the rows of its drafted tokens
 (`expand_batch_to_tokens` in `vllm/v1/sample/rejection_sampler.py`). Without Triton the kernel is replaced by
-`_expand_kernel_impl` in `vllm/utils/cpu_triton_utils.py`, whose C++ part knows only int64: it hands over
-`output` converted to int64, which for any other dtype is a copy, and the copy is dropped. The rows of float32
-temperatures and int32 top-k then hold whatever the memory held before, and speculative sampling draws from a
-distribution that nobody asked for, without an error.
+`_expand_kernel_impl` in `vllm/utils/cpu_triton_utils.py`, whose C++ part supports only int64: it gets `output`
+converted to int64, which for any other dtype is a copy that is dropped afterwards. The rows of float32 temperatures and
+int32 top-k then have the previous content of the memory, and speculative sampling silently draws from a wrong
+distribution.
 
-Goes away when `_expand_kernel_impl` writes to the `output` it was given, as its neighbours already do
+Remove this fix when `_expand_kernel_impl` writes to the `output` that it was given, as its neighbours already do
 (`copy_` after the C++ call).
 """
 
@@ -32,16 +32,16 @@ def expand(
     replace_to: float,
     MAX_NUM_TOKENS: int | None = None,  # noqa: N803 (the launch passes it by this name)
 ) -> None:
-    """Repeat each request's value once per draft token of the request, in place.
+    """Repeat the value of each request once per drafted token of the request, in place.
 
     Args:
         stock: unused.
-        output: [num_tokens], of input_val's dtype; filled from the front up to cu_num_tokens[-1].
+        output: [num_tokens], of the dtype of `input_val`; the first cu_num_tokens[-1] elements are written.
         input_val: [batch_size], float32 (temperature, top-p), int32 or int64 (top-k).
-        cu_num_tokens: [batch_size], int32 or int64, the running total of draft tokens.
-        replace_from: a value that is not to be repeated (temperature 0 means greedy) …
-        replace_to: … and what stands in its place.
-        MAX_NUM_TOKENS: unused: the size of a block of the Triton kernel.
+        cu_num_tokens: [batch_size], int32 or int64, cumulative number of drafted tokens.
+        replace_from: a value to be replaced, such as temperature 0, which means greedy.
+        replace_to: the value that replaces `replace_from`.
+        MAX_NUM_TOKENS: unused; the size of a block of the Triton kernel.
     """
     counts = torch.diff(cu_num_tokens, prepend=cu_num_tokens.new_zeros(1))
     values = input_val.masked_fill(input_val == replace_from, replace_to)
@@ -50,13 +50,13 @@ def expand(
 
 
 def install() -> bool:
-    """Put `expand` where the CPU platform takes its kernels from; False if it is there already."""
+    """Register `expand` as the CPU platform's kernel; False if it is registered already."""
     from vllm.triton_utils.dispatcher import KernelOverride
     from vllm.utils import cpu_triton_utils
 
     if is_replaced(cpu_triton_utils, _FUNCTION):
         return False
-    # A worker copies the kernel into its sampler, where a replacement would not be seen.
+    # A worker keeps its own reference to the kernel in its sampler, which a later replacement does not reach.
     bound = getattr(sys.modules.get("vllm.v1.sample.rejection_sampler"), "expand_kernel", None)
     difference = "an engine of this process already uses the stock kernel"
     expect(_FIX, not isinstance(bound, KernelOverride), difference)

@@ -1,12 +1,12 @@
-"""The short convolution of Gated DeltaNet in float32, on a CPU whose matrix library has no bfloat16.
+"""Compute the short convolution of Gated DeltaNet in float32, on a CPU whose matrix library has no bfloat16.
 
-vLLM's CPU kernels for a prompt, and for the tokens that drafts are verified with, convolve each channel by torch's
-`conv1d` in bfloat16. Where oneDNN has no bfloat16, torch has only its fallback for that: 20 ms of CPU for five tokens
-of 576 channels, where float32 takes 0.14 ms, and half of all time of a speculating engine. Both add up in float32 and
-round once: the results are the same bits.
+vLLM's CPU kernels for prompts, and for verify steps, convolve each channel with torch's `conv1d` in bfloat16. If oneDNN
+does not support bfloat16, torch uses a fallback, which takes 20 ms of CPU time for five tokens of 576 channels (float32
+takes 0.14 ms), half of all time of a speculating engine. Both accumulate in float32 and round once, so the results are
+the same bits.
 
-Goes away when torch convolves bfloat16 in groups as fast as float32 there, or vLLM uses a kernel of its own, as it does
-where there is AMX.
+Remove this fix when torch convolves bfloat16 in groups as fast as float32 on such CPUs, or when vLLM uses a kernel of
+its own there, as it does on CPUs with AMX.
 """
 
 from types import ModuleType
@@ -18,7 +18,9 @@ import torch.nn.functional as F  # noqa: N812 - as everybody calls it
 from slimqwen.vllm_plugin.engine_fixes.upstream import expect
 
 _FIX = "short_convolution"
-WHY = "without bfloat16 in oneDNN, torch's convolution of it takes a hundred times as long as of float32"
+WHY = (
+    "without bfloat16 in oneDNN, torch's convolution in bfloat16 takes a hundred times as long as in float32"
+)
 
 
 def conv1d(
@@ -43,7 +45,7 @@ def conv1d(
 
 
 class _Functional(ModuleType):
-    """torch.nn.functional with `conv1d` from here, for a module that calls it F."""
+    """torch.nn.functional with the `conv1d` of this module, for modules that call it F."""
 
     conv1d = staticmethod(conv1d)
 
@@ -52,12 +54,12 @@ class _Functional(ModuleType):
 
 
 def is_needed() -> bool:
-    """Whether torch convolves bfloat16 without oneDNN."""
+    """Whether torch convolves bfloat16 without oneDNN on this CPU."""
     return not torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
 
 def install() -> bool:
-    """Have vLLM's CPU kernels of Gated DeltaNet convolve by `conv1d`; False if they do."""
+    """Make vLLM's CPU kernels of Gated DeltaNet use `conv1d` of this module; False if they do already."""
     from vllm.model_executor.layers.mamba.ops.cpu import causal_conv1d, gdn_attention
 
     functionals = [getattr(module, "F", None) for module in (causal_conv1d, gdn_attention)]

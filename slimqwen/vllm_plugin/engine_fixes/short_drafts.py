@@ -1,20 +1,20 @@
-"""Speculation with fewer drafts than K keeps the state of Gated DeltaNet's convolution, on a CPU.
+"""Keep the state of Gated DeltaNet's convolution right when a step has fewer than K drafted tokens, on a CPU.
 
-Near the end of its context a request gets fewer than K drafts. `_spec_forward` in
-`vllm/model_executor/layers/mamba/ops/cpu/gdn_attention.py` takes it that there are always K, in both of its ways:
+Near the end of its context a request gets fewer than K drafted tokens. `_spec_forward` in
+`vllm/model_executor/layers/mamba/ops/cpu/gdn_attention.py` assumes that there are always K, in both of its branches:
 
-- By torch it puts fewer tokens in the wrong columns of the buffer, so that the next step reads a wrong history. Where
-  more drafts were accepted just before than come now, the engine dies: "The size of tensor a (7) must match the size
-  of tensor b (3)".
-- By the native kernel, which CPUs with AMX and ARM CPUs with bfloat16 have for steps of equal length, it dies in the
-  same place: "num_accepted_tokens must be in [1, seqlen]".
+- The torch branch puts fewer tokens in the wrong columns of the buffer, so that the next step reads a wrong history. If
+  the step before accepted more tokens than this step has, the engine dies: "The size of tensor a (7) must match the
+  size of tensor b (3)".
+- The native kernel, which CPUs with AMX and ARM CPUs with bfloat16 use for steps of equal length, dies in the same
+  situation: "num_accepted_tokens must be in [1, seqlen]".
 
-The buffer of a sequence has `width - 1 + K` columns. The next step reads `width - 1` of them, beginning at the column
-`accepted - 1`: so the new tokens have to begin at column `width - 2`, however many they are. Steps in which every
-sequence has K drafts are left to vLLM.
+The buffer of a sequence has `width - 1 + K` columns. The next step reads `width - 1` of them, beginning at column
+`accepted - 1`: so the new tokens have to begin at column `width - 2`, whatever their number. Steps in which every
+sequence has K drafted tokens are left to vLLM.
 
-Goes away with vLLM 0.32: in 0.33 `_spec_forward` places the new tokens by `width`, and gives the native kernel only
-steps in which every sequence has K drafts.
+Remove this fix with support for vLLM 0.32: in 0.33 `_spec_forward` places the new tokens by `width`, and gives the
+native kernel only steps in which every sequence has K drafted tokens.
 """
 
 import itertools
@@ -26,21 +26,21 @@ import torch
 from slimqwen.vllm_plugin.engine_fixes.upstream import expect, replace
 
 _FIX = "short_drafts"
-WHY = "vLLM takes it that every sequence always has K drafts, which is not so near the end of a context"
+WHY = "vLLM assumes that every sequence always has K drafted tokens, which is wrong near the end of a context"
 FIXED_IN = "0.33.0"
 
 
 def roll(row: torch.Tensor, new: torch.Tensor, accepted: int, width: int) -> torch.Tensor:
-    """Append a step's tokens to the convolution's history of one sequence, in place.
+    """Append the tokens of a step to the convolution's history of one sequence, in place.
 
     Args:
-        row: [channels, width - 1 + K], the history; its last `width - 1` valid columns end where `accepted` says.
-        new: [channels, tokens], 1 to K + 1 of them.
-        accepted: tokens of the step before that stayed, at least 1.
-        width: of the convolution.
+        row: [channels, width - 1 + K], the history; its valid `width - 1` columns begin at column `accepted - 1`.
+        new: [channels, tokens], 1 to K + 1 new tokens.
+        accepted: number of tokens of the step before that were kept, at least 1.
+        width: width of the convolution.
 
     Returns:
-        [channels, width - 1 + tokens]: what the convolution over the new tokens reads.
+        [channels, width - 1 + tokens], the input of the convolution over the new tokens.
     """
     prior = row[:, accepted - 1 : accepted + width - 2].clone()
     row[:, : width - 2] = prior[:, 1:]
@@ -49,7 +49,7 @@ def roll(row: torch.Tensor, new: torch.Tensor, accepted: int, width: int) -> tor
 
 
 def install() -> bool:
-    """Take over the steps in which a sequence has fewer drafts than K; False if that was done before."""
+    """Replace vLLM's steps in which a sequence has fewer than K drafted tokens; False if that is done already."""
     from vllm.model_executor.layers.mamba.ops.cpu import gdn_attention as upstream
 
     for name in ("_unpacked_conv_weight", "ops", "F"):
@@ -71,7 +71,7 @@ def install() -> bool:
         count = metadata.num_spec_decodes
         starts = metadata.spec_query_start_loc[: count + 1].tolist()
         lengths = [end - start for start, end in itertools.pairwise(starts)]
-        # K + 1 tokens: the one that was sampled and K drafts.
+        # K + 1 tokens: the token that was sampled and K drafted ones.
         if all(length == state_len - width + 2 for length in lengths):
             return stock(
                 layer, metadata, mixed_qkv_spec, b_spec, a_spec, conv_buf, ssm_state, width, state_len

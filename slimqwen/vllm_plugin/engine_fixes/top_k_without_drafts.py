@@ -1,11 +1,11 @@
-"""A request with top_k and without top_p is answered beside speculation, on a CPU.
+"""Support requests with top_k and without top_p in a server that speculates, on a CPU.
 
-A server that speculates hands the rows of all drafts of a step to the rejection sampler, even where a step has none:
-that of a prompt, for example. A CPU without Triton applies a top-k without a top-p by a function that takes the largest
-k of all rows (`apply_top_k_only` in `vllm/v1/sample/ops/topk_topp_sampler.py`). Without rows the engine ends: "max():
+A server that speculates passes the rows of all drafted tokens of a step to the rejection sampler, even if a step has
+none, like that of a prompt. A CPU without Triton applies top-k without top-p with a function that takes the largest k
+of all rows (`apply_top_k_only` in `vllm/v1/sample/ops/topk_topp_sampler.py`). Without rows the engine ends: "max():
 Expected reduction dim to be specified for input.numel() == 0".
 
-Goes away when `apply_top_k_only` takes logits of no rows, or the rejection sampler is not asked where there are no
+Remove this fix when `apply_top_k_only` accepts logits without rows, or when the rejection sampler is not called without
 drafts.
 """
 
@@ -21,7 +21,7 @@ is_needed = lacks_triton
 
 
 def install() -> bool:
-    """Leave logits of no rows as they are; False if they are left already."""
+    """Make vLLM return logits without rows unchanged; False if it does already."""
     from vllm.v1.sample.ops import topk_topp_sampler
 
     def apply_top_k_only(

@@ -1,4 +1,4 @@
-"""What the fixes expect of vLLM, and the error that says where it is no longer so."""
+"""Checks that vLLM is as the fixes expect, replacement of its functions, and the error of a failed check."""
 
 import functools
 import inspect
@@ -14,43 +14,43 @@ _KERNEL_METHODS = {"get_min_capability", "can_implement", "process_weights_after
 
 
 class EngineFixError(SlimqwenError):
-    """A fix is needed, but what it would replace in vLLM is not what it was written for.
+    """A fix is needed, but the code of vLLM that it replaces is not that for which it was written.
 
-    It stops the engine before a model is loaded: going on without the fix would mean wrong tokens, a crash
-    or corrupted memory later, with nothing that says why.
+    The error stops the engine before a model is loaded: without the fix, wrong tokens, a crash or corrupted memory
+    would follow later, and nothing would say why.
     """
 
     def __init__(self, fix: str, difference: str) -> None:
         from vllm import __version__
 
         super().__init__(
-            f"engine fix {fix}: {difference}. It was written for vLLM {WRITTEN_FOR} and this is {__version__}: "
-            f"install that version, or bring the module {fix} up to date"
+            f"engine fix {fix}: {difference}. The fix was written for vLLM {WRITTEN_FOR}, this is {__version__}; "
+            f"install {WRITTEN_FOR}, or adapt the module {fix} of slimqwen/vllm_plugin/engine_fixes"
         )
 
 
 def lacks_triton() -> bool:
-    """Whether vLLM replaces the kernels of Triton here, as it does on a CPU without it."""
+    """Whether vLLM replaces Triton's kernels on this machine, as it does on a CPU without Triton."""
     from vllm.triton_utils import HAS_TRITON
 
     return not HAS_TRITON
 
 
 def expect(fix: str, holds: bool, difference: str) -> None:
-    """Go on only if the expectation holds.
+    """Check that an expectation about vLLM holds.
 
     Raises:
-        EngineFixError: it does not; `difference` says what is there instead.
+        EngineFixError: `holds` is False; `difference` says how vLLM differs.
     """
     if not holds:
         raise EngineFixError(fix, difference)
 
 
 def expect_parameters(fix: str, function: Callable[..., Any], names: Sequence[str]) -> None:
-    """Go on only if the function takes exactly the parameters of these names, in this order.
+    """Check that a function has exactly the parameters of these names, in this order.
 
     Raises:
-        EngineFixError: it takes others.
+        EngineFixError: the function has others.
     """
     taken = list(inspect.signature(function).parameters)
     called = f"{function.__module__}.{function.__qualname__}"
@@ -58,7 +58,7 @@ def expect_parameters(fix: str, function: Callable[..., Any], names: Sequence[st
 
 
 def is_replaced(owner: Any, name: str) -> bool:
-    """Whether `replace` has put a function there."""
+    """Whether `replace` has replaced the function `name` of `owner`."""
     return getattr(getattr(owner, name, None), "replaces_stock", False)
 
 
@@ -69,16 +69,17 @@ def replace(
     replacement: Callable[..., Any],
     parameters: Sequence[str] | None = None,
 ) -> bool:
-    """Have calls of a function of vLLM or torch go to another one; False if they do already.
+    """Replace a function of vLLM or torch; False if it is replaced already.
 
     Args:
-        owner: module or class; a class method stays one, and so does a static method.
-        replacement: called with the stock function and what the caller gave.
-        parameters: those that the stock function has to take; by default those of the replacement after its first,
-            or any where these are `*arguments`.
+        owner: module or class of the function; class methods and static methods stay such.
+        name: name of the function.
+        replacement: function that is called with the stock function, then the caller's arguments.
+        parameters: names of the parameters that the stock function has to have; by default those of `replacement`
+            after its first one, or any if those are `*arguments`.
 
     Raises:
-        EngineFixError: the function is gone or takes other parameters.
+        EngineFixError: the function is gone or has other parameters.
     """
     if is_replaced(owner, name):
         return False
@@ -100,13 +101,13 @@ def replace(
 
 
 def mixed_precision_kernels(fix: str, products: Sequence[str]) -> list[Any]:
-    """The kernels that vLLM may choose for packed linears on a CPU, a list to be changed.
+    """The list of kernels from which vLLM chooses for packed linears on a CPU; the caller may change the list.
 
     Args:
-        products: operators of aten that the fix's kernel calls.
+        products: operators of aten that the kernel of the fix calls.
 
     Raises:
-        EngineFixError: the list or an operator is gone, or a kernel must have other methods.
+        EngineFixError: the list or an operator is gone, or a kernel has to have other methods.
     """
     import torch
     from vllm.model_executor.kernels import linear
@@ -114,7 +115,7 @@ def mixed_precision_kernels(fix: str, products: Sequence[str]) -> list[Any]:
     from vllm.platforms.interface import PlatformEnum
 
     kernels = getattr(linear, "_POSSIBLE_KERNELS", {}).get(PlatformEnum.CPU)
-    expect(fix, isinstance(kernels, list), "there is no list of mixed-precision kernels of the CPU")
+    expect(fix, isinstance(kernels, list), "vLLM has no list of mixed-precision kernels for the CPU")
     methods: frozenset[str] = getattr(MPLinearKernel, "__abstractmethods__", frozenset())
     expect(fix, methods == _KERNEL_METHODS, f"an MPLinearKernel must now have {', '.join(sorted(methods))}")
     for product in products:

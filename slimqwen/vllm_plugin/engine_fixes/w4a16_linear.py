@@ -1,11 +1,11 @@
-"""4-bit weights with 16-bit activations on torch's own int4 product, on a CPU for which vLLM has no kernel.
+"""Compute W4A16 linears with torch's own int4 product, on a CPU for which vLLM has no kernel.
 
 vLLM's CPU kernel (`CPUWNA16LinearKernel` in `vllm/model_executor/kernels/linear/mixed_precision/cpu.py`) calls
-`cpu_gemm_wna16`, which only the AVX-512 library of vLLM contains. On AVX2 it accepts every layer while loading and
-dies at the first request. The kernel here takes its place in the list that vLLM chooses from, so that a layer
-which neither can serve is refused while loading, with the reason.
+`cpu_gemm_wna16`, which is only in vLLM's library for AVX-512. On AVX2 the kernel accepts every layer while loading and
+dies at the first request. The kernel of this fix replaces it in the list from which vLLM chooses, so that a layer which
+neither supports is refused while loading, with the reason.
 
-Goes away when the AVX2 library has `cpu_gemm_wna16`, or when vLLM brings another W4A16 kernel for such CPUs.
+Remove this fix when the AVX2 library has `cpu_gemm_wna16`, or when vLLM has another W4A16 kernel for such CPUs.
 """
 
 from typing import Any
@@ -24,27 +24,27 @@ from slimqwen.vllm_plugin.engine_fixes.upstream import expect, mixed_precision_k
 _FIX = "w4a16_linear"
 WHY = "vLLM's library for this CPU has no W4A16 kernel: torch's int4 product is used"
 _PRODUCTS = ("_convert_weight_to_int4pack_for_cpu", "_weight_int4pack_mm_for_cpu")
-_MIDDLE = 8  # torch's product takes a weight's four bits as value + 8
+_MIDDLE = 8  # torch's product reads the four bits of a weight as value + 8
 _WEIGHT_TYPES = (scalar_types.uint4b8, scalar_types.uint4)  # symmetric, with zero points
 _ACTIVATIONS = (torch.bfloat16, torch.float16, torch.float32)
-_GROUP_SIZES = (32, 64, 128, 256)  # what aten::_weight_int4pack_mm_for_cpu is compiled for
-_OUTPUT_BLOCK = 16  # what aten::_convert_weight_to_int4pack_for_cpu interleaves
+_GROUP_SIZES = (32, 64, 128, 256)  # those for which aten::_weight_int4pack_mm_for_cpu is compiled
+_OUTPUT_BLOCK = 16  # number of outputs that aten::_convert_weight_to_int4pack_for_cpu interleaves
 
 
 def pack(
     values: torch.Tensor, scales: torch.Tensor, zero_points: torch.Tensor | None, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Bring quantised weights, which stand for (value - zero point) x scale, into the form of torch's product.
+    """Pack quantised weights, which mean (value - zero point) x scale, as torch's int4 product needs them.
 
     Args:
         values: [outputs, inputs], integers 0..15.
         scales: [outputs, groups].
         zero_points: [outputs, groups], integers 0..15; None means 8 everywhere.
-        dtype: the activations' dtype.
+        dtype: dtype of the activations.
 
     Returns:
-        The packed values, [outputs, inputs / 2] uint8, and for each group and output the scale and the offset
-        (8 - zero point) x scale, [groups, outputs, 2] of `dtype`.
+        The packed values, uint8 [outputs, inputs / 2]; and scale and offset (8 - zero point) x scale of each group and
+        output, `dtype` [groups, outputs, 2].
     """
     packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(values.to(torch.int32).contiguous(), 1)
     offsets = torch.zeros_like(scales) if zero_points is None else (_MIDDLE - zero_points) * scales.float()
@@ -57,12 +57,12 @@ class TorchInt4LinearKernel(MPLinearKernel):  # type: ignore[misc] # vLLM is not
 
     @classmethod
     def get_min_capability(cls) -> int:
-        """The GPU generation needed: none."""
+        """The least compute capability of a GPU: -1, as none is needed."""
         return -1
 
     @classmethod
     def can_implement(cls, c: MPLinearLayerConfig) -> tuple[bool, str | None]:
-        """Whether a layer can be served; if not, why, for vLLM to show while it loads the model."""
+        """Whether the kernel supports a layer; if not, the reason, which vLLM shows while it loads the model."""
         inputs, outputs = c.partition_weight_shape
         group = inputs if c.group_size == -1 else c.group_size
         if c.weight_type not in _WEIGHT_TYPES:
@@ -80,7 +80,7 @@ class TorchInt4LinearKernel(MPLinearKernel):  # type: ignore[misc] # vLLM is not
         return True, None
 
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
-        """Repack a loaded layer in place; the scales' parameter then holds scales and offsets, see `pack`."""
+        """Repack a loaded layer in place; its parameter of scales then has scales and offsets (`pack`)."""
         weight, scale, zero = self._get_weight_params(layer)
         zero_points = self._integers(zero) if self.config.zero_points else None
         scales = scale.data if scale.output_dim == 0 else scale.data.t()
@@ -91,7 +91,7 @@ class TorchInt4LinearKernel(MPLinearKernel):  # type: ignore[misc] # vLLM is not
             setattr(layer, self.w_zp_name, None)
 
     def _integers(self, parameter: Any) -> torch.Tensor:
-        """A packed int32 parameter of either layout -> [outputs, inputs or groups], integers 0..15."""
+        """Unpack an int32 parameter of either layout to integers 0..15, [outputs, inputs or groups]."""
         unpacked = unpack_quantized_values_into_int32(
             parameter.data, self.config.weight_type, parameter.packed_dim
         )
@@ -100,7 +100,7 @@ class TorchInt4LinearKernel(MPLinearKernel):  # type: ignore[misc] # vLLM is not
     def apply_weights(
         self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """[..., inputs] -> [..., outputs], in the activations' dtype."""
+        """Multiply: [..., inputs] -> [..., outputs], in the dtype of the activations."""
         packed, scales_and_offsets, _ = self._get_weight_params(layer)
         group = x.shape[-1] // scales_and_offsets.shape[0]
         rows = x.reshape(-1, x.shape[-1]).contiguous()
@@ -110,14 +110,14 @@ class TorchInt4LinearKernel(MPLinearKernel):  # type: ignore[misc] # vLLM is not
 
 
 def is_needed() -> bool:
-    """Whether the library that vLLM loads for this CPU lacks the kernel."""
+    """Whether the library that vLLM loads on this CPU lacks its W4A16 kernel."""
     from vllm import _custom_ops  # noqa: F401 - loads the library
 
     return not hasattr(torch.ops._C, "cpu_gemm_wna16")
 
 
 def install() -> bool:
-    """Put the kernel in the place of vLLM's CPU kernel; False if it is there already."""
+    """Replace vLLM's CPU kernel by the kernel of this fix; False if it is replaced already."""
     from vllm.model_executor.kernels import linear as upstream
 
     kernels = mixed_precision_kernels(_FIX, _PRODUCTS)

@@ -1,10 +1,10 @@
-"""8-bit weights with 16-bit activations on a CPU, on products of torch's own.
+"""Compute W8A16 linears on a CPU with torch's own products.
 
-vLLM 0.32 has no kernel for them there: of its mixed-precision kernels for the CPU
-(`vllm/model_executor/kernels/linear/__init__.py`) none takes uint8b128, and loading such a checkpoint ends in "Failed
-to find a kernel". The kernel here is the last of the list, for weights with one scale per row.
+vLLM 0.32 has no kernel for them: none of its mixed-precision kernels for the CPU
+(`vllm/model_executor/kernels/linear/__init__.py`) supports uint8b128, and loading such a checkpoint ends in "Failed to
+find a kernel". The kernel of this fix is added at the end of the list, for weights with one scale per row.
 
-Goes away when vLLM brings a W8A16 kernel for CPUs.
+Remove this fix when vLLM has a W8A16 kernel for CPUs.
 """
 
 import torch
@@ -22,12 +22,14 @@ _FIX = "w8a16_linear"
 WHY = "vLLM has no W8A16 kernel for a CPU: torch's int8 product is used"
 _MIDDLE = 128  # a stored weight is value + 128
 _ACTIVATIONS = (torch.bfloat16, torch.float16, torch.float32)
-_INPUT_BLOCK = 16  # in bfloat16 aten::_weight_int8pack_mm reads past a row that is no multiple of it
-_FEW_ROWS = 48  # up to here the int8 product is as fast as any; at 2,048 bfloat16 is three times as fast
+_INPUT_BLOCK = (
+    16  # in bfloat16 aten::_weight_int8pack_mm reads past the end of rows that are no multiple of it
+)
+_FEW_ROWS = 48  # up to this number the int8 product is fastest; at 2,048 rows bfloat16 is three times as fast
 
 
 def _linear(rows: torch.Tensor, integers: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """[rows, inputs], int8 [outputs, inputs], [outputs] -> [rows, outputs], in the activations' dtype."""
+    """Multiply: [rows, inputs], int8 [outputs, inputs], scales [outputs] -> [rows, outputs] in the dtype of `rows`."""
     # Without bfloat16 instructions the product of bfloat16 matrices takes four times as long as the int8 product.
     few = rows.shape[0] <= _FEW_ROWS
     if few or rows.dtype != torch.bfloat16 or not torch.cpu._is_avx512_bf16_supported():
@@ -39,7 +41,7 @@ def _shape(rows: torch.Tensor, integers: torch.Tensor, scales: torch.Tensor) -> 
     return rows.new_empty(rows.shape[0], integers.shape[0])
 
 
-# An operator of its own: vLLM compiles one graph for every number of rows, which must not choose for all of them.
+# A registered operator: vLLM compiles one graph for all numbers of rows, so the choice must not be part of the graph.
 _LIBRARY = torch.library.Library("slimqwen", "FRAGMENT")
 _LIBRARY.define("int8_linear(Tensor rows, Tensor integers, Tensor scales) -> Tensor")
 _LIBRARY.impl("int8_linear", _linear, "CPU")
@@ -47,16 +49,16 @@ _LIBRARY.impl("int8_linear", _shape, "Meta")
 
 
 class TorchInt8LinearKernel(MPLinearKernel):  # type: ignore[misc] # vLLM is not followed
-    """W8A16 linear layers, symmetric with one scale per row: `aten::_weight_int8pack_mm`, or bfloat16 for many rows."""
+    """Symmetric W8A16 linears, one scale per row: `aten::_weight_int8pack_mm`, or a bfloat16 product for many rows."""
 
     @classmethod
     def get_min_capability(cls) -> int:
-        """The GPU generation needed: none."""
+        """The least compute capability of a GPU: -1, as none is needed."""
         return -1
 
     @classmethod
     def can_implement(cls, c: MPLinearLayerConfig) -> tuple[bool, str | None]:
-        """Whether a layer can be served; if not, why, for vLLM to show while it loads the model."""
+        """Whether the kernel supports a layer; if not, the reason, which vLLM shows while it loads the model."""
         inputs, _ = c.partition_weight_shape
         if c.weight_type != scalar_types.uint8b128:
             return False, f"weights are {c.weight_type}, not uint8b128"
@@ -84,7 +86,7 @@ class TorchInt8LinearKernel(MPLinearKernel):  # type: ignore[misc] # vLLM is not
     def apply_weights(
         self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """[..., inputs] -> [..., outputs], in the activations' dtype."""
+        """Multiply: [..., inputs] -> [..., outputs], in the dtype of the activations."""
         integers, scales, _ = self._get_weight_params(layer)
         rows = x.reshape(-1, x.shape[-1]).contiguous()
         product = torch.ops.slimqwen.int8_linear(rows, integers, scales)
@@ -93,7 +95,7 @@ class TorchInt8LinearKernel(MPLinearKernel):  # type: ignore[misc] # vLLM is not
 
 
 def install() -> bool:
-    """Put the kernel behind vLLM's kernels for the CPU; False if it is there already."""
+    """Add the kernel at the end of vLLM's kernels for the CPU; False if it is there already."""
     kernels = mixed_precision_kernels(_FIX, ("_weight_int8pack_mm",))
     if TorchInt8LinearKernel in kernels:
         return False

@@ -1,13 +1,13 @@
-"""Unquantised linears multiply in float32 on a CPU whose matrix library has no 16-bit products.
+"""Multiply unquantised linears in float32, on a CPU whose matrix library has no 16-bit products.
 
-oneDNN multiplies bfloat16 and float16 from AVX-512 on. On AVX2 vLLM warns "Failed to create oneDNN linear" and falls
-back to torch's own 16-bit product, whose time grows with every row: 512 rows of a [3584, 1024] layer take 225 ms, and
-32 ms in float32; 5 rows 2.6 ms against 1.1 ms, a single row 0.5 ms against 0.9 ms (two AVX2 cores).
+oneDNN multiplies bfloat16 and float16 only from AVX-512 on. On AVX2 vLLM warns "Failed to create oneDNN linear" and
+falls back to torch's own 16-bit product, whose time grows with every row: 512 rows of a [3584, 1024] layer take 225 ms
+instead of 32 ms in float32, 5 rows 2.6 ms instead of 1.1 ms, but a single row 0.5 ms instead of 0.9 ms (2 AVX2 cores).
 
-Here such a layer keeps its weights in float32, packed by oneDNN, and multiplies there; inputs and results stay 16-bit.
-Both ways add up in float32. The weights of these layers take twice their memory (`serving/checks.py` counts it).
+With this fix oneDNN packs the weights of such a layer in float32 and multiplies there; inputs and results stay 16-bit.
+Both ways accumulate in float32. The weights of these layers take twice the memory (`serving/checks.py` counts it).
 
-Goes away when oneDNN multiplies 16-bit matrices on AVX2 without its newest extensions.
+Remove this fix when oneDNN multiplies 16-bit matrices on plain AVX2.
 """
 
 from collections.abc import Callable
@@ -27,7 +27,7 @@ def is_needed() -> bool:
 
 
 def install() -> bool:
-    """Widen the weights of 16-bit linears as they are packed, and their inputs; False if that is done already."""
+    """Make vLLM convert weights (when they are packed) and inputs of 16-bit linears to float32; False if it does."""
     import torch
     from vllm import _custom_ops
 

@@ -102,7 +102,7 @@ def test_a_fix_is_left_out_from_the_version_on_that_has_not_its_fault(
     assert [record.getMessage() for record in caplog.records] == [
         f"Engine fix notify_mailbox is active: {notify_mailbox.WHY}"
         if is_installed
-        else f"Engine fix notify_mailbox is not needed any more: vLLM {version} has not its fault"
+        else f"Engine fix notify_mailbox is not needed any more: vLLM {version} does not have the fault"
     ]
 
 

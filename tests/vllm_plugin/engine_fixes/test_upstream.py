@@ -51,7 +51,7 @@ def test_the_parameters_are_those_that_are_named_or_the_replacements_own(upstrea
 def test_a_function_with_other_parameters_is_refused_and_stays(upstream, replacement, named):
     with pytest.raises(
         EngineFixError,
-        match=r"a_fix: .*method takes \(self, size\), not \(self, length\)\. It was written for vLLM 0\.32\.0 and this",
+        match=r"a_fix: .*method takes \(self, size\), not \(self, length\)\. The fix was written for vLLM 0\.32\.0",
     ):
         replace("a_fix", upstream, "method", replacement, named)
     assert upstream().method(3) == 3
