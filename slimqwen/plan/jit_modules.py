@@ -136,12 +136,7 @@ def _recorded() -> Iterator[list[Any]]:
 def name_libraries(
     modules: Sequence[JitModule], specs: Mapping[str, Sequence[Any]], baked: Collection[str]
 ) -> list[JitModule]:
-    """The modules with the names of their libraries, marked by `mark_baked`.
-
-    Args:
-        specs: module -> specifications of its libraries (`specify_libraries`).
-        baked: names of the libraries in the archive beside the checkpoint.
-    """
+    """The modules with the names of their libraries in `specs`; `baked` are those in the archive beside the checkpoint."""
     named = [
         module.model_copy(update={"libraries": sorted(spec.name for spec in specs.get(module.module, ()))})
         for module in modules

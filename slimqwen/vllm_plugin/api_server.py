@@ -57,11 +57,7 @@ def freeze() -> None:
 
 
 def run_fork(*lifelines: int) -> NoReturn:
-    """Run the API server with the flags of sys.argv, and exit; end the server as soon as one lifeline is closed.
-
-    Args:
-        lifelines: file descriptors (`slimqwen.lifeline`).
-    """
+    """Run the API server with the flags of sys.argv, and exit; end it when a descriptor of `lifelines` closes."""
     lifeline.watch(*lifelines, end=_end)
     _exit_after(_serve)
 

@@ -65,7 +65,9 @@ def test_a_target_that_names_a_module_goes_before_its_class():
 
 def test_a_packed_module_of_no_group_is_an_error():
     group = {"targets": [LINEARS["mlp"]], "weights": {"num_bits": 4}}
-    with pytest.raises(CorruptCheckpointError, match="no group of quantization_config has the target lm_head"):
+    with pytest.raises(
+        CorruptCheckpointError, match="no group of quantization_config has the target lm_head"
+    ):
         packing.packed_bits("lm_head", {"config_groups": {"a": group}})
 
 

@@ -14,7 +14,9 @@ def test_every_class_of_a_family_finds_it(family):
 
 
 def test_another_family_is_one_line_with_those_that_are_known():
-    with pytest.raises(FamilyError, match=r"of a LlamaForCausalLM, .*Qwen3ForCausalLM, Qwen3_5ForCausalLM"):
+    with pytest.raises(
+        FamilyError, match=r"the architecture LlamaForCausalLM, .*Qwen3ForCausalLM, Qwen3_5ForCausalLM"
+    ):
         find_family({"architectures": ["LlamaForCausalLM"]})
     with pytest.raises(FamilyError, match="of a gpt2"):
         find_family({"model_type": "gpt2"})

@@ -97,7 +97,9 @@ def test_each_packed_linear_has_the_width_of_the_group_that_names_it():
 def test_packings_that_are_not_known_are_refused():
     name = "model.layers.0.mlp.up_proj.weight"
     given = tensors(**{name: None, **packed(name, 16, 8)})
-    with pytest.raises(CorruptCheckpointError, match=f"no group of quantization_config has the target {name[:-7]}"):
+    with pytest.raises(
+        CorruptCheckpointError, match=f"no group of quantization_config has the target {name[:-7]}"
+    ):
         read_model(given, CONFIG)
     with pytest.raises(RooflineError, match="head_dim: Field required"):
         read_model(tensors(), {key: value for key, value in CONFIG.items() if key != "head_dim"})
