@@ -136,7 +136,7 @@ def _recorded() -> Iterator[list[Any]]:
 def name_libraries(
     modules: Sequence[JitModule], specs: Mapping[str, Sequence[Any]], baked: Collection[str]
 ) -> list[JitModule]:
-    """The modules with the names of their libraries in `specs`; `baked` are those in the archive beside the checkpoint."""
+    """The modules with the names of their libraries in `specs`; `baked` are those that an archive has."""
     named = [
         module.model_copy(update={"libraries": sorted(spec.name for spec in specs.get(module.module, ()))})
         for module in modules
