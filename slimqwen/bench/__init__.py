@@ -1,7 +1,7 @@
-"""Speed of served variants: latency over workloads, and start-up."""
+"""Speed of served variants: latency over workloads, and start-up times."""
 
 from slimqwen.errors import SlimqwenError
 
 
 class BenchError(SlimqwenError):
-    """A measurement that cannot be made here, or whose figures would say nothing."""
+    """A measurement cannot be made here, or its figures would be meaningless."""

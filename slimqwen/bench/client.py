@@ -1,4 +1,4 @@
-"""The streaming client of all timed requests: vLLM's own benchmark client.
+"""The streaming client for all timed requests: vLLM's own benchmark client.
 
 TTFT is the time from sending a request to the first streamed chunk that has a token, TPOT the time per output token
 after it, ITL the time between two such chunks, E2EL the time from sending a request to its last token; all in
@@ -25,14 +25,14 @@ from slimqwen.text.prompts import Tokens
 from slimqwen.vllm_plugin.api_key import authorization
 
 _WITH_PROGRESS = "openai-counted"
-"""Our entry in the benchmark's table of request functions: it reports each response to the caller."""
+"""Name of our entry in the benchmark's table of request functions, which reports each response to the caller."""
 
 _READ_LINES = (0, 3)
-"""Lines of a streamed response that clients read before they leave: none, or two chunks and the empty line between."""
+"""Lines of a streamed response that abandoning clients read: none, or two chunks with the empty line between them."""
 
 
 def counters(base_url: str) -> Mapping[str, float]:
-    """A server's counters, gauges and sums of histograms by sample name, summed over engines.
+    """Read a server's counters, gauges and sums of histograms by sample name, summed over engines.
 
     Raises:
         ServerLostError: the server does not answer.
@@ -60,26 +60,26 @@ def send_requests(
     Args:
         requests: token IDs of each prompt and the length of its response in tokens.
         rate_per_s: requests a second; None sends each as soon as `concurrency` allows.
-        fixed_gap: requests arrive at equal distances instead of as a Poisson process.
-        concurrency: most requests in flight; None without a limit.
+        fixed_gap: whether requests arrive at equal intervals instead of as a Poisson process.
+        concurrency: most requests in flight; None for no limit.
         sampling: further fields of each request.
-        seed: seed of the arrivals.
-        name: name of the requests in the error.
+        seed: seed of the arrival times.
+        name: name of the requests in errors.
         log: file for the output of the benchmark client.
         answered: called after each response.
         watch: receives the load of the host during the requests.
-        abandoned: further requests, all sent at the beginning, whose clients close the connection: by turns before the
-            first token and after two chunks.
+        abandoned: further requests, all sent at the beginning, whose clients close the connection: alternately before
+            the first token and after two chunks.
 
     Returns:
         The result of `vllm.benchmarks.serve.benchmark`. Its lists are in the order of the requests: `ttfts`, `itls` (a
-        list for each request) and `latencies` in seconds, `output_lens` in tokens, `generated_texts`, `errors` as text,
-        empty without one.
+        list for each request) and `latencies` in seconds, `output_lens` in tokens, `generated_texts`, and `errors` as
+        text, empty for a success.
 
     Raises:
-        ServerLostError: no request was answered, or an abandoned one was refused.
+        ServerLostError: no request got a response, or an abandoned one was refused.
     """
-    # Outside capture_output: vLLM's log handler keeps the stream that it finds when it is imported.
+    # Imported outside capture_output, because vLLM's log handler keeps the stream that it finds at import.
     import numpy as np
     from vllm.benchmarks.datasets import SampleRequest
     from vllm.benchmarks.lib.endpoint_request_func import ASYNC_REQUEST_FUNCS
@@ -91,7 +91,7 @@ def send_requests(
         return output
 
     def server_counters() -> Mapping[str, float]:
-        # The error for a lost server is raised below, with its log.
+        # The error for a lost server, with the server's log, is raised below.
         with contextlib.suppress(ServerLostError):
             return counters(server.base_url)
         return {}
@@ -118,9 +118,9 @@ def send_requests(
                 ],
                 logprobs=None,
                 request_rate=rate_per_s or math.inf,
-                burstiness=math.inf if fixed_gap else 1.0,  # 1: a Poisson process
+                burstiness=math.inf if fixed_gap else 1.0,  # burstiness 1 is a Poisson process
                 disable_tqdm=True,
-                num_warmups=0,  # vLLM's warm-up and readiness check would repeat the first prompt
+                num_warmups=0,  # vLLM's own warm-up and readiness check would send the first prompt twice
                 ready_check_timeout_sec=0,
                 profile=False,
                 selected_percentile_metrics=[],
@@ -161,15 +161,15 @@ async def _abandon_request(
     sampling: Mapping[str, float],
     name: str,
 ) -> None:
-    """Send a request, and close the connection after some lines of the streamed response.
+    """Send a request, and close the connection after `lines` lines of the streamed response.
 
     Raises:
-        ServerLostError: the server refuses it.
+        ServerLostError: the server refuses the request.
     """
     prompt, output_tokens = request
     fields = {"model": server.model, "prompt": prompt, "max_tokens": output_tokens, "ignore_eos": True}
     body = {**fields, "stream": True, **sampling}
-    client = open_async_client(None)  # it may wait for all others
+    client = open_async_client(None)  # no time limit, because the request may wait for all others
     url = f"{server.base_url}/v1/completions"
     async with client, client.stream("POST", url, json=body) as response:
         if response.is_error:

@@ -1,8 +1,8 @@
-"""Start-up: seconds between starting a variant's server and its readiness, phase by phase.
+"""Start-up: seconds from starting a variant's server until it is ready, by phase.
 
-A start is cold (an empty compile cache) or baked (the cache that the variant's recipe packed). A variant that compiles
-nothing has one kind of start, eager. The operating system's own cache of files is left as it is, so "cold" is about
-compiled code alone.
+A start is cold (with an empty compile cache) or baked (with the cache that the variant's recipe packed). A variant that
+compiles nothing has one kind of start, eager. The operating system's file cache is not cleared, so "cold" refers only
+to compiled code.
 """
 
 import re
@@ -36,14 +36,14 @@ KINDS = ("cold", "baked", "eager")
 
 PHASES: Mapping[str, str] = MappingProxyType(
     {
-        "import": "starting the processes, importing vLLM in each, the HTTP server: the rest of the time until ready",
+        "import": "all other time until ready: starting processes, importing vLLM in each, starting the HTTP server",
         "load_weights": "building the model and loading its weights, from vLLM's log",
         "compile": "compiling the graphs, or loading them from the cache, from the compile watch",
         "warm_up": "profiling, allocating the KV cache and warming up the engine, from vLLM's log, without compiling",
         "first_requests": "the server's warm-up requests before it counts as ready, from its log",
     }
 )
-"""Meaning of each phase; together they last from the start of the first process until the server is ready."""
+"""Meaning of each phase; the phases add up to the time from the start of the first process until readiness."""
 
 _TOTAL_LOAD = re.compile(r"Model loading took \S+ GiB memory and ([\d.]+) seconds")
 _PARTS_OF_LOAD = re.compile(r"(?:Initializing model|Loading weights) took ([\d.]+) seconds")
@@ -55,7 +55,9 @@ class StartGraph(Block):
     """One compiled graph of a start."""
 
     name: str = Field(min_length=1)
-    loaded: bool = Field(description="Loaded from the compile cache; else it was compiled.")
+    loaded: bool = Field(
+        description="Whether the graph was loaded from the compile cache; if not, it was compiled."
+    )
     seconds: NonNegative
     why_compiled: str
 
@@ -64,7 +66,7 @@ class Start(Block):
     """One start of the server."""
 
     ready_seconds: NonNegative = Field(
-        description="From the start of the process to the first good answer of /health."
+        description="From the start of the process to the first status 200 of /health."
     )
     phases: dict[str, NonNegative] = Field(description="Seconds by phase.")
     graphs: tuple[StartGraph, ...]
@@ -89,13 +91,16 @@ class StartUp(Record):
     eager: Starts | None = Field(
         default=None, min_length=2, description="Starts of a variant that compiles nothing."
     )
-    ready_cold_over_baked: Ratio | None = Field(default=None, description="Geometric mean over rounds.")
+    ready_cold_over_baked: Ratio | None = Field(
+        default=None,
+        description="Time until ready of cold over that of baked starts, geometric mean over rounds.",
+    )
     phases: dict[str, str] = Field(description="Meaning of each phase.")
 
     @model_validator(mode="after")
     def _has_starts(self) -> Self:
         if not (self.eager or self.cold):
-            raise ValueError("expected cold starts, or eager ones")
+            raise ValueError("a record needs cold or eager starts")
         return self
 
     @property
@@ -104,14 +109,14 @@ class StartUp(Record):
         return {kind: starts for kind in KINDS if (starts := getattr(self, kind)) is not None}
 
     def figures(self) -> Mapping[str, Figure]:
-        """All numbers, and `ready_seconds` of the way the variant starts: baked, else eager, else cold."""
+        """All numbers; `ready_seconds` is that of the starts that a user gets: baked, else eager, else cold."""
         starts = self.baked or self.eager or self.cold
         assert starts
         middle, low, high = summarise_starts(starts)["ready"]
         return {**super().figures(), "ready_seconds": Figure(middle, "s", low=low, high=high)}
 
     def tables(self, path: Path) -> list[Table]:
-        """Seconds of each phase by kind of start."""
+        """Table of the seconds of each phase by kind of start."""
         meanings = {**self.phases, "ready": "until the server is ready: all phases"}
         columns: dict[str, Callable[[str], object]] = {
             "phase": lambda phase: phase.replace("_", " "),
@@ -139,19 +144,22 @@ def measure_start_up(
     even_if_busy: bool = False,
     progress: Progress = silent,
 ) -> Path:
-    """Start a variant's server in all of its kinds of start, in turns, and write the record.
+    """Time starts of a variant's server of each kind that it has, in turns, and write the record.
 
     Args:
+        rounds: number of starts of each kind.
         log: file that collects the logs of all starts.
 
     Raises:
-        BenchError: a start compiled or loaded where its kind forbids it, or vLLM's log lacks a phase.
+        BenchError: a cold start loaded a graph, a baked one compiled a graph, or vLLM's log lacks a phase.
         HostBusyError: the host was too busy in all attempts at a start.
         ServingError: the baked cache is not usable, or vLLM did not start.
-        TooFewItemsError: fewer than 2 rounds.
+        TooFewItemsError: `rounds` is below 2.
     """
     if rounds < 2:
-        raise intervals.TooFewItemsError(f"{rounds} start(s) of a kind show no spread: take 2 or more")
+        raise intervals.TooFewItemsError(
+            f"{rounds} start(s) of a kind show no spread; set --rounds to 2 or more"
+        )
     started = provenance.utc_now()
     server_command = ServerCommand.resolve(variant, port=free_port())
     kinds = ["eager"]
@@ -197,8 +205,8 @@ def measure_start_up(
 def summarise_starts(starts: Starts) -> dict[str, tuple[float, float, float]]:
     """Median, fastest and slowest seconds of each phase, and of the time until ready.
 
-    The two ends are a distribution-free confidence interval of the median: n starts all miss it on one side with
-    probability 2^(1 - n).
+    Fastest and slowest are a distribution-free confidence interval of the median: all n starts lie on one side of the
+    true median with probability 2^(1 - n).
     """
     columns = {phase: [start.phases[phase] for start in starts] for phase in starts[0].phases}
     columns["ready"] = [start.ready_seconds for start in starts]
@@ -211,11 +219,11 @@ def _format_seconds(summary: Mapping[str, tuple[float, float, float]], phase: st
 
 
 def split_phases(log: str, ready_seconds: float) -> dict[str, float]:
-    """Seconds of each phase of one start.
+    """Split one start into the seconds of its phases.
 
     Args:
-        log: vLLM's log until the server was ready.
-        ready_seconds: from the start of the process until the server was ready.
+        log: text of vLLM's log until the server was ready.
+        ready_seconds: time from the start of the process until the server was ready.
 
     Raises:
         BenchError: the log lacks a phase, or says that the warm-up failed.
@@ -226,18 +234,21 @@ def split_phases(log: str, ready_seconds: float) -> dict[str, float]:
     if engine is None or not (total_load_s or part_loads_s):
         raise BenchError(
             "vLLM's log does not say how long loading the model and initialising the engine took; "
-            "its version may differ"
+            "run `make install` for the vLLM version that Slimqwen needs"
         )
-    # On a GPU each worker logs the total, draft model included; on a CPU vLLM logs the two parts of every model.
+    # On a GPU each worker logs the total with the draft model; on a CPU vLLM logs two parts for every model.
     loading = max(total_load_s) if total_load_s else sum(part_loads_s)
     compiling = sum(graph.seconds for graph in baked_cache.read_graphs(log))
     if warm_up.FAILED in log:
-        raise BenchError("the server's warm-up failed, so its start is no measurement; its log says why")
+        raise BenchError("the server's warm-up failed, so its start cannot be timed; read why in its log")
     requests_line = _REQUESTS.search(log)
     requests_s = float(requests_line[1]) if requests_line else 0.0
     import_s = ready_seconds - loading - float(engine[1]) - requests_s
     if import_s < 0:
-        raise BenchError("the phases in vLLM's log are longer than the start; its version may log one twice")
+        raise BenchError(
+            "the phases in vLLM's log are longer than the start; run `make install` for the vLLM version that Slimqwen "
+            "needs"
+        )
     return {
         "import": round(import_s, 2),
         "load_weights": round(loading, 2),
@@ -248,23 +259,32 @@ def split_phases(log: str, ready_seconds: float) -> dict[str, float]:
 
 
 def _time_round(kind: str, command: ServerCommand, log: Path, watch: Watch) -> Start:
-    """One start of a kind; a cold one has a cache of its own."""
+    """Time one start of a kind; a cold start gets a new, empty compile cache."""
     with tempfile.TemporaryDirectory(prefix="slimqwen-start-") as folder:
         if kind == "cold":
             command = command.with_cache_root(Path(folder) / "cache")
         with watch.section():
             start = _time_start(command, Path(folder) / "vllm.log", log)
     if kind != "eager" and not start.graphs:
-        raise BenchError(f"expected a {kind} start, but vLLM's log names no graph; log: {log}")
+        raise BenchError(
+            f"expected a {kind} start, but vLLM's log names no graph; read why in the log: {log}"
+        )
     for graph in start.graphs:
         if kind != "eager" and graph.loaded != (kind == "baked"):
             how = "was loaded from the cache" if graph.loaded else "was compiled"
-            raise BenchError(f"expected a {kind} start, but graph {graph.name} {how}; vLLM's log: {log}")
+            raise BenchError(
+                f"expected a {kind} start, but graph {graph.name} {how}; read why in vLLM's log: {log}"
+            )
     return start
 
 
 def _time_start(command: ServerCommand, log: Path, all_logs: Path) -> Start:
-    """One start, with its phases and its graphs; its log is added to those of all starts."""
+    """Time one start with its phases and graphs.
+
+    Args:
+        log: file for the log of this start.
+        all_logs: file to which that log is appended.
+    """
     started = time.monotonic()
     try:
         with run_server(command, log=log):

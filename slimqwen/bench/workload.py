@@ -1,4 +1,4 @@
-"""Workloads: the prompt classes that a measurement sends, read from eval/workloads/<name>.yaml."""
+"""Workloads, which state the prompt classes that a measurement sends; read from eval/workloads/<name>.yaml."""
 
 import math
 import statistics
@@ -14,12 +14,12 @@ from slimqwen.records.settings import OWN, Settings
 from slimqwen.variant import Variant
 
 TO_MAX_NUM_SEQS = "1..max_num_seqs"
-"""Concurrency of a class that stands for several: 1, 2, 4, … up to the sequences that the server runs at once."""
+"""Concurrency of a class that stands for several classes: 1, 2, 4, … up to the sequences that a server runs at once."""
 
 _OWN_PROMPTS = "prompts.jsonl"
 
 UNLIMITED = "unlimited"
-"""Concurrency without a limit: all requests are sent upfront."""
+"""Concurrency of a class whose requests are all sent at once."""
 
 DEFAULT_COLUMNS = (
     "ttft_ms.mean",
@@ -54,7 +54,7 @@ class _Strict(BaseModel):
 
 
 class ServiceLevel(_Strict):
-    """Limits of a request that counts for the goodput: largest TTFT and largest TPOT, milliseconds."""
+    """Limits within which a request counts for the goodput: largest TTFT and largest TPOT, milliseconds."""
 
     ttft_ms: Positive
     tpot_ms: Positive
@@ -65,33 +65,33 @@ class ServiceLevel(_Strict):
 
 
 class PromptClass(_Strict):
-    """Requests of one kind.
+    """A prompt class: requests of one kind.
 
-    In the file, one of prompt_tokens, concurrency, rate_per_s and load may be a list; it stands for a class for each
-    value, named <name>-<value>.
+    In the file, one of prompt_tokens, concurrency, rate_per_s and load may be a list; each value then makes a class of
+    its own, named <name>-<value>.
 
     Attributes:
         name: key of the class in the file.
-        prompt_tokens: length of a prompt, tokens; the mean length where there is a spread.
-        output_tokens: length of a response, tokens; the model's end of text is ignored; likewise a mean.
-        requests: requests a round; at least the concurrency in a sweep of it.
+        prompt_tokens: length of a prompt, tokens; the mean length if there is a spread.
+        output_tokens: length of a response, tokens, for which the model's end of text is ignored; also a mean.
+        requests: number of requests a round; in a sweep of the concurrency, at least the concurrency.
         spread: standard deviation of the natural logarithm of both lengths, which are drawn independently from
-            log-normal distributions; 0 makes all requests alike.
+            log-normal distributions; 0 makes all requests equally long.
         concurrency: most requests in flight, "unlimited", or "1..max_num_seqs"; by default the workload's. A class with
             an arrival process (one of the next three fields) has no limit.
         gap_ms: fixed gap between two requests, milliseconds.
-        rate_per_s: mean requests a second of a Poisson process.
+        rate_per_s: mean rate of a Poisson process, requests a second.
         load: rate of a Poisson process, as a share of the throughput that the first variant reached in `load_of`.
-        load_of: name of the class that `load` refers to.
-        suffix_tokens: length of the new text at the end of a prompt, tokens; before it the prompt has as many whole
-            effective attention blocks of the server as fit into prompt_tokens.
-        repeats: name of the class whose blocks are sent again, each followed by a new suffix.
-        continues: name of the class whose sessions take their next turn: a prompt is one of its prompts, the response
-            to it and new text, such as the result of a tool, up to prompt_tokens. Prompts are token IDs, as rendered
-            chats are for the engine too; the response comes back as text and is tokenized again, as a client of the
-            chat API has it.
-        abandoned: further requests at the same time, whose clients close the connection: by turns before the response
-            and in the middle of it. They have no rows.
+        load_of: name of the class to which `load` refers.
+        suffix_tokens: length of the new text at the end of a prompt, tokens; the prefix before it consists of as many
+            of the server's whole effective attention blocks as fit in prompt_tokens.
+        repeats: name of the class whose prefixes are sent again, each with a new suffix.
+        continues: name of the class whose sessions get their next turn: a prompt consists of a prompt of that class,
+            the response to it and new text, such as the result of a tool, up to prompt_tokens. Prompts are token IDs,
+            as rendered chats are for the engine, too; the response comes back as text and is tokenized again, as by a
+            client of the chat API.
+        abandoned: number of further requests, sent at the same time, whose clients close the connection: alternately
+            before the response and in the middle of it. They have no rows.
     """
 
     name: str
@@ -117,7 +117,7 @@ class PromptClass(_Strict):
         if self.arrives and self.concurrency is not None:
             raise ValueError("a class with an arrival process has no concurrency")
         if (self.load is None) != (self.load_of is None):
-            raise ValueError("load and load_of belong together")
+            raise ValueError("load and load_of must both be set, or neither")
         if self.repeats is not None and self.suffix_tokens is None:
             raise ValueError("a class that repeats another needs suffix_tokens")
         if self.suffix_tokens is not None and self.spread:
@@ -128,21 +128,21 @@ class PromptClass(_Strict):
 
     @property
     def arrives(self) -> bool:
-        """Whether requests have an arrival process, instead of waiting for responses to others."""
+        """Whether requests have an arrival process; if not, they are sent as responses to others arrive."""
         return any(value is not None for value in (self.gap_ms, self.rate_per_s, self.load))
 
     @property
     def known_from(self) -> str | None:
-        """Name of the class that has sent the beginnings of its prompts; None for new text."""
+        """Name of the earlier class that sent the beginnings of this class's prompts; None if all text is new."""
         return self.repeats or self.continues
 
     @property
     def limit(self) -> int | None:
-        """Most requests in flight; None without a limit."""
+        """Most requests in flight; None for no limit."""
         return None if self.concurrency in (None, UNLIMITED, TO_MAX_NUM_SEQS) else int(self.concurrency)
 
     def lengths(self, seed: Sequence[int], min_tokens: int, max_model_len: int) -> list[tuple[int, int]]:
-        """Lengths of prompt and response of each request of a round, tokens; the same seed gives the same lengths."""
+        """Draw lengths of prompt and response, tokens, for each request of a round; equal seeds give equal lengths."""
         if not self.spread:
             return [(self.prompt_tokens, self.output_tokens)] * self.requests
         rng = np.random.default_rng(seed)
@@ -160,25 +160,25 @@ class PromptClass(_Strict):
 
 
 class Workload(Settings):
-    """One file of eval/workloads/.
+    """A workload: one file of eval/workloads/.
 
     Attributes:
-        documents: text that prompts are cut from, as `slimqwen.text.prompts.documents` takes it.
-        seed: seed of the first document, of drawn lengths and of arrivals.
-        reference_context_tokens: context length that the lengths are written for; a shorter served context scales all
-            of them by max_model_len / reference_context_tokens.
-        min_tokens: shortest length after scaling.
-        concurrency: most requests in flight in classes without a concurrency of their own.
-        warmup_requests: requests before every class that are not counted.
-        rounds: times that all classes are sent.
+        documents: text from which prompts are cut, as `slimqwen.text.prompts.documents` takes it.
+        seed: seed of the first document, of drawn lengths and of arrival times.
+        reference_context_tokens: context length for which the lengths are written; for a shorter served context, all
+            lengths are multiplied by max_model_len / reference_context_tokens.
+        min_tokens: shortest length after scaling, tokens.
+        concurrency: most requests in flight in classes that do not set it.
+        warmup_requests: number of requests before every class whose times are not used.
+        rounds: number of times that all classes are sent.
         sampling: further fields of a request.
-        config: config.env lines laid over each variant's own for this workload.
-        service_level: limits of a request that counts for the goodput; None where no goodput is counted.
-        columns: figures of the table, `<measure>.<statistic>` or a figure of a class.
+        config: config.env lines that replace each variant's own for this workload.
+        service_level: limits within which a request counts for the goodput; None for no goodput.
+        columns: figures of the table: `<measure>.<statistic>`, or a figure of a class.
         classes: classes in the order in which they are sent.
-        prompts: file of prompts that are sent as they are, in every round, relative to the repository; None for prompts
-            that are cut from documents.
-        output_tokens: length of the response to a prompt of that file that names none, tokens.
+        prompts: file of prompts that are sent unchanged in every round, relative to the repository; None if prompts are
+            cut from `documents`.
+        output_tokens: length of the response, tokens, to a prompt of the file `prompts` that states none.
     """
 
     folder: ClassVar[str] = "workloads"
@@ -203,14 +203,19 @@ class Workload(Settings):
     def _from_content(cls, content: Any, name: str) -> "Workload":
         if "classes" in content or "output_tokens" not in content:
             return super()._from_content(content, name)
-        # The lengths are those of the prompts, which a tokenizer has to count: see `of_own_prompts`.
+        # The lengths of own prompts are not known before a tokenizer has counted them: see `of_own_prompts`.
         only = PromptClass(name="own", prompt_tokens=1, output_tokens=content["output_tokens"], requests=2)
         own = {"documents": "", "seed": 0, "reference_context_tokens": 1, "min_tokens": 2, "classes": (only,)}
         file = OWN / name / _OWN_PROMPTS
         return super()._from_content({**own, "prompts": file, **content}, name)
 
     def of_own_prompts(self, prompts: Sequence[Sequence[int]], output_tokens: Sequence[int]) -> "Workload":
-        """The workload with a single class that has the mean lengths of its own prompts, tokens."""
+        """The workload with a single class for its own prompts, whose lengths are their means.
+
+        Args:
+            prompts: token ids of each prompt.
+            output_tokens: length of the response to each prompt, tokens.
+        """
         lengths = {
             "prompt_tokens": round(statistics.fmean(map(len, prompts))),
             "output_tokens": round(statistics.fmean(output_tokens)),
@@ -231,7 +236,7 @@ class Workload(Settings):
         usable: set[str] = set()
         for c in self.classes:
             if c.name in seen:
-                raise ValueError(f"two classes are named {c.name}")
+                raise ValueError(f"two classes are named {c.name}; rename one")
             for other in (c.load_of, c.repeats, c.continues):
                 if other is not None and other not in usable:
                     raise ValueError(
@@ -245,23 +250,25 @@ class Workload(Settings):
         return self
 
     def _check_sessions(self, c: PromptClass) -> None:
-        """Check that a class that continues another has its sessions and longer prompts."""
+        """Check that a class that continues another one has as many sessions, and longer prompts."""
         before = next((other for other in self.classes if other.name == c.continues), None)
         if before is None:
             return
         if (c.requests, c.abandoned) != (before.requests, before.abandoned):
-            raise ValueError(f"class {c.name} needs as many requests and abandoned ones as {before.name}")
+            raise ValueError(
+                f"class {c.name} needs the same `requests` and `abandoned` as {before.name}, which it continues"
+            )
         if c.prompt_tokens <= before.prompt_tokens:
             raise ValueError(f"class {c.name} needs longer prompts than {before.name}, which it continues")
 
     @property
     def needs_prefix_cache(self) -> bool:
-        """Whether the server's counters have to show which prefixes its cache had."""
+        """Whether a class repeats or continues prefixes, so that the server needs a prefix cache."""
         return any(c.suffix_tokens for c in self.classes)
 
     @property
     def sweeps_concurrency(self) -> bool:
-        """Whether its classes depend on the number of sequences that the server runs at once."""
+        """Whether a class sweeps the concurrency up to the number of sequences that the server runs at once."""
         return any(c.concurrency == TO_MAX_NUM_SEQS for c in self.classes)
 
     def scale(self, max_model_len: int) -> float:
@@ -269,7 +276,11 @@ class Workload(Settings):
         return min(1.0, max_model_len / self.reference_context_tokens)
 
     def expanded(self, max_num_seqs: int = 1) -> list[PromptClass]:
-        """The classes with the lengths of the file; a sweep of the concurrency as a class for each value."""
+        """The classes with the lengths in the file; a sweep of the concurrency becomes one class for each value.
+
+        Args:
+            max_num_seqs: sequences that the server runs at once.
+        """
         classes = []
         for c in self.classes:
             if c.concurrency != TO_MAX_NUM_SEQS:
@@ -286,7 +297,7 @@ class Workload(Settings):
         return classes
 
     def scaled(self, max_model_len: int, max_num_seqs: int = 1, block_tokens: int = 1) -> list[PromptClass]:
-        """The expanded classes with the lengths that are sent.
+        """The expanded classes with the lengths that are sent to a server.
 
         Args:
             max_model_len: longest prompt and output together that the server accepts, tokens.
@@ -294,7 +305,7 @@ class Workload(Settings):
             block_tokens: the server's effective attention block, the unit of prefixes, tokens.
 
         Raises:
-            BenchError: the shortest lengths do not fit the context, or no block fits a prompt.
+            BenchError: the shortest lengths do not fit in the context, or a prompt is shorter than a block.
         """
         factor = self.scale(max_model_len)
         classes = []
@@ -305,14 +316,14 @@ class Workload(Settings):
             if prompt_tokens + output_tokens > max_model_len:
                 raise BenchError(
                     f"{self.name}: class {c.name} needs at least {prompt_tokens} + {output_tokens} tokens and "
-                    f"the server accepts {max_model_len}: raise VLLM_MAX_MODEL_LEN"
+                    f"the server accepts {max_model_len}; raise VLLM_MAX_MODEL_LEN"
                 )
             if c.suffix_tokens is not None:
                 blocks = (prompt_tokens - c.suffix_tokens) // block_tokens
                 if blocks < 1:
                     raise BenchError(
                         f"{self.name}: class {c.name} has prompts of {prompt_tokens} tokens, and the server caches "
-                        f"whole blocks of {block_tokens}: raise VLLM_MAX_MODEL_LEN or prompt_tokens"
+                        f"whole blocks of {block_tokens}; raise VLLM_MAX_MODEL_LEN or prompt_tokens"
                     )
                 prompt_tokens = blocks * block_tokens + c.suffix_tokens
             classes.append(
@@ -322,14 +333,14 @@ class Workload(Settings):
 
 
 def name_workload(variant: Variant) -> str:
-    """The workload that times a variant by default: the prompts of its own evaluation if it has any, else classes."""
+    """Name of a variant's default workload: its own evaluation if that has prompts, else `classes`."""
     own = variant.settings.get("EVALUATION")
     has_prompts = own is not None and (variant.root / OWN / own.value / _OWN_PROMPTS).is_file()
     return own.value if own and has_prompts else "classes"
 
 
 def _class_entries(name: str, body: dict[str, Any]) -> list[dict[str, Any]]:
-    """A class of the file as one entry, or as one for each value of the field that is a list."""
+    """Entries for a class of the file: one, or one for each value if a field is a list."""
     lists = [key for key, value in body.items() if isinstance(value, list)]
     if not lists:
         return [{"name": name, **body}]

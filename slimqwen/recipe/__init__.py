@@ -1,1 +1,1 @@
-"""Recipes: recipe.yaml, the contract of its stages, and the runner that chains them."""
+"""Recipes: recipe.yaml, the interface of stages, the stages themselves, and the runner that runs them in order."""

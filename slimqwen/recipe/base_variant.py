@@ -1,4 +1,4 @@
-"""A baseline variant of a checkpoint: what is found in the checkpoint, and the lines of config.env that follow."""
+"""A baseline variant of a checkpoint: facts that are read from the checkpoint, and the config.env lines they give."""
 
 import json
 from collections.abc import Iterator, Mapping
@@ -12,28 +12,28 @@ from slimqwen.models.outline import Outline
 from slimqwen.text.chats import read_chat_templates
 
 _LONGEST_CONTEXT = 16_384
-"""Context length to begin with, tokens: a checkpoint's own may need more memory than a machine has."""
+"""Largest initial context length, tokens: the checkpoint's own may need more memory than a machine has."""
 
 _DEPTH = 3
-"""Tokens drafted at a time, to begin with."""
+"""Initial number of tokens drafted at a time."""
 
 
 @dataclass(frozen=True)
 class CheckpointFacts:
-    """What a checkpoint says of itself.
+    """Facts about a checkpoint, from its settings and headers.
 
     Attributes:
-        architecture: class of its model in config.json.
-        weights: weights of all tensors, those of packed ones at most.
-        disk_bytes: size of its files.
+        architecture: class of the model in config.json.
+        weights: number of weights in all tensors; for packed tensors an upper bound.
+        disk_bytes: size of the files.
         text: the language model's part of config.json.
-        is_multimodal: whether it has more than a language model.
-        form: how its weights are stored, in words.
+        is_multimodal: whether the model has other parts than a language model.
+        form: how the weights are stored, in words.
         mtp_head: `16 bits`, `quantised` or None.
-        template_file: file of its chat template; None without one.
-        takes_tools: whether that template reads tools.
-        thinks: whether that template knows thinking.
-        num_tokens: tokens of its tokenizer; None where that is of another kind than BPE.
+        template_file: file of the chat template; None without one.
+        takes_tools: whether the chat template renders tools.
+        thinks: whether the chat template has a switch for thinking.
+        num_tokens: number of tokens of the tokenizer; None if it is no BPE.
     """
 
     architecture: str
@@ -55,7 +55,7 @@ class CheckpointFacts:
         Raises:
             MissingCheckpointError, CorruptCheckpointError: as `checkpoint.check_folder`.
         """
-        checkpoint.check_folder(folder, "give the folder of a checkpoint as a model hub holds it")
+        checkpoint.check_folder(folder, "give the folder of a checkpoint with the files that a model hub has")
         outline = Outline.read(folder)
         template = read_chat_templates(folder).get("default")
         return cls(
@@ -74,11 +74,11 @@ class CheckpointFacts:
 
     @property
     def context(self) -> int:
-        """Context length to serve, tokens."""
+        """Initial context length to serve, tokens."""
         return min(_LONGEST_CONTEXT, int(self.text.get("max_position_embeddings", _LONGEST_CONTEXT)))
 
     def lines(self) -> Iterator[tuple[str, str]]:
-        """What was found, as (name, value) for a person."""
+        """Yield the facts as pairs of name and value, in words."""
         text = self.text
         kind = "multimodal, of which the language model is served" if self.is_multimodal else "text only"
         yield "architecture", f"{self.architecture}, {kind}"
@@ -90,7 +90,7 @@ class CheckpointFacts:
         yield "vocabulary", f"{text['vocab_size']} rows, {self.num_tokens or 'unknown number of'} tokens"
         yield (
             "context",
-            f"{text.get('max_position_embeddings', 'not stated')} tokens, {self.context} to begin with",
+            f"{text.get('max_position_embeddings', 'not stated')} tokens, {self.context} of them served",
         )
         yield "format", self.form
         yield (
@@ -99,7 +99,7 @@ class CheckpointFacts:
         )
         tools = "takes tools" if self.takes_tools else "without tools"
         if self.thinks:
-            tools += "; VLLM_REASONING_PARSER=qwen3 in config.env has its thinking in a field of its own"
+            tools += "; VLLM_REASONING_PARSER=qwen3 in config.env puts the thinking into a separate field"
         yield "chat template", f"{self.template_file.name}, {tools}" if self.template_file else "none"
 
     def settings(self) -> dict[str, str]:

@@ -13,28 +13,28 @@ from slimqwen.recipe.sampled_outputs import Output
 from slimqwen.recipe.stage import Parameters, StageError
 
 _Text = tuple[Output, Any]
-"""What the target said, and its hidden states."""
+"""An output of the target, and the target's hidden states for it."""
 
 POSITIONS = 512
-"""Positions whose logits are in memory at the same time."""
+"""Number of positions whose logits are in memory at the same time."""
 
 
 class HeadTraining(Parameters):
-    """How a head is trained.
+    """Parameters of the training of a head.
 
     Attributes:
         depth: number of tokens that the head learns to draft (K).
         trainable: fc+norms freezes the head's attention and MLP; all trains them too.
-        rows: all learns the target's distribution over the whole vocabulary; drafted over the ids of the draft head
-            (`trim_draft_vocab`) alone, so that nothing is spent on tokens that cannot be drafted.
-        head: checkpoint starts from the checkpoint's head, fresh from a random one.
+        rows: all learns the target's distribution over the whole vocabulary; drafted only over the ids of the draft
+            head (`trim_draft_vocab`), so that nothing is spent on tokens that cannot be drafted.
+        head: checkpoint starts from the checkpoint's head, fresh from a random head.
         steps: largest number of optimiser steps.
         batch: texts per step.
         learning_rate: peak rate of AdamW, reached after 1/20 of the steps, then falling linearly to 1/10.
         step_decay: loss weight of a draft step relative to the step before.
         validate_every: steps between two points of the learning curve; a killed run resumes from the last point.
-        patience: points without an improvement after which training ends.
-        seed: seed of the order of texts, and of a fresh head.
+        patience: number of points without improvement after which training ends.
+        seed: seed for the order of texts and for a fresh head.
     """
 
     depth: Annotated[int, Field(ge=1, le=8)] = 4
@@ -52,11 +52,11 @@ class HeadTraining(Parameters):
 
 @dataclass(frozen=True)
 class Point:
-    """One point of the learning curve. Losses: weighted mean divergence from the target, nats per token."""
+    """One point of the learning curve; a loss is the weighted mean divergence from the target, nats per token."""
 
     step: int
     training_loss: float | None
-    """Mean since the previous point; None before the first step."""
+    """Mean over the steps since the previous point; None before the first step."""
     validation_loss: float
 
 
@@ -74,9 +74,10 @@ class Training:
         """Begin or resume a run.
 
         Args:
-            model: a drafting model; no layers of its backbone are needed.
-            hidden: of each output, the backbone's output after its final norm: [1, tokens, hidden].
-            state: file that outlives a killed run.
+            model: a drafting model, whose backbone needs no layers.
+            outputs: outputs of the target to train on.
+            hidden: for each output, the backbone's states after its final norm: [1, tokens, hidden].
+            state: file for the state of the run, from which a killed run resumes.
         """
         import torch
 
@@ -85,7 +86,7 @@ class Training:
         self._model = model
         self._parameters = parameters
         self._state = state
-        # Every tenth text decides when to stop; the held-out texts that judge the result are others.
+        # Every tenth text validates, to decide when to stop. The held-out texts that judge the result are other ones.
         texts = list(zip(outputs, hidden, strict=True))
         self._validation = texts[::10]
         self._texts = [text for number, text in enumerate(texts) if number % 10]
@@ -106,7 +107,7 @@ class Training:
         self._restore()
 
     def run(self, progress: Progress) -> None:
-        """Train to the end, resuming a killed run; leaves the best weights in the model."""
+        """Train to the end, from the saved state if there is one, and load the best weights into the model."""
         parameters = self._parameters
         if not self.curve:
             self._validate()
@@ -140,7 +141,7 @@ class Training:
         return min((self.step + 1) / max(1, steps // 20), 1 - 0.9 * self.step / steps)
 
     def _batch(self) -> list[_Text]:
-        """The texts of a step: each epoch reads all of them in a new random order."""
+        """The texts of the current step; each epoch reads all texts in a new random order."""
         batch, count = self._parameters.batch, len(self._texts)
         numbers = range(self.step * batch, (self.step + 1) * batch)
         return [self._texts[self._order(number // count)[number % count]] for number in numbers]
@@ -229,15 +230,15 @@ class Training:
 
 
 def divergence_from_target(model: Any, students: Any, targets: Any, drafted: bool) -> Any:
-    """Mean Kullback-Leibler divergence of the student's next-token distribution from the target's.
+    """Mean Kullback-Leibler divergence of the student's next-token distribution from the target's, nats.
 
-    Over the drafted ids alone, the target's probabilities are not scaled up: a position counts as much as the target
-    gives to ids that can be drafted there.
+    With `drafted`, the target's probabilities of the draft head's ids are not normalised again: the weight of a
+    position is the probability that the target gives there to ids that can be drafted.
 
     Args:
         students: [positions, hidden], states of the head.
         targets: [positions, hidden], states of the backbone for the same tokens.
-        drafted: whether to compare the ids of the draft head alone.
+        drafted: whether to compare only the ids of the draft head.
     """
     import torch
     import torch.nn.functional as F  # noqa: N812 (customary name)
@@ -254,6 +255,6 @@ def divergence_from_target(model: Any, students: Any, targets: Any, drafted: boo
 
     if not len(students):
         return students.sum() * 0.0
-    # Logits of a large vocabulary do not fit for all positions at once: the backward pass computes them again.
+    # Logits of a large vocabulary do not fit in memory for all positions; the backward pass computes them again.
     parts = zip(students.split(POSITIONS), targets.split(POSITIONS), strict=True)
     return sum(recomputed(summed, *part, use_reentrant=False) for part in parts) / len(students)

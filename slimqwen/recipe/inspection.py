@@ -1,6 +1,6 @@
-"""A recipe inspected whole before it runs: every fault at once, and by arithmetic what each stage takes.
+"""Inspection of a whole recipe before it runs: finds all faults at once, and estimates the cost of each stage.
 
-A stage's input does not exist yet: it is the outline of the base, changed by the stages before.
+The input of a later stage does not exist yet: its outline is that of the base as changed by the stages before.
 """
 
 import shutil
@@ -16,23 +16,23 @@ from slimqwen.recipe.stage import Needs
 from slimqwen.serving import platform as machine
 
 OPERATIONS = "estimated_operations"
-"""Fact in a manifest: `Needs.operations` of the run that made the output."""
+"""Name of a fact in a manifest: `Needs.operations` of the run that made the output."""
 
 _OPERATIONS_PER_CORE = 15e9
 _OPERATIONS_PER_GPU = 30e12
 _WRITTEN_BYTES_PER_SECOND = 200e6
 
 _COMPARABLE = 30
-"""A kept run predicts the time of one with so many times more or fewer operations; the stages' fixed costs and caches
-make others too different."""
+"""Largest factor in operations between two runs at which the time of one predicts that of the other; beyond it, fixed
+costs and caches differ too much."""
 
 
 @dataclass(frozen=True)
 class StageCost:
-    """What a stage of a recipe will take.
+    """Estimated cost of a stage of a recipe.
 
     Attributes:
-        seconds: its time, about.
+        seconds: estimated time.
         was_measured: whether the time is that of a run kept in the store, scaled by the operations.
     """
 
@@ -45,11 +45,11 @@ class StageCost:
 def inspect_steps(
     steps: Iterable[Step], base: Outline, store: Path
 ) -> tuple[tuple[str, ...], tuple[StageCost, ...]]:
-    """Every fault of the steps in one line each, and the cost of each step.
+    """Find every fault of the steps, one line each, and estimate the cost of each step.
 
     Args:
-        base: what the first step reads.
-        store: holds the outputs and the manifests of earlier runs.
+        base: outline of the first step's input.
+        store: folder with the outputs and manifests of earlier runs.
     """
     manifests = [Manifest.read(file.parent) for file in _manifest_files(store)]
     faults: list[str] = []
@@ -59,7 +59,7 @@ def inspect_steps(
         found = [
             fault
             for fault in step.stage.inspect(outline, step.parameters)
-            # Of what is left of faulty parameters, the defaults are not the user's.
+            # Faulty parameters were replaced by defaults, in which faults would not be the user's.
             if step.is_whole or fault.field.partition(".")[0] in {"", *step.parameters.model_fields_set}
         ]
         faults += map(step.located, found)
@@ -73,7 +73,7 @@ def inspect_steps(
 
 
 def lacking_space(costs: Sequence[StageCost], store: Path) -> list[str]:
-    """A line for each stage that needs more main memory than is free, or with those before it more disk."""
+    """A line for each stage that needs more memory than is free, or more disk, together with the stages before it."""
     existing = next(folder for folder in (store, *store.parents) if folder.exists())
     memory, disk = machine.available_memory(), shutil.disk_usage(existing).free
     lines = []
@@ -82,7 +82,7 @@ def lacking_space(costs: Sequence[StageCost], store: Path) -> list[str]:
         place = f"{cost.step.places['']}: " if cost.step.places else ""
         if needed > memory:
             lines.append(
-                f"{place}{name} needs about {needed / 2**30:.1f} GiB of memory, {memory / 2**30:.1f} GiB are free; "
+                f"{place}{name} needs about {needed / 2**30:.1f} GiB of memory, but {memory / 2**30:.1f} GiB are free; "
                 "end other programs, or make the checkpoint on a machine with more"
             )
         disk -= cost.needs.disk_bytes
@@ -95,7 +95,7 @@ def lacking_space(costs: Sequence[StageCost], store: Path) -> list[str]:
 
 
 def _seconds(stage: str, needs: Needs, manifests: Iterable[Manifest]) -> tuple[float, bool]:
-    """The time of a stage, and whether it was measured: by the newest comparable run, else by nominal rates."""
+    """Time of a stage in seconds, by the newest comparable run (then the second value is True), else nominal rates."""
     for manifest in manifests:
         operations = manifest.facts.get(OPERATIONS) if manifest.stage == stage else None
         if isinstance(operations, int | float) and operations > 0:
@@ -112,12 +112,12 @@ def _seconds(stage: str, needs: Needs, manifests: Iterable[Manifest]) -> tuple[f
 
 
 def describe_processor() -> str:
-    """What the times by arithmetic are for: this machine's GPU, or its cores."""
+    """The processor for which times are computed, in words: this machine's GPU or its cores."""
     if machine.has_nvidia_driver():
         return "this machine's GPU"
     return f"this machine's {machine.physical_cores()} cores; a GPU would take far less"
 
 
 def _manifest_files(store: Path) -> list[Path]:
-    """The manifests of a store, the newest first."""
+    """Files of the manifests in a store, the newest first."""
     return sorted(store.glob(f"[!.]*/{MANIFEST}"), key=lambda file: file.stat().st_mtime_ns, reverse=True)

@@ -1,4 +1,4 @@
-"""The parameters of stages as a person reads them: meaning, default, allowed values. From the models themselves."""
+"""Describes the parameters of stages (meaning, default, allowed values), as derived from their pydantic models."""
 
 import inspect
 import re
@@ -17,11 +17,11 @@ class Parameter:
     """A parameter of a stage.
 
     Attributes:
-        name: its last name.
-        meaning: from the docstring of its model, one line.
-        allowed: the values it takes, in words; empty where any value of its type is taken.
-        value: its default, or an example where it has none; None where it has to be filled in or is off.
-        parts: the parameters inside it.
+        name: last part of its dotted name.
+        meaning: one line, from the docstring of the model.
+        allowed: allowed values in words; empty if any value of the type is allowed.
+        value: the default, or an example if there is none; None if it has to be filled in or is off.
+        parts: the parameters inside this one, if it is a model itself.
     """
 
     name: str
@@ -32,10 +32,10 @@ class Parameter:
 
 
 def list_parameters(model: type[BaseModel], default: BaseModel | None = None) -> Iterator[Parameter]:
-    """The parameters of a model, in their order.
+    """Yield the parameters of a model, in the order of its fields.
 
     Args:
-        default: values that the model has as the default of another's field.
+        default: instance whose values are the defaults, if the model is a field of another one.
     """
     meanings = _meanings(model)
     for name, field in model.model_fields.items():
@@ -50,7 +50,7 @@ def list_parameters(model: type[BaseModel], default: BaseModel | None = None) ->
 
 
 def _value(name: str, field: FieldInfo, default: BaseModel | None) -> Any:
-    # A path is shown as it is written, not as it is resolved.
+    # A path is shown as written, not as resolved.
     if default is not None and not field.exclude:
         return getattr(default, name)
     if field.is_required():
@@ -72,7 +72,7 @@ def _allowed(field: FieldInfo) -> str:
 
 
 def _meanings(model: type[BaseModel]) -> dict[str, str]:
-    """Field -> its entry under `Attributes:` in the docstrings of a model and its bases."""
+    """Meaning of each field, from `Attributes:` in the docstrings of a model and its base classes."""
     meanings: dict[str, str] = {}
     for part in reversed(model.__mro__):
         if issubclass(part, BaseModel) and part.__doc__:

@@ -1,4 +1,4 @@
-"""recipe.yaml: a description, the base checkpoint, and the stages that transform it.
+"""Reads recipe.yaml: a description, the base checkpoint, and the stages that transform it, as in this example.
 
 description: AWQ 4-bit MLP weights.
 base: tiny
@@ -28,11 +28,11 @@ YamlPath = tuple[int | str, ...]
 
 
 class RecipeError(SlimqwenError):
-    """A recipe.yaml that cannot be used, or a recipe that cannot be run."""
+    """A recipe.yaml cannot be used, or a recipe cannot be run."""
 
     @classmethod
     def of_faults(cls, faults: Sequence[str]) -> "RecipeError":
-        """An error of one line for one fault, else with a line for each."""
+        """Make an error of one line for a single fault, or with a heading and a line for each of several."""
         if len(faults) == 1:
             return cls(faults[0])
         return RecipeFaultsError(
@@ -41,7 +41,7 @@ class RecipeError(SlimqwenError):
 
 
 class RecipeFaultsError(RecipeError):
-    """All faults of a recipe, each in a line with its place: the one expected error of more than one line."""
+    """All faults of a recipe, a line each with its location: the only expected error of more than one line."""
 
 
 @dataclass(frozen=True)
@@ -49,8 +49,8 @@ class Step:
     """One entry under `stages:`.
 
     Attributes:
-        places: file:line of the parameters that the recipe names, by their dotted names; `""` is the stage's own.
-        is_whole: whether the parameters are those of the recipe, not what is left of them without faulty ones.
+        places: file:line of each parameter in the recipe, by its dotted name; under `""`, that of the stage.
+        is_whole: whether the parameters are all those of the recipe; False if faulty ones were left out.
     """
 
     stage: Stage
@@ -59,7 +59,7 @@ class Step:
     is_whole: bool = True
 
     def located(self, fault: Fault) -> str:
-        """A fault of the step in one line, with file and line of the parameter, or of what it is a part of."""
+        """A fault of the step as one line, with file and line of its parameter, or of the part that contains it."""
         name = fault.field
         while name and name not in self.places:
             name = name.rpartition(".")[0]
@@ -72,8 +72,9 @@ class Recipe:
     """A recipe.yaml of at least one step.
 
     Attributes:
-        base: a variant, or owner/name or owner/name@commit of a hub repository.
-        faults: what is wrong in the file, a line each with its place; stages that cannot be understood are left out.
+        base: name of a variant, or owner/name or owner/name@commit of a hub repository.
+        steps: the stages with their parameters; without stages that cannot be understood.
+        faults: faults of the file, a line each with its location.
     """
 
     file: Path
@@ -98,10 +99,10 @@ class _Document(BaseModel):
 
 
 class _UniqueKeysLoader(yaml.SafeLoader):
-    """A loader that refuses a key written twice; plain YAML would drop the first value."""
+    """A YAML loader that refuses a key that is written twice, of which plain YAML would drop the first value."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
-        """Build a mapping whose keys all differ."""
+        """Build a mapping; an error if a key is written twice."""
         seen = set()
         for key, _ in node.value:
             if not isinstance(key, yaml.ScalarNode):
@@ -115,10 +116,10 @@ class _UniqueKeysLoader(yaml.SafeLoader):
 
 
 def read_recipe(file: Path, stages: Mapping[str, Stage] = STAGES) -> Recipe:
-    """Read and validate a recipe.yaml; paths in it are relative to its folder.
+    """Read and validate a recipe.yaml, in which paths are relative to its folder.
 
     Raises:
-        RecipeError: as `parse_recipe`; or the faults that it finds.
+        RecipeError: as `parse_recipe`; or the recipe has faults.
     """
     recipe = parse_recipe(file, stages)
     if recipe.faults:
@@ -127,10 +128,10 @@ def read_recipe(file: Path, stages: Mapping[str, Stage] = STAGES) -> Recipe:
 
 
 def parse_recipe(file: Path, stages: Mapping[str, Stage] = STAGES) -> Recipe:
-    """Read a recipe.yaml and find every unknown or missing key and invalid value, with the nearest known names.
+    """Read a recipe.yaml; faults such as unknown keys and invalid values are collected in `Recipe.faults`.
 
     Raises:
-        RecipeError: the file cannot be read, is not YAML, or has not the three keys of a recipe.
+        RecipeError: the file cannot be read, is not YAML, or lacks one of a recipe's three keys.
     """
     content, root = _load_yaml(file)
     text = _RecipeText(file, root)
@@ -167,10 +168,10 @@ def parse_recipe(file: Path, stages: Mapping[str, Stage] = STAGES) -> Recipe:
 
 
 def find_base_variant(base: str, root: Path) -> str:
-    """The variant that a recipe's base means: itself, or the copy of that hub repository, at the commit that it names.
+    """Name of the variant that a recipe's base denotes: `base` itself, or the variant that copies that hub repository.
 
     Raises:
-        RecipeError: no variant is a copy of that repository at that commit.
+        RecipeError: no variant is a copy of the repository at the commit that `base` names.
     """
     if "/" not in base:
         return base
@@ -182,7 +183,7 @@ def find_base_variant(base: str, root: Path) -> str:
         if is_own_copy and (not commit or (revision and revision.value == commit)):
             return name
     raise RecipeError(
-        f"no variant is a copy of {base}; `slimqwen variant new --name NAME --checkpoint {base}` adds one"
+        f"no variant is a copy of {base}; add one with `slimqwen variant new --name NAME --checkpoint {base}`"
     )
 
 
@@ -190,11 +191,13 @@ def _load_yaml(file: Path) -> tuple[Any, yaml.Node | None]:
     try:
         text = file.read_text(encoding="utf-8")
     except OSError as error:
-        raise RecipeError(f"{file}: cannot be read ({error.strerror}); write a recipe there") from None
+        raise RecipeError(
+            f"{file}: cannot be read ({error.strerror}); write a recipe into that file"
+        ) from None
     except UnicodeDecodeError as error:
-        raise RecipeError(f"{file}: not UTF-8 ({error.reason}); convert it") from None
+        raise RecipeError(f"{file}: not UTF-8 ({error.reason}); save it as UTF-8") from None
     try:
-        # A subclass of the safe loader.
+        # Safe, because the loader is a subclass of SafeLoader.
         return yaml.load(text, _UniqueKeysLoader), yaml.compose(text)
     except yaml.MarkedYAMLError as error:
         line = error.problem_mark.line + 1 if error.problem_mark else 1
@@ -206,21 +209,21 @@ def _load_yaml(file: Path) -> tuple[Any, yaml.Node | None]:
 
 
 def stage_fault(name: str, previous: str, stages: Mapping[str, Stage] = STAGES) -> str | None:
-    """What forbids a stage right after the previous one, which is empty for the first; None where nothing does."""
+    """Why a stage must not come right after `previous` (empty for the first stage); None if it may."""
     if name not in stages:
         return f"no stage {name!r}; {_nearest(name, stages)}"
     follows = stages[name].follows
     if previous in stages and stages[previous].last:
-        return f"no stage may follow {previous}; put that one last"
+        return f"no stage may follow {previous}; put {previous} last"
     if previous and follows and previous not in follows:
-        return f"{name} reads what {' or '.join(follows)} leaves beside the checkpoint; put it right after"
+        return f"{name} reads a file that {' or '.join(follows)} writes; put {name} right after that stage"
     return None
 
 
 def _without_faults(
     schema: type[BaseModel], values: Mapping[str, Any], error: ValidationError, folder: Path
 ) -> BaseModel | None:
-    """The parameters without the faulty ones, so that the others can be inspected; None where that is not enough."""
+    """Parameters without the faulty ones, so that the others can be inspected; None if they make no valid model."""
     faulty = {problem["loc"][0] for problem in error.errors() if problem["loc"]}
     examples = {
         name: field.examples[0]
@@ -236,17 +239,17 @@ def _without_faults(
 
 @dataclass(frozen=True)
 class _RecipeText:
-    """The lines of a recipe.yaml, by path in its content."""
+    """Text of a recipe.yaml, in which the line of a path in its content can be found."""
 
     file: Path
     root: yaml.Node | None
 
     def place(self, path: YamlPath) -> str:
-        """file:line of the innermost part of a path that exists in the text."""
+        """file:line of the innermost part of `path` that exists in the text."""
         return f"{self.file}:{self._find(path)[0] + 1}"
 
     def places(self, path: YamlPath) -> dict[str, str]:
-        """file:line of a stage and of its parameters, by their dotted names."""
+        """file:line of the stage at `path`, under `""`, and of its parameters by their dotted names."""
         places = {"": self.place(path)}
         pending = [("", self._find(path)[1])]
         while pending:
@@ -257,8 +260,8 @@ class _RecipeText:
         return places
 
     def faults_of(self, error: ValidationError, path: YamlPath, schema: type[BaseModel]) -> Iterable[str]:
-        """One line for each of the problems that pydantic lists."""
-        # A misspelt key is often the reason for a missing one, which then goes without saying.
+        """One line for each problem that pydantic lists, with its location."""
+        # A misspelt key is often the reason for a missing one, which is then not reported.
         problems = error.errors()
         unknown = {problem["loc"][:-1] for problem in problems if problem["type"] == "extra_forbidden"}
         for problem in problems:
@@ -279,7 +282,7 @@ class _RecipeText:
             yield f"{self.place((*path, *inner))}: {fault}"
 
     def _find(self, path: YamlPath) -> tuple[int, yaml.Node | None]:
-        """Line, from 0, and value of the innermost part of a path that exists."""
+        """Line, counted from 0, and value of the innermost part of `path` that exists."""
         node = self.root
         line = node.start_mark.line if node else 0
         for part in path:

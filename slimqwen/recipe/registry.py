@@ -1,4 +1,4 @@
-"""The stages that a recipe can name: every module of stages/, imported when its stage is used."""
+"""The stages that a recipe can name: all modules of stages/, each imported when its stage is first used."""
 
 import importlib
 from collections.abc import Iterator, Mapping
@@ -8,7 +8,7 @@ from slimqwen.recipe.stage import Stage
 
 
 class _Stages(Mapping[str, Stage]):
-    """Stage by name; stages/<name>.py defines it as STAGE."""
+    """Stages by name; stages/<name>.py defines each as STAGE."""
 
     def __init__(self) -> None:
         self._names = sorted(file.stem for file in Path(__file__).parent.glob("stages/[!_]*.py"))

@@ -1,8 +1,8 @@
 """The runner: runs each stage of a recipe once per content key and publishes its output, for every variant to reuse.
 
-The store is weights/store/<key>/; weights/<variant> is a link to the output of the variant's last stage. A key is a
-SHA-256 over the digest of the input checkpoint, the parameters, the outside data, the stage's code and the versions
-of its tools. A stage whose input came out the same is therefore reused even if an earlier stage has changed.
+The store is weights/store/<key>/; weights/<variant> is a link to the output of the variant's last stage. A content key
+is a SHA-256 over the digest of the input checkpoint, the parameters, the outside data, the stage's code and the
+versions of its tools. A stage is therefore reused if its input is the same, even if an earlier stage has changed.
 """
 
 import functools
@@ -39,8 +39,8 @@ class Outcome:
     """Result of one stage.
 
     Attributes:
-        folder: its output in the store.
-        reused: whether the store had it already.
+        folder: the stage's output in the store.
+        reused: whether the store had the output already.
         manifest: manifest of the output; wall time and peak memory are those of the run that made it.
         bytes_before: size of the input, bytes.
         bytes_after: size of the output, bytes.
@@ -58,7 +58,7 @@ class Outcome:
 
 @dataclass(frozen=True)
 class IngredientChange:
-    """An ingredient of a content key that differs; None where one side has no such ingredient."""
+    """An ingredient of a content key that differs between two runs; None on a side that lacks the ingredient."""
 
     ingredient: str
     before: str | None
@@ -67,12 +67,12 @@ class IngredientChange:
 
 @dataclass(frozen=True)
 class Forecast:
-    """Whether a run would reuse or run one stage, and why.
+    """Whether a recipe's run would reuse a stage's output or run the stage, and why.
 
     Attributes:
-        key: its content key; None if its input does not exist yet.
-        reused: whether the store has its output.
-        reason: one sentence.
+        key: the stage's content key; None if its input does not exist yet.
+        reused: whether the store has the stage's output.
+        reason: the reason in a few words.
         changes: ingredients that differ from the nearest stored output of the same stage.
     """
 
@@ -97,19 +97,19 @@ def run_recipe(
 
     Args:
         variant: name; weights/<variant> is linked to the output of the last stage. With `stages`, it is linked to an
-            earlier output only if all later stages add a cache alone and the link is missing or its present target has
-            another digest.
-        resolve: base of a recipe -> its checkpoint folder, checked.
+            earlier output only if all later stages merely add a cache, and the link is missing or leads to a checkpoint
+            with another digest.
+        resolve: function from a recipe's base to its checkpoint folder, which it checks.
         stages: number of stages to run, from the first; None for the whole recipe.
         progress: receives (activity, done, total) of each running stage.
-        is_embedded: whether the base comes from the embedded model (`Outline`).
+        is_embedded: whether the base is the embedded model or was made from it (`Outline`).
 
     Returns:
         One outcome per stage, in order.
 
     Raises:
-        RecipeError: weights/<variant> is not or cannot be a link; before any stage starts, all faults of the recipe on
-            this base, and more disk or memory than there is; or a stage failed, and the store is as before that stage.
+        RecipeError: before any stage starts: weights/<variant> is not or cannot be a link, the recipe has faults on
+            this base, or disk or memory are too small. Later: a stage failed, and the store is as before that stage.
         SlimqwenError: a stage refuses its input or parameters.
     """
     link, store = weights / variant, weights / "store"
@@ -136,7 +136,7 @@ def run_recipe(
 
 
 def forecast_recipe(recipe: Recipe, weights: Path, resolve: Callable[[str], Path]) -> list[Forecast]:
-    """Whether a run would reuse or run each stage, and which ingredient makes the difference.
+    """Tell for each stage whether a run would reuse its output or run it, and which ingredients have changed.
 
     Raises:
         RecipeError: a package that a stage needs is not installed.
@@ -170,7 +170,7 @@ def forecast_recipe(recipe: Recipe, weights: Path, resolve: Callable[[str], Path
 def clean_store(weights: Path, keep: Iterable[str]) -> int:
     """Delete the store entries that no variant uses, and the unfinished work of killed runs.
 
-    It keeps every entry that a link under weights points to, and the entries from which that was made.
+    Entries to which a link under weights leads are kept, and the entries from which they were made.
 
     Args:
         keep: keys of further entries to keep, such as those that the variants' recipes would reuse.
@@ -187,9 +187,9 @@ def clean_store(weights: Path, keep: Iterable[str]) -> int:
     file = store / ".lock"
     with file.open("a+b") as lock:
         if not take_lock(lock, file):
-            raise RecipeError(f"a recipe is running on {store}; clean it when that has ended")
+            raise RecipeError(f"a recipe is running on {store}; try again when the recipe has ended")
         entries = {folder.name: folder for folder in store.iterdir() if not folder.name.startswith(".")}
-        # A stage that changes nothing has its input's digest; so has a baked entry, but that is never an input.
+        # An unchanged output has its input's digest. So has one with a baked cache, which is never an input.
         inputs: dict[str, list[str]] = {}
         for name, folder in entries.items():
             if not (folder / COMPILE_CACHE[0]).is_file():
@@ -213,13 +213,13 @@ def clean_store(weights: Path, keep: Iterable[str]) -> int:
 
 
 def _require_sound(recipe: Recipe, steps: Sequence[Step], base: Outline, weights: Path) -> None:
-    """Raise every fault of the steps, before a stage has worked for hours."""
+    """Raise a RecipeError with all faults of the steps, and lack of memory or disk, before any stage starts."""
     store = weights / "store"
     faults, costs = inspect_steps(steps, base, store)
     if recipe.faults or faults:
         raise RecipeError.of_faults(recipe.faults + faults)
     if lacking_space(costs, store):
-        # What is reused takes nothing.
+        # A reused output needs no memory or disk.
         forecasts = forecast_recipe(replace(recipe, steps=tuple(steps)), weights, lambda _: base.folder)
         new = [cost for cost, forecast in zip(costs, forecasts, strict=True) if not forecast.reused]
         if lines := lacking_space(new, store):
@@ -227,7 +227,7 @@ def _require_sound(recipe: Recipe, steps: Sequence[Step], base: Outline, weights
 
 
 def _ensure(step: Step, source: Path, store: Path, progress: Progress) -> Outcome:
-    """The step's output, from the store or made now."""
+    """Return the step's output from the store, after making it if necessary."""
     stage = step.stage
     ingredients = _ingredients(step, checkpoint.digest(source, progress))
     key = _key(ingredients)
@@ -244,7 +244,9 @@ def _ensure(step: Step, source: Path, store: Path, progress: Progress) -> Outcom
                 with publish(entry) as staging:
                     started = time.monotonic()
                     facts, peak = _run_in_process(step, source, staging, unfinished, log, progress)
-                    checkpoint.check_folder(staging, f"the stage {stage.name} is defective, its log is {log}")
+                    checkpoint.check_folder(
+                        staging, f"the stage {stage.name} is defective; read why in its log: {log}"
+                    )
                     Manifest(
                         stage=stage.name,
                         key=key,
@@ -264,7 +266,7 @@ def _ensure(step: Step, source: Path, store: Path, progress: Progress) -> Outcom
 
 
 def _ingredients(step: Step, input_digest: str) -> dict[str, str]:
-    """Everything that decides the stage's output, by dotted name."""
+    """Everything that affects the stage's output, by dotted name."""
     stage = step.stage
     parameters = _flat("parameters", step.parameters.model_dump(mode="json"))
     data = {f"data.{name}": digest for name, digest in stage.data(step.parameters).items()}
@@ -290,12 +292,12 @@ def _versions(packages: Iterable[str]) -> dict[str, str]:
         try:
             versions[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
-            raise RecipeError(f"{package} is not installed; `make install` installs it") from None
+            raise RecipeError(f"{package} is not installed; run `make install`") from None
     return versions
 
 
 def _nearest_entry(stage: str, ingredients: Mapping[str, str], store: Path) -> Manifest | None:
-    """The entry of the same stage with the fewest different ingredients; of equals, the newest."""
+    """Manifest of the same stage with the fewest different ingredients; the newest of several such manifests."""
     files = sorted(store.glob(f"[!.]*/{MANIFEST}"), key=lambda file: file.stat().st_mtime_ns, reverse=True)
     entries = [manifest for file in files if (manifest := Manifest.read(file.parent)).stage == stage]
     return min(entries, key=lambda manifest: len(_changes(manifest.ingredients, ingredients)), default=None)
@@ -313,9 +315,9 @@ def _changes(before: Mapping[str, str], after: Mapping[str, str]) -> tuple[Ingre
 def _run_in_process(
     step: Step, source: Path, staging: Path, unfinished: Path, log: Path, progress: Progress
 ) -> tuple[Facts, int]:
-    """Run a stage in a process of its own: its facts and its peak memory in bytes.
+    """Run a stage in a process of its own; returns the stage's facts and the process's peak memory in bytes.
 
-    Its output goes to the log, its end frees its memory and the GPU's, and a crash does not end the run.
+    What the process prints goes to the log, its end frees main and GPU memory, and its crash does not end the run.
     """
     run: Callable[..., Facts] = step.stage.run
     if step.stage.resumes:
@@ -330,24 +332,29 @@ def _run_in_process(
             worker.wait_for_end(process)
         except (EOFError, BrokenPipeError):
             cause = worker.death_cause(process.wait())
-            raise RecipeError(f"{step.stage.name} died ({cause}); its log is {log}") from None
+            raise RecipeError(f"{step.stage.name} died ({cause}); read why in its log: {log}") from None
     kind, *content = message
     if kind == "refused":
         raise content[0]
     if kind == "failed":
-        raise RecipeError(f"{step.stage.name} failed: {content[0]}; its log is {log}")
+        raise RecipeError(f"{step.stage.name} failed: {content[0]}; read more in its log: {log}")
     return content[0], content[1]
 
 
 def _is_news(left: Sequence[Step], source: Path, link: Path) -> bool:
-    """Whether a checkpoint answers as the recipe's result will, and a link's target does not."""
+    """Whether an intermediate output already gives the responses of the recipe's result, and the link's target not.
+
+    Args:
+        left: the stages that have not run.
+        source: the intermediate output.
+    """
     if not all(step.stage.only_caches(step.parameters) for step in left):
         return False
     return not link.exists() or checkpoint.digest(link) != checkpoint.digest(source)
 
 
 def _require_symbolic_links(folder: Path) -> None:
-    """Refuse before the first stage what would fail after the last."""
+    """Check before the first stage that symbolic links can be made in a folder, which is needed after the last."""
     probe = folder / f".link.{secrets.token_hex(4)}"
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -355,13 +362,13 @@ def _require_symbolic_links(folder: Path) -> None:
         probe.unlink()
     except OSError as error:
         raise RecipeError(
-            f"{folder} takes no symbolic link ({error.strerror}), as which a recipe's result gets its name there; make "
+            f"{folder} takes no symbolic link ({error.strerror}), but a recipe's result is linked there; make "
             "that folder writable, or move the checkout to a local disk"
         ) from error
 
 
 def _set_link(link: Path, target: Path) -> None:
-    """Make a link point to a target, atomically."""
+    """Make a link point to a target, atomically: another process sees the old or the new link."""
     destination = Path(os.path.relpath(target, link.parent))
     if link.is_symlink() and link.readlink() == destination:
         return

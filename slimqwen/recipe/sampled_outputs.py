@@ -1,4 +1,4 @@
-"""Outputs of a checkpoint's own model, in a file beside it: `sample_outputs` writes them, later stages read them."""
+"""The file beside a checkpoint with outputs of its own model: `sample_outputs` writes it, later stages read it."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -19,10 +19,10 @@ class Output:
 
 
 def read_outputs(folder: Path) -> Iterator[Output]:
-    """The continuations beside a checkpoint, the held-out ones first.
+    """Read the continuations beside a checkpoint, the held-out ones first.
 
     Raises:
-        CorpusError: there are none.
+        CorpusError: the checkpoint has none.
     """
     file = folder / OUTPUTS
     if not file.is_file():

@@ -1,4 +1,4 @@
-"""Quantisation schemes of a model's linears, by their kind: what the stage `calibrate` takes as its targets."""
+"""Quantisation schemes of a model's linears, by kind: the parameter `targets` of the stage `calibrate`."""
 
 from typing import Any, Literal
 
@@ -14,15 +14,15 @@ Scheme = Literal["none", "W4A16", "W4A16_ASYM", "W8A16"]
 
 
 class Targets(Parameters):
-    """Scheme of each kind of linears, in all layers; a list of kinds gives each W4A16.
+    """Scheme of each kind of linears, in all layers; a list of kinds gives each of them W4A16.
 
     W4A16 (symmetric) and W4A16_ASYM (zero points) have a scale for each group of weights, W8A16 one for each row.
 
     Attributes:
         mlp: gate, up and down projections.
         attention: query, key, value and output projections of full attention.
-        linear_attention: projections of Gated DeltaNet, but for the two of its decay, which stay in 16 bits.
-        mtp: every linear of the MTP head; `redistill_mtp` has to come before.
+        linear_attention: projections of Gated DeltaNet, except the two of its decay, which stay in 16 bits.
+        mtp: every linear of the MTP head; if the recipe has `redistill_mtp`, that stage must come before.
     """
 
     mlp: Scheme = "none"
@@ -43,23 +43,23 @@ class Targets(Parameters):
 
     @property
     def schemes(self) -> dict[str, str]:
-        """Kinds to quantise, with their scheme."""
+        """Scheme of each kind that is to be quantised."""
         return {kind: scheme for kind, scheme in self if scheme != "none"}
 
     @property
     def calibrated(self) -> dict[str, str]:
-        """Those of the language model, which need text."""
+        """Schemes of the language model's kinds, whose calibration needs text."""
         return {kind: scheme for kind, scheme in self.schemes.items() if kind != "mtp"}
 
 
 def packing_of(scheme: str, group_size: int) -> Packing:
-    """Bits and groups of a scheme: W8A16 has one scale per row."""
+    """Packing of a scheme: bits, and weights per group; W8A16 has one scale per row instead of groups."""
     bits = _BITS[scheme]
     return Packing(bits=bits, group_size=None if bits == 8 else group_size)
 
 
 def config_groups(targets: Targets, group_size: int) -> dict[str, Any]:
-    """Schemes for llmcompressor: one for every linear that is not ignored, or one for each kind if they differ."""
+    """Config groups for llmcompressor: a single one for all linears, or one for each kind if their schemes differ."""
     from compressed_tensors.quantization import QuantizationArgs, preset_name_to_scheme
 
     schemes = targets.calibrated

@@ -1,4 +1,4 @@
-"""The contract of a recipe stage: a pure function from one checkpoint folder to another, and its content key."""
+"""The interface of a recipe stage: a pure function from one checkpoint folder to another, and its content key."""
 
 import importlib.util
 from collections.abc import Callable, Iterable, Mapping
@@ -14,7 +14,7 @@ from slimqwen.models.outline import Outline
 from slimqwen.models.shape import Packing
 
 Facts = dict[str, str | int | float | bool | list[int] | list[float]]
-"""Results that a stage reports; they are kept in the manifest of its output."""
+"""Results that a stage reports; the manifest of its output keeps them."""
 
 
 TORCH_ENVIRONMENT = {
@@ -22,19 +22,19 @@ TORCH_ENVIRONMENT = {
     "TOKENIZERS_PARALLELISM": "false",
     "OMP_WAIT_POLICY": "passive",
 }
-"""Environment of a stage that computes with torch: no network is needed; the tokenizer's threads conflict with a data
-loader's; OpenMP threads that spin while they wait are six times slower on a shared machine."""
+"""Environment of a stage that computes with torch: no network; no tokenizer threads, which conflict with a data
+loader's; and OpenMP threads that do not spin while they wait, which is six times slower on a shared machine."""
 
 
 class StageError(SlimqwenError):
-    """A stage cannot work on its input, or its result must not be published."""
+    """A stage cannot process its input, or its result must not be published."""
 
 
 class Parameters(BaseModel):
-    """Base of every stage's parameters: unknown keys are errors, values are frozen, defaults are validated.
+    """Base class of every stage's parameters: unknown keys are errors, values are frozen, defaults are validated.
 
-    A field that is excluded from serialisation (a path) does not enter the content key: `Stage.data` must digest
-    what it points to.
+    A field that is excluded from serialisation (a path) does not enter the content key; `Stage.data` must digest the
+    file instead.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True)
@@ -42,13 +42,13 @@ class Parameters(BaseModel):
 
 @dataclass(frozen=True)
 class Needs:
-    """What a stage takes, by arithmetic.
+    """Computed needs of a stage.
 
     Attributes:
-        disk_bytes: upper bound of the size of its output.
-        memory_bytes: upper bound of the main memory of its process.
-        operations: floating-point operations, about; they decide its time.
-        fixed_seconds: time that does not depend on the size of the model, about: imports, starts of an engine.
+        disk_bytes: upper bound of the size of the stage's output.
+        memory_bytes: upper bound of the main memory of the stage's process.
+        operations: approximate number of floating-point operations, from which the time follows.
+        fixed_seconds: approximate time that does not depend on the model's size: imports, starts of an engine.
     """
 
     disk_bytes: int
@@ -59,11 +59,11 @@ class Needs:
 
 @dataclass(frozen=True)
 class Fault:
-    """What a stage cannot work with, and the cure.
+    """Why a stage cannot process its input with its parameters.
 
     Attributes:
-        text: one line.
-        field: dotted name of the parameter to change; empty where the stage itself does not fit its input.
+        text: cause and cure as one line.
+        field: dotted name of the parameter to change; empty if the stage itself does not fit its input.
     """
 
     text: str
@@ -71,30 +71,30 @@ class Fault:
 
 
 class Dimensions(Protocol):
-    """What a stage changes of a checkpoint's dimensions: a `Shape` or an `Outline`."""
+    """Dimensions of a checkpoint that a stage can change: a `Shape` or an `Outline`."""
 
     @property
     def text(self) -> Mapping[str, Any]:
         """The language model's part of the config."""
 
     def with_vocabulary(self, rows: int) -> Self:
-        """Another number of rows in embedding and output head."""
+        """The dimensions with `rows` rows in embedding and output head."""
 
     def with_draft_vocabulary(self, rows: int) -> Self:
-        """A draft head of so many rows."""
+        """The dimensions with a draft head of `rows` rows."""
 
     def with_packing(self, kinds: Mapping[str, Packing]) -> Self:
-        """Kinds of linears packed."""
+        """The dimensions with the given kinds of linears packed."""
 
 
 D = TypeVar("D", bound=Dimensions)
 
 
 class Reshape(Protocol):
-    """The dimensions of a stage's output, from those of its input."""
+    """Function that computes the dimensions of a stage's output from those of its input."""
 
     def __call__(self, shape: D, parameters: Any, /) -> D:
-        """Return the changed dimensions."""
+        """Return the dimensions of the output."""
 
 
 def unchanged_shape(shape: D, parameters: Any, /) -> D:
@@ -108,24 +108,24 @@ class Stage:
 
     Attributes:
         name: key under `stages:` in a recipe.yaml.
-        parameters: model of what stands under that key.
+        parameters: model of the value under that key.
         run: (source, destination, parameters, progress) -> facts. Reads the checkpoint source and writes a complete
-            checkpoint into the empty folder destination; the same inputs give the same bytes. Its prints go to the
+            checkpoint into the empty folder destination; the same inputs give the same bytes. Its output goes to the
             stage's log.
-        resumes: whether `run` takes a keyword argument `unfinished`, a folder that outlives a killed run, to resume
+        resumes: whether `run` has a keyword argument `unfinished`, a folder that outlives a killed run, to resume
             from; the result is the same as that of an uninterrupted run.
-        needs: (input, parameters) -> estimate.
-        inspect: (input, parameters) -> every fault that headers, settings and the beginnings of texts show. A recipe is
-            inspected whole before it runs, and a stage begins with its own (`require_fit`).
-        changes: parameters -> regular expressions of the names of tensors that it may change, drop or add.
-        reshape: (shape, parameters) -> dimensions of its output, for the stages after it, plans and rooflines.
-        follows: stages that leave a file beside the checkpoint that it reads; one of them has to come right before it.
+        needs: (outline of the input, parameters) -> estimate.
+        inspect: (outline of the input, parameters) -> every fault that headers, settings and the beginnings of texts
+            show. All stages of a recipe are inspected before it runs, and each again when it begins (`require_fit`).
+        changes: parameters -> regular expressions of the names of tensors that the stage may change, drop or add.
+        reshape: (shape, parameters) -> dimensions of the output, for the stages after it, plans and rooflines.
+        follows: stages that write a file which this stage reads; one of them has to come right before it.
         data: parameters -> digest of every outside input by name.
-        code: modules whose source decides the result, besides the module that defines `run`.
-        packages: distributions whose versions decide the result.
-        environment: variables of the process that it runs in.
+        code: modules whose source affects the result, in addition to the module that defines `run`.
+        packages: distributions whose versions affect the result.
+        environment: variables of the stage's process.
         last: whether no stage may follow, because a change of the checkpoint would invalidate the result.
-        summarise: facts -> what the stage decided, one sentence; None where it decides nothing.
+        summarise: facts -> one sentence about what the stage decided; None if it decides nothing.
     """
 
     name: str
@@ -145,22 +145,22 @@ class Stage:
     summarise: Callable[[Facts], str | None] = lambda facts: None
 
     def only_caches(self, parameters: Any) -> bool:
-        """Whether its output answers as its input does: no stage may follow it, and it changes no tensor."""
+        """Whether the stage adds only a cache: no stage may follow it, and it changes no tensor."""
         return self.last and not self.changes(parameters)
 
 
 def require_fit(faults: Iterable[Fault]) -> None:
-    """Go on only without a fault.
+    """Raise the first fault, if there is one.
 
     Raises:
-        StageError: the first fault.
+        StageError: there is a fault.
     """
     for fault in faults:
         raise StageError(fault.text)
 
 
 def source_digest(module: str) -> str:
-    """SHA-256 of a module's source file; the module is not executed."""
+    """SHA-256 of a module's source file, found without executing the module."""
     spec = importlib.util.find_spec(module)
     assert spec is not None
     assert spec.origin is not None

@@ -1,4 +1,4 @@
-"""The recipe.yaml of a new variant: its stages in order, with every parameter, its default and its meaning."""
+"""Writes the recipe.yaml of a new variant: its stages in order, with every parameter, its default and its meaning."""
 
 import json
 import textwrap
@@ -11,18 +11,18 @@ from slimqwen.recipe.registry import STAGES
 from slimqwen.variant import EMBEDDED, Variant
 
 UNFILLED = "# fill in, such as ../../corpora/NAME.jsonl"
-"""Stands in a new recipe for the path of a text, which is relative to the recipe."""
+"""Placeholder in a new recipe for the path of a text, which is relative to the recipe."""
 
 _WIDTH = 120
 
 
 def render_recipe(base: Variant, stages: Sequence[str]) -> str:
-    """The text of a recipe.yaml that takes the checkpoint of a variant through stages.
+    """Content of a recipe.yaml with the given stages and the checkpoint of `base`.
 
-    The texts of the stages are left to be filled in, but for variants of the embedded model.
+    Except for variants of the embedded model, the paths of the stages' texts are left to be filled in.
 
     Raises:
-        slimqwen.recipe.recipe_file.RecipeError: an unknown stage, or an impossible order.
+        slimqwen.recipe.recipe_file.RecipeError: a stage is unknown, or the order is impossible.
     """
     lines = [
         f"description: The checkpoint of {base.name} through {', '.join(stages)}.",
@@ -57,11 +57,11 @@ def _render_parameters(parameters: Iterable[Parameter], indent: int, *, is_embed
 
 
 _TEXTS = ("path",)
-"""Parameters (of a `TextSource`) whose defaults are texts of the embedded model."""
+"""Parameters of a `TextSource` whose defaults fit only the embedded model."""
 
 
 def _written(value: object) -> str:
-    """A value in YAML."""
+    """A value as YAML text."""
     if isinstance(value, tuple):
         return json.dumps(value)
     return str(value).lower() if isinstance(value, bool) else f"{value}"

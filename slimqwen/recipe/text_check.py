@@ -1,4 +1,4 @@
-"""What is wrong with the text of a stage, as far as its beginning shows: before hours of work on other stages."""
+"""Checks the beginning of a stage's text for faults, before other stages work for hours."""
 
 from collections.abc import Iterator
 
@@ -10,7 +10,7 @@ from slimqwen.text.corpus import TextSource
 from slimqwen.text.files import CorpusError, Document, TextFile
 
 _CHECKED_BYTES = 16 * 2**20
-"""Of a larger file only so much is read, within a third of a second; the rest is checked when its stage reads it."""
+"""Bytes that are read of a larger file, in a third of a second; the rest is checked when the stage reads the text."""
 
 
 def inspect_text(
@@ -22,19 +22,20 @@ def inspect_text(
     least_documents: int = 1,
     or_prompt: bool = False,
 ) -> Iterator[Fault]:
-    """The first fault of a stage's text.
+    """Find the first fault of a stage's text; yields nothing if its beginning is sound.
 
     Args:
-        outline: the stage's input, whose templates render chats.
+        outline: outline of the stage's input, whose templates render chats.
         field: dotted name of the text among the stage's parameters.
-        least_bytes: bytes that the file must have; a token has at least one.
-        least_documents: documents that it must have.
-        or_prompt: whether it may hold prompts.
+        least_bytes: least size of the file, bytes; a token has at least one.
+        least_documents: least number of documents.
+        or_prompt: whether the text may hold prompts.
     """
     field = f"{field}.path"
     if "path" not in source.model_fields_set and not outline.is_embedded:
         yield Fault(
-            f"{field} is missing, its default is text of the embedded model; name a file of yours", field
+            f"{field} is missing, and its default text fits only the embedded model; name a file of your own",
+            field,
         )
         return
     try:
@@ -54,20 +55,20 @@ def inspect_text(
         templates = read_chat_templates(outline.folder) if has_chats else {}
         if has_chats and "default" not in templates:
             raise CorpusError(
-                f"{source.path} has chats, {outline.folder} no chat template; put its chat_template.jinja there"
+                f"{source.path} has chats, but {outline.folder} has no chat template; put its chat_template.jinja there"
             )
         if with_tools and not any("tool" in template.text for template in templates.values()):
             raise CorpusError(
                 f"{file.location(with_tools[0].position)}: a chat with tools ({len(with_tools)} such chats), which "
-                f"{templates['default'].file} does not render; remove them, or put a template with tools there"
+                f"{templates['default'].file} does not render; remove them, or use a template that renders tools"
             )
     except OSError as error:
-        yield Fault(f"{source.path}: cannot be read ({error.strerror}); put the text there", field)
+        yield Fault(f"{source.path}: cannot be read ({error.strerror}); write the text into that file", field)
     except SlimqwenError as error:
         yield Fault(str(error), field)
     else:
         if is_whole and number < least_documents:
-            wanted = f"{least_documents} are needed" if number else "it needs some text"
+            wanted = f"but {least_documents} are needed" if number else "but at least one is needed"
             yield Fault(f"{source.path} has {number} documents, {wanted}; add text or ask for less", field)
         elif size < least_bytes:
             yield Fault(
@@ -77,7 +78,7 @@ def inspect_text(
 
 
 def _has_tools(document: Document) -> bool:
-    """Whether a chat offers tools, calls one, or has the result of a call."""
+    """Whether a document is a chat that offers tools, calls a tool, or has the result of a call."""
     messages = document.messages or ()
     return bool(document.tools) or any(
         message["role"] == "tool" or bool(message.get("tool_calls")) for message in messages

@@ -1,4 +1,4 @@
-"""The recipe of a variant, run on the repository's own weights/ and store."""
+"""Reads, inspects and runs the recipe of a variant, with the repository's own weights/ and store."""
 
 import re
 from collections.abc import Sequence
@@ -22,7 +22,7 @@ def read_recipe(variant: Variant) -> Recipe:
     """Read a variant's recipe.yaml.
 
     Raises:
-        RecipeError: it is missing or cannot be used.
+        RecipeError: the recipe is missing or cannot be used.
     """
     return recipe_file.read_recipe(variant.folder / "recipe.yaml")
 
@@ -30,10 +30,13 @@ def read_recipe(variant: Variant) -> Recipe:
 def run_recipe(
     variant: Variant, stages: int | None = None, progress: Progress = silent
 ) -> list[runner.Outcome]:
-    """Run a variant's recipe, or only its first stages.
+    """Run a variant's recipe.
+
+    Args:
+        stages: number of stages to run, from the first; None for all.
 
     Raises:
-        RecipeError: every fault of the recipe, before anything runs; or as `runner.run_recipe`.
+        RecipeError: the recipe has faults, all of which are named before anything runs; or as `runner.run_recipe`.
     """
     recipe = recipe_file.parse_recipe(variant.folder / "recipe.yaml")
     resolve = partial(base_folder, root=variant.root)
@@ -45,7 +48,7 @@ def run_recipe(
 
 
 def inspect_recipe(variant: Variant, base: Outline) -> tuple[tuple[str, ...], tuple[StageCost, ...]]:
-    """Every fault of a variant's recipe on the outline of its base, and the cost of each stage; nothing runs.
+    """Find every fault of a variant's recipe on the outline of its base, and the cost of each stage; runs no stage.
 
     Raises:
         RecipeError: the recipe cannot be read.
@@ -56,7 +59,7 @@ def inspect_recipe(variant: Variant, base: Outline) -> tuple[tuple[str, ...], tu
 
 
 def base_outline(variant: Variant) -> Outline | None:
-    """The outline of the base of a variant's recipe, from its headers or its index; None where it is not here.
+    """Outline of the base of a variant's recipe, from headers or index; None if the base is not on this machine.
 
     Raises:
         RecipeError: the recipe cannot be read.
@@ -70,12 +73,12 @@ def base_outline(variant: Variant) -> Outline | None:
 
 
 def comes_from_embedded(base: str, root: Path) -> bool:
-    """Whether a recipe's base is the embedded model or was made from it: the stages' default texts are its own."""
+    """Whether a recipe's base is the embedded model or was made from it, so that the stages' default texts fit."""
     return variants.load(find_base_variant(base, root), root).lineage[-1] == variants.EMBEDDED
 
 
 def stages_until(variant: Variant, name: str) -> int:
-    """Number of stages of a variant's recipe up to and including the first with a name.
+    """Number of stages of a variant's recipe up to and including the first stage called `name`.
 
     Raises:
         RecipeError: the recipe cannot be used, or has no such stage.
@@ -83,12 +86,12 @@ def stages_until(variant: Variant, name: str) -> int:
     recipe = read_recipe(variant)
     names = [step.stage.name for step in recipe.steps]
     if name not in names:
-        raise RecipeError(f"{recipe.file} has no stage {name}; it has {', '.join(names)}")
+        raise RecipeError(f"{recipe.file} has no stage {name}; choose one of {', '.join(names)}")
     return names.index(name) + 1
 
 
 def forecast_recipe(variant: Variant) -> list[runner.Forecast]:
-    """Whether a run of a variant's recipe would reuse or run each stage; raises as `runner.forecast_recipe`."""
+    """Tell for each stage whether a run would reuse its output or run it; raises as `runner.forecast_recipe`."""
     return runner.forecast_recipe(
         read_recipe(variant), variant.root / "weights", partial(base_folder, root=variant.root)
     )
@@ -98,7 +101,7 @@ def clean(root: Path) -> int:
     """Delete the recipe outputs that no variant uses or would reuse; returns the bytes freed.
 
     Raises:
-        RecipeError: a recipe is running, or one cannot be used.
+        RecipeError: a recipe is running, or a variant's recipe cannot be used.
     """
     keep: list[str] = []
     for name in variants.names(root):
@@ -113,11 +116,14 @@ def clean(root: Path) -> int:
 
 
 def base_folder(base: str, root: Path) -> Path:
-    """The checked weights of a recipe's base: a variant, or the variant that is a copy of a hub repository.
+    """Check the weights of a recipe's base and return their folder.
+
+    Args:
+        base: name of a variant, or a hub repository of which a variant is a copy.
 
     Raises:
-        RecipeError: no variant is a copy of that repository.
-        MissingCheckpointError, CorruptCheckpointError: its weights are missing or damaged.
+        RecipeError: no variant is a copy of the repository.
+        MissingCheckpointError, CorruptCheckpointError: the weights are missing or damaged.
     """
     variant = variants.load(find_base_variant(base, root), root)
     checkpoint.check_folder(variant.weights, variants.making_command(variant.weights, root))
@@ -128,7 +134,7 @@ def unexplained_changes(variant: Variant) -> list[str]:
     """Tensors of a variant's checkpoint that differ from its recipe's base, though no stage of the recipe changes them.
 
     Raises:
-        RecipeError: its recipe cannot be used.
+        RecipeError: the recipe cannot be used.
         MissingCheckpointError, CorruptCheckpointError: a checkpoint is missing or damaged.
     """
     recipe = read_recipe(variant)
@@ -154,16 +160,16 @@ _SETTINGS_OF_STAGES = {
     "architectures", "dtype", "torch_dtype", "tie_word_embeddings", "transformers_version", "vocab_size",
     "quantization_config", draft_head.SIZE_KEY,
 }  # fmt: skip
-"""Keys of config.json that stages write, or that say how the file was written; beside these, token ids."""
+"""Keys of config.json that stages may write, or that state how the file was written; token ids may change, too."""
 
 
 def unexplained_settings(variant: Variant) -> list[str]:
     """Keys of a checkpoint's text config that differ from its recipe's base, though no stage changes such a key.
 
-    Tensors alone do not show a wrong RoPE base or norm epsilon.
+    A wrong RoPE base or norm epsilon does not show in the tensors.
 
     Raises:
-        RecipeError: its recipe cannot be used.
+        RecipeError: the recipe cannot be used.
         CorruptCheckpointError: a config.json cannot be read.
     """
     base = base_folder(read_recipe(variant).base, variant.root)

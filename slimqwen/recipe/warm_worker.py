@@ -1,9 +1,8 @@
 """The warm worker: a process that has imported vLLM and forks itself for each job (`python -m` this module).
 
-Its arguments are the descriptor of its messages and, where its jobs start servers, `--spawner`. With `--cold` it
-imports nothing beforehand.
-A job runs as in `slimqwen.recipe.worker`, in a process of its own that may crash or hang, without the seconds of
-imports. Messages are those of `worker`, before them ("started", process id), after them ("ended", exit code).
+The arguments are the descriptor for its messages and, if its jobs start servers, `--spawner`; with `--cold` it imports
+nothing in advance. A job runs as in `slimqwen.recipe.worker`, in a process of its own that may crash or hang, but need
+not import anything. Messages are those of `worker`, between ("started", process id) and ("ended", exit code).
 """
 
 import gc
@@ -26,20 +25,24 @@ _SPAWNER, _COLD = "--spawner", "--cold"
 
 @dataclass(frozen=True)
 class WarmWorker:
-    """The runner's side of a warm worker, with the reports of its jobs, one job after the other."""
+    """The caller's side of a warm worker, which runs one job after the other.
+
+    Attributes:
+        messages: connection with the messages of the jobs.
+    """
 
     messages: Connection
     _process: "subprocess.Popen[bytes]"
 
     def give(self, environment: Mapping[str, str], *job: Any) -> int:
-        """Start a job, and wait until its process runs; arguments as for `send`.
+        """Start a job and wait until its process runs; arguments as `send`.
 
         Returns:
-            The process id.
+            The process id of the job.
 
         Raises:
             BrokenPipeError: the warm worker has died.
-            EOFError: it died before it had imported vLLM.
+            EOFError: the warm worker died before it had imported vLLM.
         """
         self.send(environment, *job)
         _, pid = self.messages.recv()
@@ -49,7 +52,7 @@ class WarmWorker:
         """Send a job (run, source, destination, parameters) without waiting; the previous job must have ended.
 
         Args:
-            environment: variables of the job's process. Torch and vLLM read the warm worker's at their import.
+            environment: variables of the job's process; those that torch and vLLM read at import have no effect.
 
         Raises:
             BrokenPipeError: the warm worker has died.
@@ -61,13 +64,13 @@ class WarmWorker:
 def started(
     environment: Mapping[str, str], output: IO[bytes], *, forks_servers: bool = False, imports: bool = True
 ) -> Iterator[WarmWorker]:
-    """Start a warm worker. It and the process of its job end with the block.
+    """Start a warm worker for a `with` block, at whose end it and the process of its job end.
 
     Args:
         environment: environment variables of the process; PYTHONPATH is added.
-        output: file for what its jobs print.
-        forks_servers: whether servers that jobs start are forks too (`slimqwen.serving.spawner`).
-        imports: whether it imports vLLM; otherwise each job imports what it needs.
+        output: file for the output of jobs.
+        forks_servers: whether servers that jobs start are forks, too (`slimqwen.serving.spawner`).
+        imports: whether the worker imports vLLM; if not, each job imports what it needs.
     """
     arguments = [*([_SPAWNER] if forks_servers else []), *([] if imports else [_COLD])]
     with worker.started(environment, output, __spec__.name, arguments) as (process, messages):
@@ -75,7 +78,7 @@ def started(
 
 
 def main() -> None:
-    """Import vLLM once, run each job in a fork, and exit when the parent process does."""
+    """Import vLLM once, run each job in a fork, and exit when the parent process ends."""
     lifeline.watch(0)
     descriptor, *options = sys.argv[1:]
     is_warm = _COLD not in options
@@ -90,7 +93,7 @@ def main() -> None:
             pid = os.fork()
             if pid == 0:
                 os.close(write_end)
-                # The job waits until its process id is sent: its first report must not come before.
+                # The job waits until its process id has been sent, which has to come before its first message.
                 os.read(read_end, 1)
                 _perform(job, environment, runner, read_end, is_warm=is_warm)
             os.close(read_end)
@@ -98,12 +101,12 @@ def main() -> None:
             with suppress(BrokenPipeError):  # the job has died
                 os.write(write_end, b".")
             _, status = os.waitpid(pid, 0)
-            os.close(write_end)  # until here, because the job ends with this process
+            os.close(write_end)  # kept open until here, because its end would end the job
             runner.send(("ended", os.waitstatus_to_exitcode(status)))
 
 
 def _warm_up(descriptor: int, *, forks_servers: bool) -> None:
-    """Import vLLM, and fork the spawner of servers."""
+    """Import vLLM and, if `forks_servers`, fork the spawner of servers."""
     gc.disable()
     from slimqwen.vllm_plugin import api_server
 
@@ -117,7 +120,7 @@ def _warm_up(descriptor: int, *, forks_servers: bool) -> None:
 
 
 def _import_engine() -> None:
-    # The engine's class imports the rest.
+    # Loads what vLLM imports lazily with the class of the engine.
     import vllm.v1.engine.llm_engine
     from vllm.platforms import current_platform
 

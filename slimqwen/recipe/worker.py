@@ -1,6 +1,6 @@
 """The worker: the process of one stage, `python -m slimqwen.recipe.worker <file descriptor>`.
 
-It reads its job, a pickled (run, source, destination, parameters), from standard input and sends messages to the pipe
+It reads its job, a pickled (run, source, destination, parameters), from standard input and writes messages to the pipe
 with that descriptor: ("progress", activity, done, total), and at the end one of ("done", facts, peak bytes),
 ("refused", SlimqwenError) and ("failed", text).
 """
@@ -23,7 +23,7 @@ from slimqwen import lifeline
 from slimqwen.errors import SlimqwenError
 
 GARBAGE_THRESHOLD = 100_000
-"""New objects after which a process with many imports looks for garbage; Python's default is 700."""
+"""Threshold of garbage collection for a process with many imports, new objects; Python's default is 700."""
 
 
 @contextmanager
@@ -33,12 +33,13 @@ def started(
     module: str = __spec__.name,
     arguments: Sequence[str] = (),
 ) -> Iterator[tuple["subprocess.Popen[bytes]", Connection]]:
-    """Start a worker: its process and the pipe of its messages. It is killed when the block ends.
+    """Start a worker and yield its process and the pipe of its messages; it is killed at the end of the block.
 
     Args:
         environment: environment variables of the process; PYTHONPATH is added.
-        output: file for what the worker and its libraries print.
-        module: main module of the process, with further words of its command line.
+        output: file for the output of the worker and its libraries.
+        module: main module of the process.
+        arguments: further words of its command line.
     """
     receiving, sending = os.pipe()
     with Connection(receiving, writable=False) as messages:
@@ -79,7 +80,7 @@ def wait_for_end(process: "subprocess.Popen[bytes]") -> None:
 
 
 def death_cause(exit_code: int) -> str:
-    """Exit code or signal that ended a process, in words."""
+    """The exit code or signal that ended a process, in words."""
     if exit_code >= 0:
         return f"exit code {exit_code}"
     hint = ", as when memory runs out" if exit_code == -signal.SIGKILL else ""
@@ -87,9 +88,9 @@ def death_cause(exit_code: int) -> str:
 
 
 def main() -> None:
-    """Run the stage; exit at once if the runner ends."""
+    """Read the job and run it; exit at once if the runner ends."""
     lifeline.watch(0)
-    # Most objects of a stage belong to its imports; a search for garbage among them takes a third of their time.
+    # Most objects of a stage belong to its imports, and collecting garbage takes a third of the time of imports.
     gc.set_threshold(GARBAGE_THRESHOLD)
     job = pickle.load(sys.stdin.buffer)
     with Connection(int(sys.argv[1]), readable=False) as runner:
@@ -97,7 +98,7 @@ def main() -> None:
 
 
 def perform(job: Any, runner: Connection) -> None:
-    """Run a job (run, source, destination, parameters) and report to the runner."""
+    """Run a job (run, source, destination, parameters) and send its messages to the runner."""
     run, source, destination, parameters = job
     try:
         facts = run(source, destination, parameters, lambda *message: runner.send(("progress", *message)))
@@ -111,9 +112,9 @@ def perform(job: Any, runner: Connection) -> None:
 
 
 def _peak_memory() -> int:
-    """Largest resident size of this process or of a child, bytes.
+    """Peak resident memory of this process or of one of its children, whichever is larger, bytes.
 
-    Own memory comes from /proc: getrusage's figure for the process itself would include the parent's.
+    That of this process is read from /proc, because getrusage would include memory of the parent from before the fork.
     """
     lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
     own = next(int(line.split()[1]) for line in lines if line.startswith("VmHWM:"))

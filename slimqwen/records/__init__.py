@@ -1,5 +1,5 @@
-"""Measurement records: schemas, provenance, storage, and ways out of it.
+"""Measurement records: schemas, provenance, storage, pairing and export.
 
-Each module imports those before it: figures, table < record < split < provenance, registry < schemas < store <
+Modules import only modules further left: figures, table < record < split < provenance, registry < schemas < store <
 collection, pairing < journal, mlflow_export. `settings` reads the files of eval/.
 """

@@ -1,4 +1,4 @@
-"""All records of a repository: the readable ones, and the unusable files with the reason.
+"""Collects all records of a repository: the readable ones, and the unusable files with the reason.
 
 `store.read_record` raises on a bad record; a report over hundreds of records must not stop at the first damaged file.
 `report.checks` compares records with schemas, items and checkpoints.
@@ -19,10 +19,10 @@ from slimqwen.records.split import Split, split_of
 from slimqwen.variant import names
 
 _EXPLORATIONS = "explorations"
-"""Folder of results/ with the figures of scripts/, which are no records."""
+"""Folder of results/ for figures of scripts/, which are no records."""
 
 _VARIANT_FILES = frozenset({"README.md", "config.env", "recipe.yaml", "measurements.json"})
-"""Files of a folder of experiments/ that are neither records nor their items."""
+"""Other files than records and items that a folder of experiments/ may have."""
 
 AnyRecord = TypeVar("AnyRecord", bound=Record, covariant=True)
 
@@ -32,8 +32,9 @@ class StoredRecord(Generic[AnyRecord]):
     """One readable record.
 
     Attributes:
-        location: path from the repository's root.
-        record: in the present version of its schema.
+        path: file of the record.
+        location: path relative to the repository.
+        record: the record, in the present version of its schema.
     """
 
     path: Path
@@ -47,21 +48,21 @@ class StoredRecord(Generic[AnyRecord]):
 
     @property
     def variant(self) -> str:
-        """The variant that was measured; empty for a record of no variant."""
+        """Name of the variant that was measured; empty if the record is of no variant."""
         return self.record.variant
 
     @property
     def ended(self) -> str:
-        """When the measurement ended, UTC to the second."""
+        """Time at which the measurement ended, UTC to the second."""
         return self.record.provenance.ended
 
 
 @dataclass(frozen=True)
 class Problem:
-    """One file that was left out, that is missing, or that is at fault.
+    """One file that is faulty or missing; faulty files are left out of a collection.
 
     Attributes:
-        location: path from the repository's root.
+        location: path relative to the repository.
         reason: the fault, then `; ` and the cure, on one line.
     """
 
@@ -70,12 +71,12 @@ class Problem:
 
     @property
     def fault(self) -> str:
-        """What is wrong."""
+        """The fault without the cure."""
         return self.reason.rpartition("; ")[0] or self.reason
 
     @property
     def cure(self) -> str:
-        """What to do."""
+        """The cure without the fault."""
         fault, _, cure = self.reason.rpartition("; ")
         return cure if fault else "restore the committed file, or delete it"
 
@@ -85,9 +86,9 @@ class Collection:
     """The records of a repository.
 
     Attributes:
-        records: by variant and kind, newest first.
-        measurements: each variant's measurements.json, by variant.
-        problems: files that were left out, by location.
+        records: readable records, sorted by variant and kind, newest first.
+        measurements: contents of measurements.json, by variant.
+        problems: faulty and missing files, sorted by location.
     """
 
     root: Path
@@ -98,10 +99,10 @@ class Collection:
     def select(
         self, kind: type[AnyRecord], variant: str | None = None, split: Split | None = None
     ) -> Sequence[StoredRecord[AnyRecord]]:
-        """The records of a kind without those of a busy host; records of one variant are newest first.
+        """Select the records of a kind, except those of a busy host; each variant's records are newest first.
 
         Args:
-            variant: its name; None for all variants.
+            variant: name of a variant; None for all variants.
             split: side of the split that was measured; None for records of all items.
         """
         entries: Iterable[StoredRecord[Any]] = (
@@ -121,9 +122,9 @@ class Collection:
 
 
 def collect(root: Path) -> Collection:
-    """Read all records of experiments/ and results/.
+    """Read all records of experiments/ and results/, but not their items.
 
-    Damaged, missing, foreign and dangling files become problems; nothing raises. Items are not read.
+    Damaged, missing and misplaced files become problems; nothing raises.
     """
     reader = _Reader(root, frozenset(names(root)))
     for path in reader.list_files("experiments"):
@@ -145,7 +146,7 @@ def collect(root: Path) -> Collection:
 
 @dataclass
 class _Reader:
-    """Records and problems so far."""
+    """State of `collect`: the records and problems that it has found so far."""
 
     root: Path
     variants: Set[str]
@@ -160,11 +161,11 @@ class _Reader:
         self.problems.setdefault(self.location(path), " ".join(reason.split()))
 
     def list_files(self, folder: str) -> Iterator[Path]:
-        """All files below a folder of the repository; folders that cannot be read are problems."""
+        """Yield all files below a folder of the repository; folders that cannot be read become problems."""
 
         def note(error: OSError) -> None:
             if not isinstance(error, FileNotFoundError):
-                self.leave_out(Path(error.filename), f"{error.strerror}; make it readable")
+                self.leave_out(Path(error.filename), f"{error.strerror}; make the folder readable")
 
         for parent, _, files in os.walk(self.root / folder, onerror=note):
             yield from (Path(parent, name) for name in sorted(files))
@@ -173,17 +174,19 @@ class _Reader:
         """Read a file below experiments/."""
         variant, *rest = path.relative_to(self.root / "experiments").parts
         if not rest:
-            self.leave_out(path, "belongs to no variant; move it into a variant's folder")
+            self.leave_out(path, "belongs to no variant; move it into the folder of a variant")
         elif variant not in self.variants:
             folder = self.root / "experiments" / variant
-            self.leave_out(folder, "no config.env, so no variant; add config.env, or move its files")
+            self.leave_out(
+                folder, "the folder has no config.env, so it is no variant; add config.env, or move the files"
+            )
         elif len(rest) > 1:
-            self.leave_out(path, "in a subfolder, which no variant has; move it away")
+            self.leave_out(path, "in a subfolder, but a variant's folder must have none; move the file")
         elif path.name not in _VARIANT_FILES:
             self.read_file(path)
 
     def read_file(self, path: Path) -> None:
-        """Read a record, or judge a file beside records."""
+        """Read a record, or check that another file may be beside records."""
         if path.name.startswith("."):
             self.leave_out(path, "left by an interrupted run; delete it")  # the store's temporary name
         elif path.suffix != ".json":
@@ -195,15 +198,16 @@ class _Reader:
                 self.leave_out(path, fault)
             elif record.items and not path.with_name(record.items.file).is_file():
                 self.leave_out(
-                    path, f"its items {record.items.file} are missing; `git checkout` restores committed ones"
+                    path,
+                    f"its items {record.items.file} are missing; restore committed ones with `git checkout`",
                 )
             else:
                 self.records.append(StoredRecord(path, self.location(path), record))
 
     def parse(self, path: Path) -> Record | Measurements | None:
-        """A valid record; None for a bad one, whose fault becomes a problem."""
+        """Read and validate a record; returns None if that fails, and adds the fault to the problems."""
         if path.is_symlink() or not path.is_file():
-            self.leave_out(path, "not a plain file; put the record itself there")
+            self.leave_out(path, "not a plain file; replace it by the record itself")
             return None
         try:
             return store.validate(store.parse(path), store.short_path(path))
@@ -212,7 +216,7 @@ class _Reader:
             return None
 
     def misplacement(self, path: Path, record: Record) -> str:
-        """What is wrong with the name or the folder of a record; empty where nothing is."""
+        """Fault of a record's file name or folder, with the cure; empty if there is none."""
         if record.variant and record.variant not in self.variants:
             return f"of variant {record.variant!r}, which experiments/ does not have"
         if record.folder == "results":
@@ -233,7 +237,10 @@ class _Reader:
         """Read a variant's measurements.json."""
         path = self.root / "experiments" / variant / "measurements.json"
         if not path.exists():
-            self.leave_out(path, "missing; write one with the variant's hypothesis and baseline")
+            self.leave_out(
+                path,
+                "missing; write it with the variant's hypothesis and baseline, as `slimqwen variant new` does",
+            )
             return
         claims = self.parse(path)
         if isinstance(claims, Record):
@@ -249,7 +256,7 @@ class _Reader:
             self.measurements[variant] = claims
 
     def require_cited(self) -> None:
-        """Report cited records that are missing."""
+        """Add a problem for each record that is cited but missing."""
         citations = {entry.location: entry.record.cited() for entry in self.records}
         for variant, claims in self.measurements.items():
             folder = f"experiments/{variant}"

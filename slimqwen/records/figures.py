@@ -1,4 +1,4 @@
-"""The named numbers of a record, read from its fields; data frames, MLflow and the leaderboard show these."""
+"""Reads the named numbers of a record from its fields; data frames, MLflow and the leaderboard show them."""
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -11,7 +11,7 @@ _LABELS = (
     "class", "variant", "stage", "gate", "kind", "name", "figure", "depth", "temperature", "size", "rank",
     "group", "context", "tokens", "step", "seed", "batch_size",
 )  # fmt: skip
-"""Fields that tell the entries of a list apart."""
+"""Fields that label the entries of a list."""
 
 _UNITS = (
     ("tokens_per_second", "tokens/s"), ("tokens_per_s", "tokens/s"), ("_per_s", "1/s"), ("_ms", "ms"),
@@ -19,7 +19,7 @@ _UNITS = (
     ("_nats", "nats"), ("bits_per_byte", "bits/byte"), ("bits_per_byte_change", "bits/byte"), ("share", "share"),
     ("exact_match", "share"), ("acc", "share"), ("acc_norm", "share"), ("length", "tokens"), ("tokens", "tokens"),
 )  # fmt: skip
-"""Unit by the ending of a figure's name. The first that fits counts: a longer ending stands before a shorter one."""
+"""Unit by the ending of a figure's name; the first ending that fits counts, so longer endings come first."""
 
 
 @dataclass(frozen=True)
@@ -27,12 +27,12 @@ class Figure:
     """One number of a record.
 
     Attributes:
-        value: in `unit`.
-        unit: empty where the ending of the figure's name gives none.
-        standard_error: of the value, in `unit`; this and what follows are None where the record holds none.
-        low: lower end of the 95 % interval.
-        high: upper end of the interval.
-        count: observations that the value is made from.
+        value: the number, in `unit`.
+        unit: unit of the value; empty if the ending of the figure's name gives none.
+        standard_error: standard error of the value, in `unit`; None if the record has none.
+        low: lower end of the 95 % interval; None if the record has none.
+        high: upper end of the interval; likewise.
+        count: number of observations behind the value; likewise.
     """
 
     value: float
@@ -44,14 +44,14 @@ class Figure:
 
 
 def figures_of(fields: Mapping[str, Any], units: Mapping[str, str]) -> dict[str, Figure]:
-    """Every number among the results of a record.
+    """Read every number among the results of a record.
 
     Args:
         fields: the record as JSON.
-        units: unit by the ending of a field's name, before the endings that all kinds share.
+        units: the kind's own units by the ending of a field's name; they precede those that all kinds share.
 
     Returns:
-        Figures by name: the fields around the number, then its own name, joined by "/", such as
+        Figures by name: the names of the enclosing fields and of the number itself, joined by "/", such as
         `classes/short/ttft_ms/median`; an estimate has the name of its field.
     """
     results = {key: value for key, value in fields.items() if key not in _NOT_RESULTS}
@@ -61,7 +61,7 @@ def figures_of(fields: Mapping[str, Any], units: Mapping[str, str]) -> dict[str,
 
 
 def _unit_of(path: Sequence[str], units: Mapping[str, str]) -> str:
-    """Unit by the ending of the last name, or of the one before it, as of `ttft_ms/median`."""
+    """Unit by the ending of the last name, or of the name before it (`ttft_ms` in `ttft_ms/median`)."""
     for name in reversed(path[-2:]):
         for ending, unit in (*units.items(), *_UNITS):
             if name.endswith(ending):
@@ -70,10 +70,10 @@ def _unit_of(path: Sequence[str], units: Mapping[str, str]) -> str:
 
 
 def _walk(value: Any, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], Figure]]:
-    """The figures in one part of a record, still without units.
+    """Yield the figures in one part of a record, still without units.
 
     Args:
-        path: names of the parts around it.
+        path: names of the enclosing parts.
     """
     if _is_number(value):
         yield path, Figure(value)
@@ -93,7 +93,7 @@ def _walk(value: Any, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], 
 
 
 def _label_and_rest(part: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
-    """The label of a list's entry, and the fields of the entry that are not in the label."""
+    """Label of an entry of a list, and the entry's other fields."""
     keys = [key for key in _LABELS if isinstance(part.get(key), str | int | float)]
     label = ", ".join(part[key] if isinstance(part[key], str) else f"{key}={part[key]:g}" for key in keys)
     return label, {key: value for key, value in part.items() if key not in keys}

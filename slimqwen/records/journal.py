@@ -1,4 +1,4 @@
-"""Journal of an unfinished run: its answers so far, from which the same command continues."""
+"""Journal of an unfinished run: the results so far, from which the same command continues."""
 
 import hashlib
 import io
@@ -18,11 +18,11 @@ from slimqwen.text.files import read_json_lines
 
 
 class RunInProgressError(SlimqwenError):
-    """Another process runs the same measurement."""
+    """Another process is running the same measurement."""
 
 
 class Journal:
-    """Answers by request; each is appended to a file at once."""
+    """Results (answers) by request; each is appended to a file at once."""
 
     def __init__(self, file: Path, stream: io.FileIO, answers: Mapping[str, Any]) -> None:
         self._file, self._stream, self._answers = file, stream, answers
@@ -34,14 +34,14 @@ class Journal:
 
     @property
     def reused(self) -> int:
-        """Number of answers of an earlier run that were used."""
+        """Number of answers of an earlier run that were used again."""
         return len(self._reused)
 
     def get(self, request: Any) -> Any | None:
-        """The answer of an earlier run or of this one; None if there is none.
+        """The answer to a request, from an earlier run or this one; None if there is none.
 
         Args:
-            request: everything that decides the answer, as JSON.
+            request: everything that affects the answer, as JSON.
         """
         key = _digest(request)
         if key in self._answers:
@@ -49,14 +49,14 @@ class Journal:
         return self._answers.get(key, self._added.get(key))
 
     def add(self, request: Any, answer: Any) -> None:
-        """Append an answer, which `get` returns for the same request from now on; both as JSON."""
+        """Append the answer to a request, both as JSON; from now on `get` returns it."""
         key = _digest(request)
         line = json.dumps([key, answer], ensure_ascii=False) + "\n"
         self._stream.write(line.encode())
         self._added[key] = answer
 
     def answer(self, request: Any, make: Callable[[], Any]) -> Any:
-        """The answer of `get`; where there is none, that of `make`, which is added."""
+        """The answer to a request as by `get`; if there is none, calls `make` and adds its result."""
         answer = self.get(request)
         if answer is None:
             answer = make()
@@ -64,16 +64,17 @@ class Journal:
         return answer
 
     def discard(self) -> None:
-        """Delete the file, once the run has its record."""
+        """Delete the file; to be called when the run has written its record."""
         self._file.unlink(missing_ok=True)
 
 
 def journal_file(kind: str, command: ServerCommand, *inputs: Any) -> Path:
-    """The file of a run's journal: one for each checkpoint, flags, versions, hardware and inputs.
+    """Path of a run's journal: another one for each checkpoint, set of flags, versions, hardware and inputs.
 
     Args:
+        kind: folder of the journal in .cache/.
         command: command that serves the variant; its port does not matter.
-        inputs: what else decides an answer, as JSON.
+        inputs: everything else that affects an answer, as JSON.
     """
     variant = command.variant
     parts = [
@@ -89,20 +90,20 @@ def journal_file(kind: str, command: ServerCommand, *inputs: Any) -> Path:
 
 @contextmanager
 def locked(file: Path) -> Iterator[Journal]:
-    """Open a journal for this process alone.
+    """Open a journal, locked for this process, for a `with` block.
 
     Args:
         file: made if missing; an incomplete last line, left by a process that died, is dropped.
 
     Raises:
-        RunInProgressError: another process has it open.
+        RunInProgressError: another process has the journal open.
     """
     file.parent.mkdir(parents=True, exist_ok=True)
     file.touch()
     with io.FileIO(file, "r+") as stream:
         if not take_lock(stream, file):
             raise RunInProgressError(
-                f"another process runs the same measurement ({file.parent.name}/{file.name}); wait for its end"
+                f"another process runs the same measurement ({file.parent.name}/{file.name}); wait until it ends"
             )
         if not file.exists() or file.stat().st_ino != os.fstat(stream.fileno()).st_ino:
             raise RunInProgressError(

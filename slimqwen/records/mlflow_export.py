@@ -1,4 +1,4 @@
-"""Export of records to an MLflow tracking store: one experiment, a run for each record."""
+"""Export of records to an MLflow tracking store: one MLflow experiment with a run for each record."""
 
 import json
 import logging
@@ -20,7 +20,7 @@ from slimqwen.records.record import Record
 
 EXPERIMENT = "slimqwen"
 _DIGEST = "slimqwen.sha256"
-"""Tag of a complete run: the SHA-256 of its record's file."""
+"""Name of the tag of a complete run; its value is the SHA-256 of the record's file."""
 
 _LONGEST_PARAM, _MOST_RUNS, _METRICS_AT_ONCE = 6000, 50_000, 1000  # limits of the tracking API
 
@@ -31,7 +31,14 @@ class MlflowExportError(SlimqwenError):
 
 @dataclass(frozen=True)
 class ExportResult:
-    """What an export sent: the store's URI without credentials, new and known records, files that were left out."""
+    """The outcome of an export.
+
+    Attributes:
+        uri: URI of the store, without credentials.
+        added: records that were sent.
+        known: number of records that the store had already.
+        problems: files that were left out.
+    """
 
     uri: str
     added: tuple[str, ...]
@@ -43,17 +50,17 @@ def export_records(root: Path, uri: str, progress: Progress = silent) -> ExportR
     """Send every record that a tracking store lacks.
 
     Args:
-        uri: of the store, such as http://host:5000; the folder of an SQLite file is created.
+        uri: URI of the store, such as http://host:5000; the folder of an SQLite file is created.
 
     Raises:
-        MlflowExportError: MLflow is not installed, or the store cannot be used; the next export sends what is missing.
+        MlflowExportError: MLflow is not installed, or the store cannot be used; another call sends what is missing.
     """
-    os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")  # read when MLflow is imported
+    os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")  # MLflow reads the variable at import
     try:
         from mlflow import MlflowClient
         from mlflow.exceptions import MlflowException
     except ImportError as error:
-        raise MlflowExportError(f"MLflow is not installed ({error}); `make install` installs it") from error
+        raise MlflowExportError(f"MLflow is not installed ({error}); run `make install`") from error
     for name in ("mlflow", "alembic"):
         logging.getLogger(name).setLevel(logging.WARNING)
     shown_uri, records = redaction.text(uri), collect(root)
@@ -70,7 +77,7 @@ def export_records(root: Path, uri: str, progress: Progress = silent) -> ExportR
     except (MlflowException, OSError) as error:
         reason = redaction.text(" ".join(str(error).split()))[:300]
         raise MlflowExportError(
-            f"{shown_uri}: {reason}; check URI, and that its store can be written"
+            f"{shown_uri}: {reason}; check the URI, and that its store is writable"
         ) from error
     added = tuple(entry.location for entry, _ in new)
     return ExportResult(shown_uri, added, len(records.records) - len(added), records.problems)
@@ -83,7 +90,7 @@ def _create_experiment(client: Any, uri: str) -> str:
 
 
 def _send_record(client: Any, experiment_id: str, entry: StoredRecord[Record], digest: str) -> None:
-    """Write a run with the record's figures, flags and files; an interrupted one is deleted."""
+    """Write a run with the record's figures, flags and files; an interrupted run of the same record is deleted."""
     from mlflow.entities import Metric, Param, RunTag
 
     block = entry.record.provenance

@@ -1,4 +1,4 @@
-"""Pairs of records: which records of two variants can be compared, and what differs where none can."""
+"""Finds records of two variants that can be compared, or states what differs if none can."""
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -11,7 +11,7 @@ from slimqwen.records.store import AnyRecord
 
 
 class NotComparableError(SlimqwenError):
-    """Both variants have records, but no two of them fit; names what differs and the command to run."""
+    """Both variants have records, but none can be compared; the message names what differs and the command to run."""
 
 
 def newest_pair(
@@ -22,15 +22,17 @@ def newest_pair(
     command: Callable[[str, AnyRecord], str],
     condition: Callable[[AnyRecord], bool] = lambda record: True,
 ) -> tuple[Path, Path]:
-    """The newest records of two variants that can be compared, those measured in turns before others.
+    """Find the newest records of two variants that can be compared; records that were measured in turns go first.
 
     Args:
-        first: folder of its records, experiments/<variant>; so is the second.
-        basis: what two records must share to be compared, by name.
-        command: command that makes a record of a variant like another record.
+        first: folder of the first variant's records, experiments/<variant>.
+        second: folder of the second variant's records.
+        basis: function that gives the properties, by name, that two records must share.
+        command: function from a variant and a record to the command that measures the variant in the same way.
+        condition: whether a record may be used.
 
     Raises:
-        MissingRecordError: a variant has no such record.
+        MissingRecordError: a variant has no record of the kind.
         NotComparableError: no two records have the same basis.
     """
     newest = store.latest(first, kind, condition), store.latest(second, kind, condition)
@@ -44,7 +46,7 @@ def newest_pair(
         if basis(record) == basis(other)
     ]
     if fitting:
-        # A pair measured in turns goes before a newer one.
+        # A pair that was measured in turns is preferred to a newer pair.
         _, path, other_path = min(fitting, key=lambda pair: pair[0])
         return path, other_path
     a, b = candidates[0][1], others[0][1]
@@ -53,7 +55,7 @@ def newest_pair(
 
 
 def require_quiet(*records: Record) -> None:
-    """Check that records were taken on a quiet host.
+    """Check that records were not measured on a busy host.
 
     Raises:
         NotComparableError: a record was measured on a busy host, with --even-if-busy.
@@ -72,11 +74,12 @@ def require_same(
     """Check that two records can be compared.
 
     Args:
-        first_basis: values of the first that the second must share, by name.
-        cure: command that makes a record that fits; empty if both must be measured again.
+        first_basis: properties of the first record, by name, that the second record must share.
+        second_basis: the same properties of the second record.
+        cure: command that makes a comparable record; empty if both must be measured again.
 
     Raises:
-        NotComparableError: names the differences, and the command.
+        NotComparableError: a property differs; the message names the differences and the command.
     """
     shown = []
     for name in {**first_basis, **second_basis}:
@@ -86,15 +89,15 @@ def require_same(
     if shown:
         raise NotComparableError(
             f"{first.parent.name}/{first.name} and {second.parent.name}/{second.name} differ in {', '.join(shown)}; "
-            + (f"`{cure}` makes one that fits" if cure else "measure both again")
+            + (f"run `{cure}` for a record that fits" if cure else "measure both again")
         )
 
 
 def hardware_basis(record: Record) -> dict[str, Any]:
-    """The hardware that two records must share for their times to be compared."""
+    """Facts about the hardware, by name, that two records must share for their times to be compared."""
     return record.provenance.hardware.model_dump(exclude={"memory_bytes"})
 
 
 def _run(record: Record) -> str | None:
-    """The id of the run that made a record; None for a kind that is not measured in turns."""
+    """Id of the run that made a record; None for a kind that is not measured in turns."""
     return getattr(record, "run", None)

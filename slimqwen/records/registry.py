@@ -1,6 +1,6 @@
-"""The record kinds: every subclass of `Record` that a module of the packages below defines.
+"""The record kinds: every subclass of `Record` that a module of the packages in `_PACKAGES` defines.
 
-Only modules whose text names a base class of records are imported, so that reading a record loads no engine.
+Only modules whose source text names a base class of records are imported, so that reading a record loads no engine.
 """
 
 import importlib
@@ -21,10 +21,10 @@ _NAMES_A_BASE = re.compile(r"slimqwen\.records\.record import|\b(record\.Record|
 
 @cache
 def kinds() -> Mapping[str, type[Record]]:
-    """The model of every record kind, by kind.
+    """The model of every record kind, by the name of the kind.
 
     Raises:
-        SlimqwenError: two modules define one kind.
+        SlimqwenError: two modules define the same kind.
     """
     by_kind: dict[str, type[Record]] = {}
     for model in _models():

@@ -1,4 +1,4 @@
-"""Reuse of records: which one a measurement made now would only repeat."""
+"""Reuse of records: finds a record that a new measurement would only repeat."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -17,11 +17,12 @@ def find_reusable(
     split: Split | None,
     condition: Callable[[AnyRecord], bool],
 ) -> Path | None:
-    """The newest record of a variant in a folder that a new measurement would only repeat.
+    """Find the newest record of a variant that a new measurement would only repeat; None if there is none.
 
     Args:
-        split: side of the split that it was measured on; None for all items.
-        condition: whether a record is of the measurement that is asked for.
+        folder: folder of the variant's records.
+        split: side of the split that was measured; None for all items.
+        condition: whether a record was made with the settings that are asked for.
     """
     for path in store.records(folder, kind):
         record = store.read_record(path, kind)

@@ -1,4 +1,4 @@
-"""The JSON Schemas of all record kinds: generated from their models, committed as schemas.json beside this module."""
+"""The JSON Schemas of all record kinds, generated from their models and committed as schemas.json in this folder."""
 
 import json
 from collections.abc import Mapping
@@ -15,19 +15,19 @@ _DRAFT = "https://json-schema.org/draft/2020-12/schema"
 
 
 class _WithoutTitles(GenerateJsonSchema):
-    """The schemas of pydantic without a title for each field, which only repeats its name."""
+    """Generates pydantic's schemas without the titles of fields, which only repeat their names."""
 
     def field_title_should_be_set(self, schema: Any) -> bool:
         return False
 
 
 def models() -> Mapping[str, type[Record] | type[Measurements]]:
-    """The models that have a schema, by kind: every record kind, and measurements."""
+    """The models that have a schema, by the name of the kind: every record kind, and measurements."""
     return {**registry.kinds(), "measurements": Measurements}
 
 
 def generate_schemas() -> dict[str, Any]:
-    """One document: `kinds` points to the schema of each kind, `$defs` holds these and the parts that they share."""
+    """Generate one document: `kinds` refers to the schema of each kind; `$defs` has these schemas and shared parts."""
     by_kind = models()
     references, definitions = models_json_schema(
         [(model, "validation") for model in by_kind.values()], schema_generator=_WithoutTitles
@@ -37,7 +37,7 @@ def generate_schemas() -> dict[str, Any]:
 
 
 def render_schemas() -> str:
-    """The content of schemas.json: a line for each model, so that a changed field changes one line."""
+    """The content of schemas.json, with a line for each model, so that a changed field changes one line."""
     document = generate_schemas()
     models = (f"  {json.dumps(name)}: {json.dumps(part)}" for name, part in document.pop("$defs").items())
     head = json.dumps(document, indent=1).removesuffix("\n}")
@@ -45,6 +45,6 @@ def render_schemas() -> str:
 
 
 def write_schemas(file: Path = FILE) -> Path:
-    """Write the schemas of this checkout's models to a file, and return it."""
+    """Write the schemas of this checkout's models to a file; returns its path."""
     file.write_text(render_schemas(), encoding="utf-8")
     return file

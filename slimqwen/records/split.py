@@ -1,7 +1,7 @@
 """The split of items between a search and the proof of its result.
 
 A search picks the best of many candidates, so the items of the search overrate the winner. The proof uses items that
-the search never saw. The hash of its text alone decides the side of an item: order, number and task do not matter.
+the search never saw. Only the hash of an item's text decides on which side it is: order, number and task do not matter.
 """
 
 import hashlib
@@ -19,11 +19,11 @@ class Split(Block):
 
     side: Side
     proof_share: Share = Field(
-        description="Share of all texts that the proof has; the search has the others."
+        description="Share of all texts that is on the proof's side; the rest is on the search's."
     )
 
     def has(self, text: str) -> bool:
-        """Whether a text belongs to this side; white space around it does not count.
+        """Whether a text belongs to this side; white space around the text does not matter.
 
         Args:
             text: question or document of an item.
@@ -38,10 +38,10 @@ class Split(Block):
 
 
 class SplitRecord(ServedRecord):
-    """A record that may be of one side of the split; such a record never stands beside one of all items."""
+    """A record that may be of one side of the split; such a record is never compared with one of all items."""
 
     split: Split | None = Field(
-        default=None, description="Side of the split that was measured; null or absent: all items."
+        default=None, description="Side of the split that was measured; null or absent for all items."
     )
 
 

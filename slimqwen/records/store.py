@@ -1,4 +1,4 @@
-"""Records on disk: JSON files that are checked when read and written, written atomically, and never overwritten.
+"""Reads and writes records: JSON files that are validated at every access, written atomically and never overwritten.
 
 experiments/<variant>/<kind>_<UTC time>.json is a record of a variant; <kind>_<UTC time>.items.jsonl beside it has the
 per-item results that its figures are computed from. results/<kind>_<variant>_<UTC time>.json is a record without items.
@@ -31,15 +31,15 @@ _LISTED_ALONE: ContextVar[frozenset[str] | None] = ContextVar("listed alone", de
 
 
 class RecordError(SlimqwenError):
-    """A record that breaks its schema, cannot be read, or would overwrite another."""
+    """A record breaks its schema, cannot be read, or would overwrite another one."""
 
 
 class RecordExistsError(RecordError):
-    """A file of the record's name exists; records are never overwritten."""
+    """A file with the record's name exists, and records are never overwritten."""
 
 
 class MissingRecordError(SlimqwenError):
-    """No record of that kind; names the command that makes one."""
+    """There is no record of a kind; the message names the command that makes one."""
 
 
 @overload
@@ -47,13 +47,13 @@ def read_record(path: Path) -> Record: ...
 @overload
 def read_record(path: Path, kind: type[AnyRecord]) -> AnyRecord: ...
 def read_record(path: Path, kind: type[Record] = Record) -> Record:
-    """Read and check one record, in the present version of its schema.
+    """Read and validate one record.
 
     Args:
-        kind: expected model; by default any.
+        kind: expected record kind; by default any.
 
     Raises:
-        RecordError: names the file and the fault.
+        RecordError: the record cannot be read or is invalid; the message names file and fault.
     """
     record = validate(parse(path), short_path(path))
     if not isinstance(record, kind):
@@ -63,10 +63,13 @@ def read_record(path: Path, kind: type[Record] = Record) -> Record:
 
 
 def read_measurements(folder: Path) -> Measurements:
-    """Read and check a variant's measurements.json.
+    """Read and validate a variant's measurements.json.
+
+    Args:
+        folder: experiments/<variant>.
 
     Raises:
-        RecordError: names the file and the fault.
+        RecordError: the file cannot be read or is invalid; the message names file and fault.
     """
     path = folder / "measurements.json"
     claims = validate(parse(path), short_path(path))
@@ -76,7 +79,7 @@ def read_measurements(folder: Path) -> Measurements:
 
 
 def read_items(path: Path) -> list[dict[str, Any]]:
-    """The per-item results of a record, checked against the digest in the record.
+    """Read the per-item results of a record, and check them against the digest in the record.
 
     Raises:
         RecordError: the record or its items are damaged or missing.
@@ -88,7 +91,9 @@ def read_items(path: Path) -> list[dict[str, Any]]:
     try:
         content = items_path.read_bytes()
     except OSError as error:
-        raise RecordError(f"{short_path(items_path)}: {error.strerror}; {path.name} needs it") from error
+        raise RecordError(
+            f"{short_path(items_path)}: {error.strerror}; restore this file, which {path.name} needs"
+        ) from error
     if hashlib.sha256(content).hexdigest() != items.sha256:
         raise RecordError(f"{short_path(items_path)}: not the items that {path.name} was computed from")
     try:
@@ -98,10 +103,10 @@ def read_items(path: Path) -> list[dict[str, Any]]:
 
 
 def parse(path: Path) -> dict[str, Any]:
-    """The JSON object in a file, unchecked.
+    """Parse the JSON object in a file, without validation.
 
     Raises:
-        RecordError: names the file and the fault.
+        RecordError: the file cannot be read or holds no JSON object; the message names file and fault.
     """
     try:
         fields = json.loads(path.read_text(encoding="utf-8"), parse_constant=_refuse_constant)
@@ -111,7 +116,7 @@ def parse(path: Path) -> dict[str, Any]:
         raise RecordError(f"{short_path(path)}: {error.strerror}") from error
     except (ValueError, RecursionError) as error:
         raise RecordError(
-            f"{short_path(path)}: not JSON ({error}); `git checkout` restores a committed one"
+            f"{short_path(path)}: not JSON ({error}); restore a committed one with `git checkout`"
         ) from error
     if not isinstance(fields, dict):
         raise RecordError(f"{short_path(path)}: not a JSON object")
@@ -119,22 +124,22 @@ def parse(path: Path) -> dict[str, Any]:
 
 
 def validate(fields: Mapping[str, Any], location: str) -> Record | Measurements:
-    """Check the fields of a record against the model of their schema.
+    """Validate the fields of a record by the model of their schema.
 
     Args:
-        fields: as JSON.
+        fields: the fields as JSON.
         location: name of the record in messages.
 
     Raises:
-        RecordError: names the location, the field and the fault.
+        RecordError: the fields are invalid; the message names location, field and fault.
     """
     schema = fields.get("schema")
     kind = schema.partition("/")[0] if isinstance(schema, str) else ""
     models = schemas.models()
     if kind not in models:
         raise RecordError(
-            f"{location}: unknown schema {schema!r}, this checkout knows {', '.join(models)}; update it, or move the "
-            "file elsewhere"
+            f"{location}: unknown schema {schema!r}, this checkout knows {', '.join(models)}; update the checkout, or "
+            "move the file elsewhere"
         )
     if schema != models[kind].present_schema():
         raise RecordError(
@@ -142,7 +147,7 @@ def validate(fields: Mapping[str, Any], location: str) -> Record | Measurements:
             "check out the commit of the record"
         )
     try:
-        # JSON can spell half of a surrogate pair, which no file or page can hold.
+        # JSON can express half of a surrogate pair, which cannot be encoded in UTF-8.
         text = json.dumps(fields, ensure_ascii=False)
         record = models[kind].model_validate_json(text.encode(), strict=True)
     except UnicodeEncodeError as error:
@@ -157,19 +162,19 @@ def validate(fields: Mapping[str, Any], location: str) -> Record | Measurements:
 
 
 def write_record(folder: Path, record: Record, items: Iterable[Mapping[str, Any]] | None = None) -> Path:
-    """Add a record to a folder; the record's file appears last.
+    """Write a new record into a folder, the items before the record itself.
 
     Args:
-        folder: experiments/<variant> or results, as the kind says; made if missing.
-        record: the record, without its block `items`.
+        folder: experiments/<variant> or results, as the kind requires; made if missing.
+        record: the record, whose block `items` this function fills in.
         items: per-item results; None for a kind of results/.
 
     Returns:
-        File of the record.
+        Path of the record.
 
     Raises:
-        RecordError: a figure is not a number, or a record of this kind and second exists: nothing is written; the
-            folder cannot be written: the record is kept in another one.
+        RecordError: a figure is not a number, or a record of this kind and second exists (nothing is written); or the
+            folder is not writable (the record is kept in another folder, which the message names).
     """
     if items is None:
         path = folder / f"{result_stem(record)}.json"
@@ -188,7 +193,7 @@ def write_record(folder: Path, record: Record, items: Iterable[Mapping[str, Any]
 
 
 def _publish_together(files: Mapping[Path, bytes]) -> None:
-    """Publish the files of a record, all or none; a measurement of hours is not lost with a folder or a disk."""
+    """Publish all files of a record or none; if the folder is not writable, keep them in another one."""
     published: list[Path] = []
     try:
         for path, content in files.items():
@@ -210,10 +215,10 @@ def _publish_together(files: Mapping[Path, bytes]) -> None:
 
 
 def serialise(record: Record, location: str) -> str:
-    """The text of a record's file, checked as when it is read.
+    """The text of a record's file, validated as by `read_record`.
 
     Raises:
-        RecordError: names the location and the fault.
+        RecordError: the record is invalid; the message names location and fault.
     """
     fields = record.as_json()
     validate(fields, location)
@@ -228,10 +233,10 @@ def result_stem(record: Record) -> str:
 
 @contextlib.contextmanager
 def list_only(names: Iterable[str]) -> Iterator[None]:
-    """Let `records` and `results` list no records but these, as a generated table keeps those that it names.
+    """In a `with` block, make `records` and `results` list only these records, as a table keeps those that it names.
 
     Args:
-        names: folder and file of each, such as tiny/quality_2026-01-01T000000Z.json.
+        names: folder and file name of each record, such as tiny/quality_2026-01-01T000000Z.json.
     """
     token = _LISTED_ALONE.set(frozenset(names))
     try:
@@ -247,14 +252,14 @@ def _newest_first(paths: Iterable[Path]) -> list[Path]:
 
 
 def records(folder: Path, kind: type[Record]) -> list[Path]:
-    """Files of the records of a kind in experiments/<variant>, newest first."""
+    """List the files of a kind's records in `folder`, experiments/<variant>, newest first."""
     return _newest_first(folder.glob(f"{kind.kind}_*.json"))
 
 
 def comparable(
     paths: Iterable[Path], kind: type[AnyRecord], condition: Callable[[AnyRecord], bool]
 ) -> Iterator[tuple[Path, AnyRecord]]:
-    """The records that meet a condition, with their files; those of a busy host or of a split do not count."""
+    """Yield the records that meet a condition, with their files; those of a busy host or of a split are left out."""
     for path in paths:
         record = read_record(path, kind)
         if not record.provenance.host_was_busy and split_of(record) is None and condition(record):
@@ -264,10 +269,10 @@ def comparable(
 def latest(
     folder: Path, kind: type[AnyRecord], condition: Callable[[AnyRecord], bool] = lambda record: True
 ) -> Path:
-    """The newest of the `comparable` records of a kind in experiments/<variant>.
+    """Find the newest of the `comparable` records of a kind in `folder`, experiments/<variant>.
 
     Raises:
-        MissingRecordError: there is none; names the command that makes one.
+        MissingRecordError: there is none; the message names the command that makes one.
         RecordError: a newer record is damaged.
     """
     for path, _ in comparable(records(folder, kind), kind, condition):
@@ -278,7 +283,7 @@ def latest(
 
 
 def results(root: Path, kind: type[Record], variant: str) -> list[Path]:
-    """Files of the records of a kind and variant in results/ of a repository, newest first."""
+    """List the files of a kind's records of a variant in results/ of a repository, newest first."""
     stem = glob.escape(f"{kind.kind}_{variant}")
     return _newest_first((root / "results").glob(f"{stem}_????-??-??T??????Z.json"))
 
@@ -289,10 +294,10 @@ def latest_result(
     variant: str,
     condition: Callable[[AnyRecord], bool] = lambda record: True,
 ) -> Path:
-    """The newest of the `comparable` records of a kind and variant in results/.
+    """Find the newest of the `comparable` records of a kind and variant in results/.
 
     Raises:
-        MissingRecordError: there is none; names the command that makes one.
+        MissingRecordError: there is none; the message names the command that makes one.
         RecordError: a newer record is damaged.
     """
     for path, _ in comparable(results(root, kind, variant), kind, condition):
@@ -301,17 +306,17 @@ def latest_result(
 
 
 def _cure(kind: type[Record], variant: str) -> str:
-    return f"; `{kind.making_command(variant)}` makes one" if kind.verb else ""
+    return f"; run `{kind.making_command(variant)}`" if kind.verb else ""
 
 
 def publish(path: Path, content: bytes, *, replace: bool = False) -> None:
-    """Write a file atomically, in a folder that exists.
+    """Write a file atomically; its folder must exist.
 
     Args:
-        replace: whether to replace a file of that name.
+        replace: whether an existing file is replaced.
 
     Raises:
-        RecordError: without `replace`, a file of that name exists; it stays as it is.
+        RecordError: the file exists and `replace` is False; it stays as it is.
     """
     descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
@@ -320,14 +325,14 @@ def publish(path: Path, content: bytes, *, replace: bool = False) -> None:
             stream.flush()
             os.fsync(stream.fileno())
         with contextlib.suppress(OSError):  # a file system may have no modes
-            Path(temporary).chmod(0o644)  # mkstemp gives 0600, which another user's report cannot read
+            Path(temporary).chmod(0o644)  # mkstemp's mode 0600 would keep other users from reading the record
         if replace:
             Path(temporary).replace(path)
         else:
             _rename_to_new(Path(temporary), path)
     except FileExistsError:
         raise RecordExistsError(
-            f"{short_path(path)} exists and records are never overwritten; run again for one of a later time"
+            f"{short_path(path)} exists, and records are never overwritten; run the command again for a later record"
         ) from None
     finally:
         with contextlib.suppress(FileNotFoundError):
@@ -335,19 +340,19 @@ def publish(path: Path, content: bytes, *, replace: bool = False) -> None:
 
 
 def _rename_to_new(temporary: Path, path: Path) -> None:
-    """Rename a file, but replace none: FileExistsError."""
+    """Rename a file; raises FileExistsError if `path` exists."""
     try:
         os.link(temporary, path)
     except FileExistsError:
         raise
     except OSError:
-        # A file system without hard links, such as exFAT or SMB: an exclusive create refuses as well.
+        # On a file system without hard links, such as exFAT or SMB, an exclusive create refuses an existing file.
         path.touch(exist_ok=False)
         temporary.replace(path)
 
 
 def short_path(path: Path) -> str:
-    """The last parts of a path: enough to find the file, and the same on every machine."""
+    """The last parts of a path, which suffice to find the file and are the same on every machine."""
     return "/".join(path.parts[-3:])
 
 

@@ -1,4 +1,4 @@
-"""A table of figures: printed in a terminal, or written as Markdown."""
+"""Tables of figures, for the terminal or as Markdown."""
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -13,11 +13,13 @@ Row = TypeVar("Row")
 
 @dataclass(frozen=True)
 class Table:
-    """Formatted cells.
+    """A table of formatted cells.
 
     Attributes:
         columns: headings of the columns.
-        text_columns: how many of the first columns hold text; the others hold figures and are aligned to the right.
+        rows: the cells of each row.
+        notes: sentences below the table.
+        text_columns: number of columns, from the left, that hold text; the others hold figures, aligned to the right.
     """
 
     title: str
@@ -35,17 +37,17 @@ class Table:
         *notes: str,
         text_columns: int = 1,
     ) -> Self:
-        """A table of objects.
+        """Make a table with a row for each object.
 
         Args:
-            columns: function from a row's object to its cell, by the heading of the column; None is shown as "-".
+            columns: for each heading, a function from a row's object to the cell; None is shown as "-".
         """
         cells = [[cell(row) for cell in columns.values()] for row in rows]
         texts = tuple(tuple("-" if cell is None else str(cell) for cell in row) for row in cells)
         return cls(title, tuple(columns), texts, notes, text_columns)
 
     def as_rich(self) -> rich.table.Table:
-        """The table for a terminal."""
+        """The table as an object that rich prints in a terminal."""
         table = rich.table.Table(
             title=escape(self.title),
             title_justify="left",

@@ -77,7 +77,7 @@ def test_a_context_too_short_for_any_class_is_refused():
     [
         ({"gap_ms": 25, "rate_per_s": 2}, "exclude each other"),
         ({"gap_ms": 25, "concurrency": 2}, "has no concurrency"),
-        ({"load": 0.5}, "belong together"),
+        ({"load": 0.5}, "must both be set"),
         ({"load": 0.5, "load_of": "later"}, "names class later .*list that one before it"),
         ({"repeats": "one"}, "needs suffix_tokens"),
         ({"repeats": "later", "suffix_tokens": 4}, "names class later .*list that one before it"),
@@ -99,8 +99,8 @@ def test_a_class_that_contradicts_itself_is_refused(load, changes, said):
     ("changes", "said"),
     [
         ({}, "one needs longer prompts than first"),
-        ({"prompt_tokens": 65, "requests": 5}, "as many requests and abandoned ones as first"),
-        ({"prompt_tokens": 65, "abandoned": 1}, "as many requests and abandoned ones as first"),
+        ({"prompt_tokens": 65, "requests": 5}, "the same `requests` and `abandoned` as first"),
+        ({"prompt_tokens": 65, "abandoned": 1}, "the same `requests` and `abandoned` as first"),
     ],
 )
 def test_a_class_continues_the_sessions_that_there_are_with_longer_prompts(load, changes, said):

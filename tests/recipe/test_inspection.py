@@ -93,7 +93,7 @@ def test_twelve_mistakes_in_five_stages_are_named_at_once_each_at_its_line(tmp_p
         19: "tokens: Input should be greater than or equal to 16",
         20: "temperature: Input should be a valid number",
         22: "depth: Input should be less than or equal to 8",
-        23: "there is no draft head to train for",
+        23: "there is no draft head; put",
     }
     assert named.keys() == expected.keys()
     assert all(text in named[line] for line, text in expected.items())
@@ -171,7 +171,7 @@ def test_every_fault_of_a_quantised_base_without_a_head_is_found(tmp_path: Path)
         ),
         ([{"text": "a"}], "calibrate", "has 14 bytes, too few for 16384 tokens"),
         ([{"prompt": "a"}, {"text": "b"}, CHAT], "sample_outputs", "has 3 documents, 1120 are needed"),
-        ([{"text": " "}], "prune_vocab", "has 0 documents, it needs some text"),
+        ([{"text": " "}], "prune_vocab", "has 0 documents, but at least one is needed"),
         ([CHAT, "[]"], "prune_vocab", "line 2"),
     ],
 )
@@ -217,7 +217,7 @@ def test_chats_with_tools_need_a_template_that_renders_them(tmp_path: Path, tool
 def test_a_model_of_ones_own_is_not_calibrated_on_the_embedded_models_text(tmp_path: Path) -> None:
     assert faults_of(tmp_path, "  - calibrate\n") == []
     [fault] = faults_of(tmp_path, "  - calibrate\n", outline_of_tiny(is_embedded=False))
-    assert "corpus.path is missing, its default is text of the embedded model" in fault
+    assert "corpus.path is missing, and its default text fits only the embedded model" in fault
 
 
 @pytest.mark.parametrize(

@@ -114,7 +114,9 @@ def test_a_stage_whose_text_is_lost_on_the_way_is_refused(
 ) -> None:
     lines = "\n".join(f"  - {stage}" if ":" in stage else f"  - {stage}:" for stage in stages)
     file = write(tmp_path, f"description: d\nbase: b\nstages:\n{lines}\n")
-    with pytest.raises(RecipeError, match=rf":{line}: .* reads what {message} leaves .*; put it right after"):
+    with pytest.raises(
+        RecipeError, match=rf":{line}: .* reads a file that {message} writes; put .* right after that stage"
+    ):
         recipe_file.read_recipe(file)
 
 

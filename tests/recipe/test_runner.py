@@ -210,8 +210,12 @@ def test_what_a_later_stage_says_of_the_base_is_said_before_an_earlier_one_works
     ("stage", "error", "message"),
     [
         ("refuse", RefusedError, "the input has no wings; choose one with wings"),
-        ("break_down", RecipeError, r"break_down failed: OSError: .*No space left on device; its log is"),
-        ("die", RecipeError, r"die died \(SIGKILL, as when memory runs out\); its log is"),
+        (
+            "break_down",
+            RecipeError,
+            r"break_down failed: OSError: .*No space left on device; read more in its log",
+        ),
+        ("die", RecipeError, r"die died \(SIGKILL, as when memory runs out\); read why in its log"),
         ("forget", CorruptCheckpointError, r'has no "architectures"; the stage forget is defective'),
     ],
 )

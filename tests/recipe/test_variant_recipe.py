@@ -86,7 +86,7 @@ def test_a_base_is_outlined_before_it_is_whole_and_known_to_be_embedded_or_not(r
         assert not variant_recipe.comes_from_embedded(base, repository)
     for base in ("owner/nome", f"owner/name@{another}"):
         with pytest.raises(
-            RecipeError, match=f"`slimqwen variant new --name NAME --checkpoint {base}` adds one"
+            RecipeError, match=f"add one with `slimqwen variant new --name NAME --checkpoint {base}`"
         ):
             variant_recipe.comes_from_embedded(base, repository)
 

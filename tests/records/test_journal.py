@@ -64,7 +64,7 @@ def test_a_second_process_is_refused_and_a_finished_run_forgotten(tmp_path):
     file = tmp_path / "answers.jsonl"
     with locked(file) as answers:
         answers.add(ASK, 1)
-        with pytest.raises(RunInProgressError, match=r"answers\.jsonl\); wait for its end"), locked(file):
+        with pytest.raises(RunInProgressError, match=r"answers\.jsonl\); wait until it ends"), locked(file):
             pass
         answers.discard()
     with locked(file) as answers:

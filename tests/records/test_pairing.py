@@ -76,7 +76,7 @@ def test_where_none_fit_the_difference_of_the_newest_and_the_cure_are_named(keep
     keep("second", 1, context=1023)
     with pytest.raises(NotComparableError) as error:
         pair(condition=lambda record: record.max_model_len != 1)
-    assert "differ in context (2048 and 1024); `time second` makes one that fits" in str(error.value)
+    assert "differ in context (2048 and 1024); run `time second` for a record that fits" in str(error.value)
 
 
 def test_records_of_a_busy_host_are_refused_by_name(keep):

@@ -220,7 +220,7 @@ def test_a_slice_of_a_gpu_is_not_the_whole_gpu(driver):
 
 def test_a_driver_that_hangs_is_named(driver, monkeypatch):
     monkeypatch.setattr(provenance, "_DRIVER_TIMEOUT_S", 0.2)
-    with pytest.raises(SlimqwenError, match=r"nvidia-smi did not answer in 0\.2 s.*restart"):
+    with pytest.raises(SlimqwenError, match=r"nvidia-smi did not end in 0\.2 s.*restart"):
         driver("exec sleep 60")
 
 

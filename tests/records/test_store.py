@@ -272,7 +272,7 @@ def test_items_that_were_changed_are_refused(tmp_path, quality):
     with pytest.raises(store.RecordError, match="not JSON"):
         store.read_items(path)
     items.unlink()
-    with pytest.raises(store.RecordError, match="needs it"):
+    with pytest.raises(store.RecordError, match="restore this file, which"):
         store.read_items(path)
 
 

@@ -58,14 +58,14 @@ _FOREIGN = _PACKED | dict.fromkeys(("calibrate mtp", "quantise_lm_head"), "in th
 _PACKED_MTP = {"redistill_mtp": "MTP head is quantised"}
 _NO_MTP = {
     "serve with drafts": "has none; remove VLLM_SPECULATIVE_CONFIG",
-    "trim_draft_vocab": "nothing drafts; take trim_draft_vocab out",
-    "calibrate mtp": "no mtp layers; take mtp off",
-    "redistill_mtp": "has no MTP head; take redistill_mtp out",
+    "trim_draft_vocab": "nothing drafts; remove trim_draft_vocab",
+    "calibrate mtp": "no mtp layers; remove mtp",
+    "redistill_mtp": "has no MTP head; remove redistill_mtp",
 }
 _EXPERTS = (
     _NO_MTP
     | dict.fromkeys(
-        ("calibrate", "calibrate mtp"), "whose experts llmcompressor does not see; take a published"
+        ("calibrate", "calibrate mtp"), "whose experts llmcompressor does not see; use a published"
     )
     | {"trim_draft_vocab": "is a mixture of experts"}
 )
@@ -132,7 +132,7 @@ ANIMALS: dict[str, Animal] = {
     "no-generation-config": Animal("no generation_config.json", (without_file("generation_config.json"),)),
     "more-rows": Animal("more rows than the tokenizer has ids", (rows(8320),)),
     "more-ids": Animal(
-        "more ids than rows", (rows(8128),), refuses={"prune_vocab": "8128 rows for ids up to 8191; correct"}
+        "more ids than rows", (rows(8128),), refuses={"prune_vocab": "8128 rows, but ids up to 8191; correct"}
     ),
     "side-files": Animal(
         "licence, chat_template.json, additional templates",

@@ -1,8 +1,8 @@
 """Latency and throughput of served variants over the prompt classes of a workload.
 
-`rounds` has the variants take turns, `measured_variant` sends the requests of a class to one of them and keeps TTFT and
-the other times, `figures` summarises these, `record` is the record kind. `speedups` makes the ratios of two records,
-`tables` shows both.
+`rounds` measures the variants in turns, `measured_variant` sends the requests of a class to one variant and keeps their
+times, `figures` summarises them, `record` is the record kind. `speedups` computes the ratios of two records, `tables`
+makes tables of records and ratios.
 """
 
 from slimqwen.bench.latency.record import Latency

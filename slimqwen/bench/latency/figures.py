@@ -1,4 +1,4 @@
-"""Figures of a prompt class from the rows of its requests."""
+"""Computes the figures of a prompt class from the rows of its requests."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -14,16 +14,18 @@ from slimqwen.stats.estimates import Estimate
 PERCENTILES = (90, 95, 99)
 
 Row = Mapping[str, Any]
-"""A request: class, round, index, prompt_tokens, output_tokens, ttft_ms, tpot_ms, e2el_ms, itl_ms, error."""
+"""Fields of a request: class, round, index, prompt_tokens, output_tokens, ttft_ms, tpot_ms, e2el_ms, itl_ms, error."""
 
 
 def summarise(
     rows: Sequence[Row], duration_s: float, service_level: ServiceLevel | None = None
 ) -> dict[str, Any]:
-    """Counts, rates and times of one class, as fields of `ClassFigures`.
+    """Compute counts, rates and times of one class, as fields of `ClassFigures`.
 
     Args:
-        duration_s: wall time of all rounds together, seconds.
+        rows: all requests of the class.
+        duration_s: wall time over all rounds, seconds.
+        service_level: limits for the goodput; None for no goodput.
 
     Raises:
         TooFewItemsError: fewer than two requests succeeded.
@@ -45,7 +47,7 @@ def summarise(
 
 
 def acceptance(result: ClassResults) -> ServedAcceptance | None:
-    """ServedAcceptance over a class; None without drafts."""
+    """Drafts and accepted tokens of a class; None if nothing was drafted."""
     if not result.drafts:
         return None
     return ServedAcceptance(
@@ -65,7 +67,7 @@ def _per_request(rows: Sequence[Row], name: str) -> Distribution:
 def _inter_token(rows: Sequence[Row]) -> Distribution:
     streamed = [row for row in rows if row["itl_ms"]]
     gaps = [row["itl_ms"] for row in streamed]
-    # Gaps of one request belong together, so its mean is the unit, weighted by their number.
+    # The gaps of one request are dependent, so their mean is one observation, weighted by the number of gaps.
     estimate = intervals.mean(
         [np.mean(each) for each in gaps], [len(each) for each in gaps], _rounds(streamed)
     )
@@ -73,7 +75,7 @@ def _inter_token(rows: Sequence[Row]) -> Distribution:
 
 
 def _distribution(values: Sequence[float], estimate: Estimate, request_count: int) -> Distribution:
-    # Beyond a percentile at least one request has to be expected: the 99th of fewer than 100 is their maximum.
+    # At least one request must be expected beyond a percentile: the 99th of fewer than 100 is the maximum.
     percents = [percent for percent in PERCENTILES if request_count * (100 - percent) >= 100]
     return Distribution(
         mean=estimate.value,
@@ -91,6 +93,6 @@ def _goodput(rows: Sequence[Row], duration_s: float, service_level: ServiceLevel
 
 
 def _rounds(rows: Sequence[Row]) -> list[int] | None:
-    """Rounds of requests, which are the sampled units where there are several; None where each request is one."""
+    """Round of each request, as independent observations; None if there is one round, so that requests are."""
     numbers = [row.get("round", 0) for row in rows]
     return numbers if len(set(numbers)) > 1 else None

@@ -1,4 +1,4 @@
-"""One variant of a latency measurement: its texts, its server of the present round, its results so far."""
+"""One variant of a latency measurement: its texts, its server in the present round, and its results so far."""
 
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -21,7 +21,7 @@ _PREFIX_QUERIES, _PREFIX_HITS = (f"vllm:prefix_cache_{name}_total" for name in (
 
 @dataclass
 class ClassResults:
-    """Requests of one class to one variant, and their results, over the rounds so far."""
+    """Requests of one class to one variant, and their results, over all rounds so far."""
 
     prompts: list[Tokens] = field(default_factory=list)
     rows: list[dict[str, Any]] = field(default_factory=list)
@@ -41,7 +41,12 @@ class ClassResults:
         requests: Sequence[tuple[Tokens, int]],
         answers: Mapping[str, Any],
     ) -> list[dict[str, Any]]:
-        """Add a round of the class as `client.send_requests` returned it, and return its rows."""
+        """Add a round of the class and return its rows.
+
+        Args:
+            number: number of the round.
+            answers: return value of `client.send_requests`.
+        """
         self.prompts += [prompt for prompt, _ in requests]
         self.durations_s.append(answers["duration"])
         rows = [_row(c, number, index, request, answers) for index, request in enumerate(requests)]
@@ -62,9 +67,10 @@ class SharedState:
     """State that all variants of a measurement share.
 
     Attributes:
-        max_num_seqs: sequences that the most capable variant runs at once.
-        progress: receives (activity, done, total) of each answered request.
-        saturation: requests a second that the first variant reached, by class; filled in by the first round.
+        max_num_seqs: largest number of sequences that a variant runs at once.
+        rounds: number of rounds.
+        progress: receives (activity, done, total) after each response.
+        saturation: requests a second that the first variant reached, by class; the first round fills it in.
         loads: load of the host in each round so far.
     """
 
@@ -77,7 +83,7 @@ class SharedState:
 
 
 class MeasuredVariant:
-    """One variant of a measurement: its texts, its server of the present round, its results."""
+    """One variant of a measurement, with its texts, its server in the present round, and its results."""
 
     def __init__(self, variant: Variant, shared: SharedState) -> None:
         self.variant, self.shared = variant, shared
@@ -93,32 +99,36 @@ class MeasuredVariant:
         self.block_tokens = 1
         self.logs = variant.root / "logs"
         self.log = self.logs / f"latency-{variant.name}.log"
-        # Of the present round, by class.
+        # Prompts and responses of the present round, by class.
         self._prefixes: dict[str, list[Tokens]] = {}
         self._turns: dict[str, list[tuple[Tokens, Tokens]]] = {}
         self._text_again: Iterator[int] = iter(())
 
     @property
     def classes(self) -> list[PromptClass]:
-        """The classes with the lengths that are sent to the server."""
+        """The prompt classes with the lengths that are sent to this variant's server."""
         assert self.served is not None
         return self.shared.workload.scaled(
             self.served.max_model_len, self.shared.max_num_seqs, self.block_tokens
         )
 
     def state(self) -> dict[str, Any]:
-        """The results and the position in the text, as JSON."""
+        """The results so far and the position in the text, as JSON, for `resume`."""
         results = {name: asdict(result) for name, result in self.results.items()}
         return {"documents_used": self.cutter.documents_used, "sent": results}
 
     def resume(self, state: Mapping[str, Any]) -> None:
-        """Restore the results of a state; the text goes on at its position, or at the present one if further."""
+        """Restore a state; the text continues at the state's position or at the present one, whichever is further."""
         self.results = {name: ClassResults(**result) for name, result in state["sent"].items()}
         prompts = (prompt for result in self.results.values() for prompt in result.prompts)
         self.cutter.advance_to(state["documents_used"], prompts)
 
     def take_round(self, number: int, served: SharedServer, watch: Watch) -> None:
-        """Send one round of every class; the watch receives the load of the host while requests are timed.
+        """Send one round of every class.
+
+        Args:
+            number: number of the round.
+            watch: receives the load of the host while requests are timed.
 
         Raises:
             ServerLostError: the server died.
@@ -145,13 +155,13 @@ class MeasuredVariant:
         abandoned: list[tuple[Tokens, int]] = []
         if self.own_prompts:
             requests = self.own_prompts
-            # The same lengths from the last token to the first: no prefix of a prompt is cached before it is sent.
+            # Warm-up sends the prompts in reverse token order: same lengths, but no prefix of a prompt gets cached.
             warm_up = [
                 (prompt[::-1], output) for prompt, output in requests[: shared.workload.warmup_requests]
             ]
             self._require_room(requests)
         else:
-            # A class that continues another has been warmed up by it.
+            # A class that continues another one was warmed up with that one.
             warm_up_count = 0 if c.continues else shared.workload.warmup_requests
             prompts = self.cutter.cut(warm_up_count, c.prompt_tokens)
             warm_up = [(prompt, c.output_tokens) for prompt in prompts]
@@ -187,7 +197,7 @@ class MeasuredVariant:
         shared.saturation.setdefault(c.name, answers["completed"] / answers["duration"])
 
     def _require_room(self, requests: Sequence[tuple[Tokens, int]]) -> None:
-        """Check that the served context holds each prompt with its response."""
+        """Check that each prompt fits in the served context with its response."""
         assert self.served is not None
         for number, (prompt, output_tokens) in enumerate(requests, start=1):
             if len(prompt) + output_tokens > self.served.max_model_len:
@@ -227,9 +237,9 @@ class MeasuredVariant:
         )
 
     def _prompts(self, c: PromptClass, lengths: Sequence[int]) -> list[Tokens]:
-        """Prompts of new text, except for what a class repeats or continues."""
+        """Make the prompts of a class, of new text except for the prefixes that the class repeats or continues."""
         if c.continues is not None:
-            # As many new tokens whatever the response: all variants get the same text.
+            # The number of new tokens does not depend on the response, so that all variants get the same text.
             return [
                 [*prompt, *response, *itertools.islice(self._text_again, length - len(prompt))][:length]
                 for length, (prompt, response) in zip(lengths, self._turns[c.continues], strict=True)
@@ -244,13 +254,13 @@ class MeasuredVariant:
         return [prefix[:prefix_tokens] + suffix for prefix, suffix in zip(prefixes, suffixes, strict=False)]
 
     def _repeat_text(self) -> Iterator[int]:
-        """Tokens of the workload's text, over and over: after a new beginning none of it is found in a cache."""
+        """Yield the tokens of the workload's text, repeated without end; a new beginning keeps repeats uncached."""
         workload = self.shared.workload
         for text in itertools.cycle(documents(workload.documents, workload.seed, self.variant.root)):
             yield from self.cutter.tokenize(f"{text}\n")
 
     def _check_prefixes(self, c: PromptClass, queried: float, hit: float) -> None:
-        """Check by the server's counters that its cache held a block of each known prefix, and nothing of others."""
+        """Check by the server's counters that its prefix cache had each repeated prefix, and nothing of new prompts."""
         if c.known_from and hit < c.requests * self.block_tokens:
             raise BenchError(
                 f"{self.variant.name}: the prefix cache had {hit:,.0f} of the {queried:,.0f} tokens of class {c.name}, "
@@ -265,10 +275,10 @@ class MeasuredVariant:
 
 
 def own_prompts(workload: Workload, variant: Variant) -> list[tuple[Tokens, int]]:
-    """The prompts of an own evaluation in a variant's tokens, each with the number of tokens to generate.
+    """Read the prompts of an own evaluation as a variant's token ids, each with the number of tokens to generate.
 
     Raises:
-        CorpusError: the file cannot be read, or one of its prompts is unusable.
+        CorpusError: the file cannot be read, or a prompt cannot be used.
     """
     assert workload.prompts is not None
     assert workload.output_tokens is not None
@@ -277,7 +287,7 @@ def own_prompts(workload: Workload, variant: Variant) -> list[tuple[Tokens, int]
 
 
 def block_tokens(served: SharedServer) -> int:
-    """The server's effective attention block in tokens, the unit of its prefix cache; large for hybrid models.
+    """Effective attention block of a server, tokens: the unit of its prefix cache, which is large for hybrid models.
 
     Raises:
         BenchError: the server has no prefix cache.
@@ -292,7 +302,7 @@ def block_tokens(served: SharedServer) -> int:
 
 
 def read_cache_labels(served: SharedServer) -> Mapping[str, str]:
-    """The fields of a server's cache configuration as its metrics state them; empty where they do not."""
+    """Fields of a server's cache configuration, from its metrics; empty if the metrics do not state them."""
     families = text_string_to_metric_families(get_response(f"{served.server.base_url}/metrics").text)
     samples = itertools.chain.from_iterable(family.samples for family in families)
     return next((sample.labels for sample in samples if sample.name == "vllm:cache_config_info"), {})
@@ -305,7 +315,7 @@ def _row(
     tokens, ttft_s, latency_s = (answers[key][index] for key in ("output_lens", "ttfts", "latencies"))
     error = answers["errors"][index].strip()
     if not error and tokens != expected_tokens:
-        # An engine that dies may end its streams without an error; only the number of tokens shows it.
+        # If the engine dies, a stream may end without an error; then only the number of tokens shows it.
         error = f"the stream ended after {tokens} of {expected_tokens} tokens"
     return {
         "class": c.name,

@@ -1,4 +1,4 @@
-"""The record kind latency: figures of one variant for each prompt class of one workload, and their table."""
+"""The record kind latency: times and rates of one variant for each prompt class of one workload, and their table."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -45,17 +45,17 @@ MEASURES: Mapping[str, str] = MappingProxyType(
         "repeat_speedup": "TTFT, first time / repetition [95 %]",
     }
 )
-"""Column heading by the name of a measure or figure."""
+"""Heading of a column, by the name of its measure or figure."""
 
 _MOST_COLUMNS = 10
-"""Columns that fit a terminal of 120 characters; a table with more has a row for each figure."""
+"""Number of columns that fit in a terminal of 120 characters; a table with more gets a row for each figure instead."""
 
 
 class Distribution(Block):
-    """A time in milliseconds over the requests of a class.
+    """Distribution of a time over the requests of a class, milliseconds.
 
-    The standard error is over rounds where there are several, else over requests. A percentile is left out where fewer
-    than one request is expected beyond it.
+    The standard error is over rounds if there are several, else over requests. A percentile is left out if fewer than
+    one request is expected beyond it.
     """
 
     mean: NonNegative
@@ -74,16 +74,16 @@ class Arrival(Block):
 
 
 class Goodput(Block):
-    """Requests that met the service level of the workload."""
+    """Number and rate of requests that met the service level of the workload."""
 
-    ttft_ms: AboveZero = Field(description="Largest good TTFT.")
-    tpot_ms: AboveZero = Field(description="Largest good TPOT.")
+    ttft_ms: AboveZero = Field(description="Largest TTFT that meets the service level.")
+    tpot_ms: AboveZero = Field(description="Largest TPOT that meets the service level.")
     good_count: Count
     requests_per_s: NonNegative
 
     @property
     def service_level(self) -> ServiceLevel:
-        """The two limits."""
+        """The two limits as a ServiceLevel."""
         return ServiceLevel(ttft_ms=self.ttft_ms, tpot_ms=self.tpot_ms)
 
 
@@ -101,30 +101,30 @@ class PrefixCache(Block):
     """Prefix caching over a class, by the server's counters."""
 
     block_tokens: Positive = Field(description="The server's effective attention block.")
-    prefix_tokens: Positive = Field(description="Prefix of a prompt: whole blocks.")
+    prefix_tokens: Positive = Field(description="Prefix of a prompt that can be cached: whole blocks.")
     queried_tokens: Count
     hit_tokens: Count
     repeats: str | None = Field(
-        description="The class whose prefixes were sent again; null for the first time."
+        description="Class whose prefixes this class sent again; null for a class that sends them first."
     )
     repeat_speedup: Ratio | None = Field(
-        description="Median TTFT of the first time over that of the repetition."
+        description="Median TTFT of prefixes sent first, over that of their repetition."
     )
 
 
 class ClassFigures(Block):
     """Figures of one prompt class."""
 
-    prompt_tokens: Positive = Field(description="The mean where there is a spread.")
+    prompt_tokens: Positive = Field(description="Prompt length; the mean length if there is a spread.")
     output_tokens: Annotated[int, Field(ge=2)]
     spread: NonNegative = Field(
         0.0, description="Standard deviation of the natural logarithm of both lengths."
     )
-    named_prompt_tokens: Positive = Field(description="As in the workload's file, before scaling.")
+    named_prompt_tokens: Positive = Field(description="Prompt length in the workload's file, before scaling.")
     named_output_tokens: Annotated[int, Field(ge=2)]
     concurrency: Positive | None = Field(description="Most requests in flight; null without a limit.")
     arrival: Arrival | None = Field(
-        default=None, description="null: requests are sent as soon as the concurrency allows."
+        default=None, description="null if requests are sent as soon as the concurrency allows."
     )
     durations_s: tuple[NonNegative, ...] | None = Field(
         default=None, min_length=1, description="Duration of each round; null in old records."
@@ -137,15 +137,15 @@ class ClassFigures(Block):
     total_throughput_tokens_per_s: NonNegative | None = Field(
         default=None, description="Tokens of prompts and outputs; null in old records."
     )
-    goodput: Goodput | None = Field(default=None, description="null without a service level.")
+    goodput: Goodput | None = Field(default=None, description="null if the workload has no service level.")
     ttft_ms: Distribution = Field(description="Time to first token.")
     tpot_ms: Distribution = Field(description="Time per output token after the first, mean of a request.")
     itl_ms: Distribution = Field(
         description="Time between two streamed chunks; with speculation a chunk can hold several tokens."
     )
     e2el_ms: Distribution = Field(description="Time from sending a request to its last token.")
-    acceptance: ServedAcceptance | None = Field(description="null without speculative decoding.")
-    prefix_cache: PrefixCache | None = Field(default=None, description="null where no prefixes are repeated.")
+    acceptance: ServedAcceptance | None = Field(description="null if nothing was drafted.")
+    prefix_cache: PrefixCache | None = Field(default=None, description="null if no prefixes are repeated.")
     prompts_sha256: Sha256
 
 
@@ -159,35 +159,39 @@ class Latency(ServedRecord):
     max_model_len: Positive = Field(
         description="Longest prompt and output together that the server accepts, tokens."
     )
-    scale: float = Field(gt=0, le=1, description="Factor on the lengths in the workload's file.")
+    scale: float = Field(
+        gt=0, le=1, description="Factor by which the lengths in the workload's file were multiplied."
+    )
     rounds: Positive
-    rounds_of_earlier_run: Count = Field(default=0, description="Rounds taken over from an interrupted run.")
+    rounds_of_earlier_run: Count = Field(
+        default=0, description="Number of rounds that an interrupted run had measured."
+    )
     rounds_repeated: Count = Field(
-        default=0, description="Rounds measured again because the host was too busy."
+        default=0, description="Number of rounds measured again because the host was too busy."
     )
-    run: str = Field(
-        min_length=1, description="Shared by the records of variants that were measured in turns."
-    )
+    run: str = Field(min_length=1, description="Id that records of variants measured in turns share.")
     interleaved_with: tuple[VariantName, ...]
     config: dict[str, str] = Field(
         default={},
-        description="config.env lines of the workload laid over the variant's own; an empty one unsets.",
+        description="config.env lines of the workload that replace the variant's own; an empty value unsets.",
     )
-    columns: tuple[Column, ...] = Field(default=(), description="Figures of its table; empty in old records.")
+    columns: tuple[Column, ...] = Field(
+        default=(), description="Columns of the record's table; empty in old records."
+    )
     classes: dict[str, ClassFigures] = Field(min_length=1)
 
     @property
     def topic(self) -> str:
-        """Its workload."""
+        """The record's workload."""
         return self.workload
 
     def tables(self, path: Path) -> list[Table]:
-        """Figures of each prompt class."""
+        """Table of the figures of each prompt class."""
         return [_class_table(self, path)]
 
 
 def _class_table(record: Latency, path: Path) -> Table:
-    """Figures of each prompt class of a record, as its workload chooses them."""
+    """Table of each prompt class of a record, with the figures that its workload chooses."""
     chosen = record.columns or DEFAULT_COLUMNS
     columns: dict[str, Callable[[tuple[str, ClassFigures]], object]] = {
         "class, tokens": lambda row: f"{row[0]} {row[1].prompt_tokens} -> {row[1].output_tokens}",
@@ -198,9 +202,11 @@ def _class_table(record: Latency, path: Path) -> Table:
     notes = [f"{means} {hardware_name(record.provenance.hardware)}."]
     classes = record.classes.values()
     if level := next((figures.goodput for figures in classes if figures.goodput), None):
-        notes.append(f"Good: TTFT of {level.ttft_ms:g} ms and TPOT of {level.tpot_ms:g} ms at most.")
+        notes.append(
+            f"Good requests: TTFT of at most {level.ttft_ms:g} ms and TPOT of at most {level.tpot_ms:g} ms."
+        )
     if any(figures.spread for figures in classes):
-        notes.append("Lengths are means of log-normal ones in classes with a spread.")
+        notes.append("In classes with a spread, lengths are means of a log-normal distribution.")
     if caches := [figures.prefix_cache for figures in classes if figures.prefix_cache]:
         lengths = ", ".join(dict.fromkeys(str(cache.prefix_tokens) for cache in caches))
         notes.append(
@@ -220,7 +226,7 @@ def _class_table(record: Latency, path: Path) -> Table:
 
 
 def heading(column: str) -> str:
-    """Heading of a column that a workload may ask for."""
+    """Heading of a column that a workload's file may name: a figure, or `<measure>.<statistic>`."""
     measure, _, statistic = column.partition(".")
     if not statistic:
         return MEASURES[column]
@@ -228,7 +234,7 @@ def heading(column: str) -> str:
 
 
 def _cell(column: str, row: tuple[str, ClassFigures]) -> object:
-    """One formatted figure of a class; None where it has none."""
+    """One formatted figure of a class; None if the class does not have it."""
     figures = row[1]
     measure, _, statistic = column.partition(".")
     if statistic:
@@ -255,11 +261,11 @@ def _cell(column: str, row: tuple[str, ClassFigures]) -> object:
 
 
 def name_workload(record: Latency) -> str:
-    """The end of a title that names the workload, if it is not the usual one."""
+    """End of a title that names the workload; empty for the workload `classes`."""
     return "" if record.workload == "classes" else f", {record.workload}"
 
 
 def list_config_notes(record: Latency) -> list[str]:
-    """A note with the lines that the workload laid over the variant's config.env, if it has any."""
+    """A note with the config.env lines of the workload that replaced the variant's, if there are any."""
     lines = ", ".join(f"{key}={value}" for key, value in record.config.items())
     return [f"{record.variant} served with {lines}."] if lines else []

@@ -1,7 +1,7 @@
-"""Rounds of requests to variants that take turns on fresh servers: A B A B.
+"""Rounds of requests to variants that are measured in turns on fresh servers: A B A B.
 
-All variants get the same texts in the same order, at the same times. A round on a host that was too busy is measured
-again.
+All variants get the same texts in the same order and at the same arrival times. If the host was too busy, a round is
+measured again.
 """
 
 import itertools
@@ -45,10 +45,11 @@ def measure_latency(
 ) -> list[Path]:
     """Measure variants over a workload and write a latency record for each.
 
-    Every round starts a fresh server; a server that already runs is used for all rounds instead.
+    Every round starts a fresh server, unless a variant's server already runs, which is then used for all rounds.
 
     Args:
         rounds: number of rounds instead of the workload's.
+        records_folders: folders of the records instead of the variants' own, in the order of the variants.
 
     Returns:
         Paths of the records, in the order of the variants.
@@ -56,19 +57,19 @@ def measure_latency(
     Raises:
         HostBusyError: the host was too busy in all attempts at a round; no record is written.
         ServerLostError: a server died; no record is written.
-        BenchError, CorpusError: the workload does not fit the server, or its text is used up.
+        BenchError, CorpusError: the workload does not fit the server, or has too little text.
         MissingCheckpointError, CorruptCheckpointError: as `Variant.require_weights`.
     """
     rounds = workload.rounds if rounds is None else rounds
     if rounds < 1:
-        raise BenchError(f"{rounds} rounds measure nothing: take 1 or more")
+        raise BenchError(f"{rounds} rounds measure nothing; set --rounds to 1 or more")
     for variant in variants:
-        variant.require_weights()  # the texts are cut by its tokenizer before a server looks at the rest
+        variant.require_weights()  # the tokenizer cuts texts before any server starts
     started = provenance.utc_now()
     shared = SharedState(workload, max_num_seqs(variants, workload), rounds, progress)
     sides = [MeasuredVariant(_with_settings(variant, workload), shared) for variant in variants]
     if workload.prompts:
-        # The lengths of the first variant's tokens stand for all, as a class has one name and one length.
+        # A class has one name and one length, so lengths are those in the tokens of the first variant.
         prompts, output_tokens = zip(*sides[0].own_prompts, strict=True)
         workload = shared.workload = workload.of_own_prompts(prompts, output_tokens)
     with locked(_journal(sides, workload, rounds, even_if_busy)) as finished:
@@ -104,7 +105,7 @@ def _take_round(
 
     def send(watch: Watch) -> None:
         if next(attempts):
-            # All sides go on at the same document, beyond every text that a server has seen.
+            # All variants continue at the same document, after every text that a server has seen.
             furthest = max(side.cutter.documents_used for side in sides)
             states = [{**state, "documents_used": furthest} for state in before["sides"]]
             _resume(shared, sides, {**before, "sides": states})
@@ -139,11 +140,11 @@ def _journal(sides: Sequence[MeasuredVariant], workload: Workload, rounds: int, 
 
 
 def _with_settings(variant: Variant, workload: Workload) -> Variant:
-    """The variant with the settings of a workload.
+    """The variant with the config.env lines of a workload.
 
     Raises:
-        BenchError: this platform cannot serve one of them.
-        ServingError: by known trouble a server with them would die or be wrong.
+        BenchError: this platform cannot serve with one of the lines.
+        ServingError: known trouble says that a server with these lines would die or give wrong tokens.
     """
     if not workload.config:
         return variant
@@ -160,7 +161,7 @@ def _with_settings(variant: Variant, workload: Workload) -> Variant:
 
 
 def max_num_seqs(variants: Sequence[Variant], workload: Workload) -> int:
-    """Sequences that the most capable variant runs at once; 1 for a workload that does not depend on it."""
+    """Largest number of sequences that a variant runs at once; 1 for a workload that does not depend on it."""
     if not workload.sweeps_concurrency:
         return 1
     limits = []
@@ -168,7 +169,7 @@ def max_num_seqs(variants: Sequence[Variant], workload: Workload) -> int:
         limit = ServerCommand.resolve(variant).flags.get("max-num-seqs")
         if limit is None:
             raise BenchError(
-                f"{workload.name}: {variant.name} leaves VLLM_MAX_NUM_SEQS open; set it in its config.env"
+                f"{workload.name}: {variant.name} does not set VLLM_MAX_NUM_SEQS; set it in its config.env"
             )
         limits.append(int(limit))
     return max(limits)
@@ -247,7 +248,7 @@ def _class(side: MeasuredVariant, c: PromptClass, unscaled: PromptClass) -> Clas
 
 
 def _prefix_tokens(side: MeasuredVariant, c: PromptClass) -> int:
-    """Tokens of a prompt that can be found in a cache: whole blocks."""
+    """Number of tokens of a prompt that can be found in a prefix cache: whole blocks."""
     before = next((other for other in side.classes if other.name == c.continues), None)
     if before is None:
         return c.prompt_tokens - (c.suffix_tokens or 0)
@@ -255,9 +256,9 @@ def _prefix_tokens(side: MeasuredVariant, c: PromptClass) -> int:
 
 
 def _repeat_speedup(side: MeasuredVariant, c: PromptClass) -> Ratio | None:
-    """Median TTFT of prefixes that are sent for the first time, over that of their repetition.
+    """Median TTFT of prefixes that are sent for the first time, over that of their repetition in class `c`.
 
-    None for the first time itself, and where the two classes differ in concurrency or have an arrival process.
+    None if `c` repeats no class, or if the two classes differ in concurrency or have an arrival process.
     """
     first = next((other for other in side.classes if other.name == c.repeats), None)
     if first is None or first.concurrency != c.concurrency or first.arrives or c.arrives:

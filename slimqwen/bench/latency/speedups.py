@@ -1,7 +1,7 @@
-"""Two latency records compared: which ones fit, and the speed-up of the second for each class and measure.
+"""Comparison of two latency records: finds records that fit, and computes the speed-up of the second over the first.
 
-Every ratio of two latency records is made here. Rounds of the two sides are paired by their number where they were
-measured in turns; with a single round on a side the interval is over requests.
+Every ratio of two latency records is computed here, for each class and measure. Rounds of variants that were measured
+in turns are paired by their number; if a side has a single round, the interval is over requests.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -26,25 +26,25 @@ ALL_CLASSES = "all classes"
 LATENCY_MEASURES = ("ttft_ms", "tpot_ms", "e2el_ms")
 
 Rounds = Mapping[int, Sequence[Mapping[str, Any]]]
-"""The successful requests of a class, by the number of their round."""
+"""The successful requests of a class, by the number of the round."""
 
 
 @dataclass(frozen=True)
 class Speedup:
-    """One figure of one class of two variants, and how many times as good as the first the second is.
+    """Speed-up of the second variant over the first, in one measure of one class.
 
     Attributes:
-        prompt_class: its name, or `ALL_CLASSES`.
-        prompt_tokens: length of a prompt; None for all classes.
-        output_tokens: length of an output; None for all classes.
+        prompt_class: name of the class, or `ALL_CLASSES`.
+        prompt_tokens: length of a prompt, tokens; None for all classes.
+        output_tokens: length of an output, tokens; None for all classes.
         measure: a median time in milliseconds (`wall_ms`: a sum), or a rate per second.
-        first: figure of the first variant, over all its requests; the first is the baseline if one of the two is.
-        second: figure of the second variant, likewise.
-        speedup: more than 1 where the second is better. Times: first over second; rates: second over first. Over rounds
-            it is the ratio of the geometric means of the rounds' figures, so it differs from the ratio of `first` and
-            `second`. None where the first figure is 0.
-        interval: 95 % interval of the speed-up; None where neither rounds nor requests give one.
-        rounds: number of rounds of the interval; 0 for an interval over requests.
+        first: figure of the first variant (of the baseline, if one of the two is), over all its requests.
+        second: figure of the second variant, over all its requests.
+        speedup: above 1 if the second is better. Times: first over second; rates: second over first. With several
+            rounds it is the ratio of the geometric means of the rounds' figures, so it differs from the ratio of
+            `first` and `second`. None if the first figure is 0.
+        interval: 95 % interval of the speed-up; None if neither rounds nor requests give one.
+        rounds: number of rounds that the interval is over; 0 for an interval over requests.
     """
 
     prompt_class: str
@@ -59,7 +59,7 @@ class Speedup:
 
     @property
     def ratio(self) -> str:
-        """The speed-up and its interval as text, 1.71x [1.21, 2.42]."""
+        """The speed-up and its interval as text, such as "1.71x [1.21, 2.42]"."""
         interval = " [{:.2f}, {:.2f}]".format(*self.interval) if self.interval else ""
         return f"{self.speedup or 0:.2f}x{interval}"
 
@@ -68,7 +68,7 @@ class Speedup:
 
 
 def latency_pair(first: Path, second: Path, workload: str) -> tuple[Path, Path]:
-    """The newest latency records of two variants with the same requests on the same hardware.
+    """Find the newest latency records of two variants with the same requests on the same hardware.
 
     Raises:
         MissingRecordError: a variant has no latency record of the workload.
@@ -82,11 +82,11 @@ def latency_pair(first: Path, second: Path, workload: str) -> tuple[Path, Path]:
 
 
 def shared_workloads(first: Path, second: Path) -> list[str]:
-    """The workloads that both variants have latency records of, `classes` first.
+    """Names of the workloads for which both variants have latency records, `classes` first.
 
     Raises:
         MissingRecordError: a variant has no latency record.
-        NotComparableError: they share no workload.
+        NotComparableError: the variants share no workload.
     """
     newest = store.latest(first, Latency), store.latest(second, Latency)
     workloads = [
@@ -105,7 +105,7 @@ def shared_workloads(first: Path, second: Path) -> list[str]:
 
 
 def latency_basis(record: Latency) -> dict[str, Any]:
-    """Everything that two latency records must share to be compared, by name."""
+    """Properties that two latency records must share to be comparable, by name."""
     return {
         "workload": record.workload,
         "lengths": {
@@ -119,7 +119,7 @@ def latency_basis(record: Latency) -> dict[str, Any]:
 
 
 def compare_latency(first: Path, second: Path) -> list[Speedup]:
-    """The speed-ups of a latency record over another: median times and rates by class, and the time of all classes.
+    """Compute the speed-ups of `second` over `first`: median times and rates by class, and the time of all classes.
 
     Raises:
         NotComparableError: requests or hardware differ.
@@ -132,10 +132,10 @@ def compare_latency(first: Path, second: Path) -> list[Speedup]:
 
 
 def class_speedups(records: tuple[Latency, Latency], sides: Sequence[Mapping[str, Rounds]]) -> list[Speedup]:
-    """The speed-ups of the second of two records over the first, of the classes that both have requests of.
+    """Speed-ups of the second of two records over the first, for each class of which both have requests.
 
     Args:
-        sides: successful requests of both by class and round.
+        sides: successful requests of each record, by class and round.
     """
     a, b = records
     in_turns = a.run == b.run
@@ -152,7 +152,7 @@ def class_speedups(records: tuple[Latency, Latency], sides: Sequence[Mapping[str
 
 
 def by_class_and_round(items: Sequence[Mapping[str, Any]]) -> dict[str, Rounds]:
-    """The successful requests of a latency record's items, by class and round."""
+    """Group the successful requests among a latency record's items by class and round."""
     classes: dict[str, dict[int, list[Mapping[str, Any]]]] = {}
     for item in items:
         if item["error"] is None:
@@ -161,7 +161,7 @@ def by_class_and_round(items: Sequence[Mapping[str, Any]]) -> dict[str, Rounds]:
 
 
 def by_round(rounds: Rounds, measure: str) -> dict[int, list[float]]:
-    """One figure of every request of a class, by round."""
+    """Values of one measure for every request of a class, by round."""
     return {number: [float(request[measure]) for request in requests] for number, requests in rounds.items()}
 
 
@@ -182,7 +182,7 @@ def _time(
 def _rates(
     name: str, pair: tuple[ClassFigures, ClassFigures], rounds: Sequence[Rounds], *, in_turns: bool
 ) -> list[Speedup]:
-    """Output tokens and good requests per second of a class whose requests overlap.
+    """Speed-ups in output tokens and good requests per second, for a class whose requests overlap.
 
     With a single round, or a round without success, there is no interval: requests that overlap depend on each other.
     """
@@ -197,7 +197,7 @@ def _rates(
         means, rates = [], []
         for side, figures in zip(rounds, pair, strict=True):
             durations = figures.durations_s or ()
-            # A round without a success has no requests here, but its duration counts.
+            # A round without a success has no requests in `rounds`, but its duration counts.
             amounts = [sum(map(amount, side.get(number, ()))) for number in range(len(durations))]
             means.append(sum(amounts) / sum(durations))
             rates.append([n / seconds for n, seconds in zip(amounts, durations, strict=True)])
@@ -212,7 +212,7 @@ def _rates(
 
 
 def _all_classes(records: tuple[Latency, Latency], sides: Sequence[Mapping[str, Rounds]]) -> list[Speedup]:
-    """The speed-up on this mix of classes; none where requests overlapped or a class has no success on a side."""
+    """Speed-up over all classes; empty if requests overlapped or a class has no success on a side."""
     figures = [row for record in records for row in record.classes.values()]
     if any(row.concurrency != 1 for row in figures) or any(
         name not in side for name in records[0].classes for side in sides
@@ -226,7 +226,7 @@ def _all_classes(records: tuple[Latency, Latency], sides: Sequence[Mapping[str, 
     samples = [[np.concatenate(list(rounds.values())) for rounds in side] for side in times]
 
     def total(side: int, samples: Sequence[Any], axis: int = 0) -> Any:
-        # A failed request counts as the mean of its class.
+        # A failed request counts with the mean time of its class.
         counts = [row.request_count for row in records[side].classes.values()]
         return sum(n * np.mean(sample, axis=axis) for n, sample in zip(counts, samples, strict=True))
 
@@ -235,7 +235,9 @@ def _all_classes(records: tuple[Latency, Latency], sides: Sequence[Mapping[str, 
         return total(0, resampled[:half], axis) / total(1, resampled[half:], axis)
 
     first, second = (float(total(side, samples[side])) for side in (0, 1))
-    complete = [set.intersection(*map(set, side)) for side in times]  # rounds with a success in every class
+    complete = [
+        set.intersection(*map(set, side)) for side in times
+    ]  # only rounds with a success in every class
     if in_turns:
         complete = [complete[0] & complete[1]] * 2
     count = min(map(len, complete))

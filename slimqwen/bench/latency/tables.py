@@ -1,4 +1,4 @@
-"""Tables of two latency records against each other."""
+"""Tables that compare two latency records."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -14,7 +14,7 @@ from slimqwen.records.table import Table
 
 
 def comparison(first: Path, second: Path) -> Table:
-    """Two latency records of the same requests: figures of both and their paired speed-up, by class.
+    """Table of two latency records of the same requests: figures of both and their paired speed-up, by class.
 
     Raises:
         NotComparableError: requests or hardware differ.
@@ -49,7 +49,7 @@ def comparison(first: Path, second: Path) -> Table:
         notes.append("Medians of TTFT, TPOT and E2EL in ms; rates over all rounds.")
     if any(row.interval is None for row in rows):
         notes.append(
-            "Requests that overlap depend on each other: a rate has an interval only where several rounds have some."
+            "Requests that overlap depend on each other, so a rate has an interval only over several rounds."
         )
     notes += [note for record in records for note in list_config_notes(record)]
     notes += [*cpu_notes(a), *map(source_note, records, (first, second))]
@@ -58,11 +58,11 @@ def comparison(first: Path, second: Path) -> Table:
 
 
 def comparisons(first: Path, second: Path) -> list[Table]:
-    """A comparison for each workload that both variants were measured over.
+    """Tables by `comparison`, one for each workload over which both variants were measured.
 
     Raises:
         MissingRecordError: a variant has no latency record.
-        NotComparableError: no record of the one fits any of the other.
+        NotComparableError: no record of the first variant is comparable with one of the second.
     """
     tables: list[Table] = []
     misfits: list[NotComparableError] = []
@@ -94,7 +94,7 @@ def _speed_up_note(rows: Sequence[Speedup], first: str, second: str) -> str:
 
 
 def _request_count(record: Latency, prompt_class: str) -> int:
-    """Requests of a class, or of all classes together."""
+    """Number of requests of a class, or of all classes together."""
     if prompt_class == speedups.ALL_CLASSES:
         return sum(figures.request_count for figures in record.classes.values())
     return record.classes[prompt_class].request_count

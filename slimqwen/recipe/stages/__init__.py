@@ -1,1 +1,1 @@
-"""The stages, one a module: a module here that defines STAGE is a stage."""
+"""The stages: each module of this package is one stage and defines it as STAGE."""

@@ -1,11 +1,11 @@
-"""The stage `bake_cache`: start the variant once as it will be served, and pack vLLM's compile cache.
+"""The stage `bake_cache`: starts the variant once as it will be served, and packs vLLM's compile cache.
 
-On a GPU the libraries of FlashInfer that its plan names are compiled before that start and packed with its graphs and
-Triton kernels; a host without a GPU can compile libraries and kernels (`slimqwen.plan.archive`).
+On a GPU, FlashInfer's libraries that the plan names are compiled before that start and packed with the start's graphs
+and Triton kernels; a host without a GPU can compile libraries and kernels, too (`slimqwen.plan.archive`).
 
-The checkpoint passes through unchanged, with the archive and its manifest beside it. The command is built by the same
-code as for `make serve`. The stage ends with a second start from the packed archive, in another folder, that must not
-compile anything: an archive that does not hit is not published.
+The checkpoint passes through unchanged, with the archive and its manifest beside it. The server's command is built by
+the same code as for `slimqwen serve`. At its end the stage starts a server from the packed archive, in another folder;
+if that start compiles anything, the archive is not published.
 """
 
 import json
@@ -39,10 +39,10 @@ from slimqwen.text.corpus import RecipePath
 from slimqwen.variant import OWN_KEYS, Variant
 
 _ENGINE_BYTES = 4 * 2**30
-"""Resident size of a server that compiles; measured: 2.6 GiB for a small model."""
+"""Resident memory of a server that compiles, bytes, without weights; measured: 2.6 GiB for a small model."""
 
 _ARCHIVE_BYTES = 2**30
-"""Upper bound of an archive; measured: 2 MB for the embedded model on a CPU."""
+"""Upper bound of an archive's size, bytes; measured: 2 MB for the embedded model on a CPU."""
 
 _DEFAULT_CONCURRENCY = 16
 
@@ -56,7 +56,7 @@ class BakeCacheParameters(Parameters):
 
     Attributes:
         config: config.env with which the checkpoint will be served, relative to the recipe.
-        prompt_tokens: lengths of the prompts that the server answers before its cache is packed, tokens.
+        prompt_tokens: lengths of the prompts that the server responds to before its cache is packed, tokens.
     """
 
     config: Annotated[RecipePath, Field(exclude=True)] = Path("config.env")
@@ -71,7 +71,7 @@ class BakeCacheParameters(Parameters):
     @classmethod
     def _is_of_a_variant(cls, path: Path) -> Path:
         if path.name != "config.env":
-            raise ValueError("config has to be a variant's config.env")
+            raise ValueError("config has to be the config.env of a variant")
         return path
 
 
@@ -81,24 +81,24 @@ def bake_compile_cache(
     """Copy source to destination and put the compile cache of its server beside it.
 
     Raises:
-        ServingError: the variant compiles nothing, vLLM saved nothing or did not start, or a start from the archive
-            compiled.
+        ServingError: the variant compiles nothing, vLLM did not start or saved no graph, or a start from the archive
+            compiled a graph.
     """
-    # Its own weights are not linked yet.
+    # weights/<variant> is not linked yet.
     variant = _variant(parameters).with_lines({"VLLM_MODEL": str(destination)})
     carry_all(source, destination)
     command = ServerCommand.resolve(variant, port=free_port())
     if command.cache is None:
         raise ServingError(
             f"{variant.name} compiles nothing, so there is nothing to bake; set VLLM_ENFORCE_EAGER=0 in its config.env "
-            "or take bake_cache out of its recipe"
+            "or remove bake_cache from its recipe"
         )
     with tempfile.TemporaryDirectory(prefix=".bake.", dir=destination) as folder:
         libraries = _build_libraries(command, Path(folder), progress)
         cold = command.with_cache_root(Path(folder))
         compiled, cold_seconds = _start(cold, parameters.prompt_tokens, Path(folder) / "vllm.log", progress)
         if not compiled:
-            raise ServingError("vLLM compiled no graph; the stage's log may say why")
+            raise ServingError("vLLM compiled no graph; read why in the stage's log")
         progress("packing", 0, 0)
         baked_cache.pack_cache(
             Path(folder),
@@ -130,7 +130,7 @@ def bake_compile_cache(
 
 
 def needs(outline: Outline, parameters: BakeCacheParameters) -> Needs:
-    """Disk: the checkpoint, and the cache packed and unpacked. Memory: a server with its weights."""
+    """Needs: disk for the checkpoint and for the cache, packed and unpacked; memory for a server with its weights."""
     size = outline.disk_bytes
     return Needs(size + 2 * _ARCHIVE_BYTES, _ENGINE_BYTES + size, fixed_seconds=120)
 
@@ -144,7 +144,7 @@ def inspect_config(outline: Outline, parameters: BakeCacheParameters) -> Iterato
 
 
 def data(parameters: BakeCacheParameters) -> dict[str, str]:
-    """The settings of the config.env that decide what is compiled, and the machine for which it is compiled.
+    """Settings of the config.env that affect what is compiled, and facts about the machine that compiles.
 
     Raises:
         ConfigError: the config.env is missing or malformed.
@@ -162,10 +162,10 @@ def _variant(parameters: BakeCacheParameters) -> Variant:
 
 
 def _build_libraries(command: ServerCommand, cache_root: Path, progress: Progress) -> dict[str, float]:
-    """Compile FlashInfer's libraries into a cache root: library -> seconds; none on a CPU.
+    """Compile FlashInfer's libraries into a cache root; returns seconds by library, none on a CPU.
 
     Raises:
-        ServingError: there is no GPU here, or one that is not listed.
+        ServingError: there is no GPU here, or it is not listed in eval/devices.yaml.
         RehearsalError: a compiler is missing or failed, or vLLM refuses the variant.
     """
     if command.platform == "cpu":
@@ -173,12 +173,12 @@ def _build_libraries(command: ServerCommand, cache_root: Path, progress: Progres
     variant, device = command.variant, gpu.first_gpu()
     if device is None:
         raise ServingError(
-            f"no GPU here to compile the graphs of {variant.name} on; bake it on a GPU host, or compile "
-            f"here what takes none: `slimqwen plan --compile --variant {variant.name} --gpu NAME`"
+            f"no GPU here to compile the graphs of {variant.name}; bake it on a GPU host, or compile here "
+            f"what needs none: `slimqwen plan --compile --variant {variant.name} --gpu NAME`"
         )
     name = gpu_model.find_name(device.name, variant.root)
     if name is None:
-        raise ServingError(f"{gpu_model.FILE} does not list {device.name}; add its data there")
+        raise ServingError(f"{gpu_model.FILE} does not list {device.name}; add the GPU's data there")
     log = cache_root / "libraries.log"
     try:
         model = gpu_model.load_gpu_model(variant.root, name)
@@ -192,7 +192,7 @@ def _build_libraries(command: ServerCommand, cache_root: Path, progress: Progres
 def _start(
     command: ServerCommand, prompt_tokens: Sequence[int], log: Path, progress: Progress
 ) -> tuple[list[baked_cache.CompiledGraph], float]:
-    """Start a server, let it answer prompts and end it: the log's graphs, and the seconds until it was ready."""
+    """Start a server, have it respond to prompts, and end it; returns its graphs and the seconds until it was ready."""
     started = time.monotonic()
     try:
         with run_server(command, log=log, progress=progress) as server:
@@ -205,31 +205,33 @@ def _start(
 
 
 def _keep(log: Path) -> None:
-    """Copy a log to standard output, which is the stage's own log and outlives the folder."""
+    """Copy a server's log to standard output, the stage's own log, which outlives the folder of the server's log."""
     if log.is_file():
         sys.stdout.write(log.read_text(encoding="utf-8", errors="replace"))
 
 
 def drive(server: RunningServer, prompt_tokens: Sequence[int]) -> None:
-    """Send prompts of these lengths one by one, then --max-num-seqs at once (16 if the flag is unset).
+    """Send prompts of the given lengths one by one, then as many at once as --max-num-seqs (16 if that is unset).
 
-    Lengths beyond the context are cut to it.
+    Prompts longer than the context are cut.
 
     Raises:
-        ServingError: a prompt was not answered.
+        ServingError: the server did not respond to a prompt.
     """
     vocabulary = int(checkpoint.text_config(checkpoint.read_config(server.weights))["vocab_size"])
     context = server.command.max_model_len
     tokens = 16
     longest = context - tokens - 1
     if longest < 1:
-        raise ServingError(f"a context of {context} tokens leaves no room for an answer; serve with more")
+        raise ServingError(
+            f"a context of {context} tokens leaves no room for a response; raise VLLM_MAX_MODEL_LEN"
+        )
     lengths = sorted({min(length, longest) for length in prompt_tokens})
     concurrency = int(server.command.flags.get("max-num-seqs") or _DEFAULT_CONCURRENCY)
 
     def ask(length: int) -> None:
         length = min(length, longest)
-        # The text does not matter, as long as no two prompts share a prefix.
+        # The text does not matter, but no two prompts may share a prefix.
         prompt = [(length * 31 + position * 7) % vocabulary for position in range(length)]
         body = {
             "model": server.model,

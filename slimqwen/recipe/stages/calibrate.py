@@ -1,14 +1,15 @@
 """The stage `calibrate`: AWQ, then 4- or 8-bit weights with 16-bit activations, by llmcompressor.
 
 AWQ (Lin et al., arXiv 2306.00978) moves scale from the inputs of the weights into the layer before, so that channels
-with large activations lose least when the weights are rounded; llmcompressor searches the scales and rounds. It
-gets one decoder layer at a time, as a model of its own, with the hidden states that the layer before gave; what it made
-of the layer is packed into a file before the next is loaded. So memory grows with a layer and with the text, not with
-the model. The output is written tensor by tensor from the source, so that everything that was not calibrated (a vision
-tower, embeddings, rope settings) stays byte for byte the same.
+with large activations lose least when the weights are rounded; llmcompressor searches the scales and rounds. It gets
+one decoder layer at a time, as a model of its own, with the hidden states of the layer before; the changed layer is
+packed into a file before the next one is loaded. Memory therefore grows with the size of a layer and of the text, not
+of the model. The output is written tensor by tensor from the source, so that everything that was not calibrated (a
+vision tower, embeddings, rope settings) stays byte for byte the same.
 
-The MTP head is rounded to nearest: llmcompressor does not know it, and a worse draft costs time and no answer. That
-needs no text, so a recipe can do it alone, after the stages that train the head on a checkpoint packed already.
+The MTP head is rounded to nearest, because llmcompressor does not know it and a worse draft costs time but changes no
+response. That needs no text, so a recipe can do it as a step of its own, after stages that train the head of an already
+packed checkpoint.
 """
 
 import gc
@@ -57,32 +58,32 @@ from slimqwen.text.corpus import END_OF_TEXT, TextSource, file_digest
 from slimqwen.text.files import CorpusError
 
 _BESIDE = frozenset({"lm_head", "mtp"})
-"""Config groups of linears that other steps of a recipe pack, before or after the layers."""
+"""Names of config groups for linears that other steps of a recipe pack, before or after the layers."""
 
 _BATCH = 8
 """Sequences per forward pass."""
 
 _CHECKED_TOKENS = 2048
-"""Tokens on which layers are compared with rounded ones: few suffice, and their hidden states fill memory."""
+"""Tokens on which layers are compared with round-to-nearest: few suffice, and their hidden states fill memory."""
 
 _PASSES = 46
-"""Forward passes of a target: in each of about two searches of AWQ 20 grid points and the exact one, and 4 others."""
+"""Forward passes of a target: about two AWQ searches, each with 20 grid points and the exact pass, and 4 others."""
 
 _STATES = 7
-"""Hidden states of a token in memory: inputs and outputs of a layer and of its two halves, and rounded outputs."""
+"""Hidden states in memory per token: inputs and outputs of a layer and of its two halves, and rounded outputs."""
 
 _LAYER_COPIES = 4
-"""Float32 copies of a layer's weights in memory: itself, those that AWQ restores, and those of a rounding."""
+"""Float32 copies of a layer's weights in memory: the layer, AWQ's copy to restore them, and the rounded weights."""
 
 _PACKED_BYTES = 1.25
-"""Bytes of a packed weight at most: 8 bits, and scales and zero points of groups."""
+"""Upper bound of bytes per packed weight: 8 bits, with scales and zero points of groups."""
 
 _IMPORTS_BYTES = 1500 * 2**20
-"""Measured resident size of torch, transformers and llmcompressor."""
+"""Measured resident memory of torch, transformers and llmcompressor, bytes."""
 
 
 class CalibrationText(TextSource):
-    """The text that activations are measured on.
+    """The text on which activations are measured.
 
     Attributes:
         sequences: number of sequences.
@@ -98,13 +99,13 @@ class CalibrateParameters(Parameters):
 
     Attributes:
         targets: scheme of each kind of linears, or a list of kinds, all W4A16; lm_head has a stage of its own.
-        group_size: 4-bit weights of a row that share a scale.
+        group_size: number of 4-bit weights in a row that share a scale.
         rounding: nearest, or gptq (Frantar et al., arXiv 2210.17323), in which later columns compensate the error of
             earlier ones; after AWQ's scales, as in llm-compressor's own Qwen3.5 recipe.
         corpus: calibration text.
-        layer_error_ratio: largest error of a decoder layer's output that passes, over that of round-to-nearest. The
-            searches of AWQ and GPTQ start from rounding, so 1 is what a search that found nothing leaves.
-        threads: CPU threads; a parameter because it decides the order of summation.
+        layer_error_ratio: largest error of a decoder layer's output that passes, over that of round-to-nearest. AWQ and
+            GPTQ start from round-to-nearest, so the ratio is 1 if their searches find nothing.
+        threads: CPU threads; a parameter because it affects the order of summation.
     """
 
     targets: Targets = Targets(mlp="W4A16")
@@ -118,7 +119,7 @@ class CalibrateParameters(Parameters):
 def calibrate_weights(
     source: Path, destination: Path, parameters: CalibrateParameters, progress: Progress
 ) -> Facts:
-    """Calibrate source in float32 and write it to destination in its own dtype, the targets packed.
+    """Calibrate source in float32; write it to destination with the targets packed and the rest in its own dtype.
 
     Raises:
         StageError: another model family, an already quantised checkpoint, a group size that does not divide the inputs
@@ -163,7 +164,7 @@ def calibrate_weights(
 
 
 def needs(outline: Outline, parameters: CalibrateParameters) -> Needs:
-    """Disk: the output, and before it what is packed of the layers. Memory: a layer with copies, and activations."""
+    """Needs: disk for the packed layers and the output; memory for a layer with copies, and activations."""
     if not parameters.targets.calibrated:
         memory = _IMPORTS_BYTES + 8 * packing.BLOCK_BYTES
         return Needs(outline.disk_bytes, memory, 20 * outline.num_weights_of("mtp"))
@@ -172,17 +173,17 @@ def needs(outline: Outline, parameters: CalibrateParameters) -> Needs:
     tokens = corpus.sequences * corpus.length
     targets = outline.num_weights_of(*parameters.targets.calibrated)
     numbers = _LAYER_COPIES * outline.num_layer_weights + tokens * (_STATES * hidden + inner)
-    # Within a layer, of a batch alone: parts of MLP and Gated DeltaNet, and scores of attention.
+    # Within a layer, only for one batch: intermediate states of MLP and Gated DeltaNet, and attention scores.
     numbers += _BATCH * corpus.length * (8 * inner + 3 * heads * corpus.length)
     if parameters.rounding == "gptq":
-        numbers += 3 * (hidden**2 + inner**2)  # Hessians, and the inverse of the largest
+        numbers += 3 * (hidden**2 + inner**2)  # the Hessians, and the inverse of the largest one
     operations = 2 * tokens * (_PASSES * targets + 3 * outline.num_weights)
     disk_bytes = outline.disk_bytes + int(_PACKED_BYTES * targets)
     return Needs(disk_bytes, _IMPORTS_BYTES + 4 * numbers, operations, fixed_seconds=25)
 
 
 def inspect_calibration(outline: Outline, parameters: CalibrateParameters) -> Iterator[Fault]:
-    """Find another model family, a quantised checkpoint, groups that do not divide, and what is wrong with the text."""
+    """Find faults: another model family, a quantised checkpoint, groups that do not divide, faults of the text."""
     try:
         family = find_family(outline.config)
     except FamilyError as error:
@@ -190,7 +191,7 @@ def inspect_calibration(outline: Outline, parameters: CalibrateParameters) -> It
         return
     if not family.is_calibrated:
         yield Fault(
-            f"{outline.name} is of the family {family.name}, whose experts llmcompressor does not see; take a "
+            f"{outline.name} is of the family {family.name}, whose experts llmcompressor does not see; use a "
             "published checkpoint with quantised experts as the base"
         )
         return
@@ -210,7 +211,7 @@ def inspect_calibration(outline: Outline, parameters: CalibrateParameters) -> It
         if not linears:
             packed = kind == "mtp" and f"mtp.fc{packing.PACKED}" in outline.tensors
             fault = "a packed MTP head already" if packed else f"no {kind} layers"
-            yield Fault(f"{outline.name} has {fault}; take {kind} off the targets", f"targets.{kind}")
+            yield Fault(f"{outline.name} has {fault}; remove {kind} from the targets", f"targets.{kind}")
         yield from islice(_inspect_linears(outline, kind, linears, parameters), 1)
     if parameters.targets.calibrated:
         tokens = parameters.corpus.sequences * parameters.corpus.length
@@ -230,17 +231,17 @@ def _inspect_linears(
             )
         if info.dtype not in ("BF16", "F16", "F32"):
             yield Fault(
-                f"{outline.name}: {name} is {info.dtype} already; take {kind} off the targets", "targets"
+                f"{outline.name}: {name} is {info.dtype} already; remove {kind} from the targets", "targets"
             )
 
 
 def data(parameters: CalibrateParameters) -> dict[str, str]:
-    """Digests of the calibration text, if it is read."""
+    """Digests of the calibration text; empty if it is not read."""
     return {"corpus": file_digest(parameters.corpus.path, "corpus")} if parameters.targets.calibrated else {}
 
 
 def changes(parameters: CalibrateParameters) -> tuple[str, ...]:
-    """Names of the quantised linears, and of the norms and linears that AWQ scales with them."""
+    """Regular expressions of the quantised linears, and of the norms and linears that AWQ scales with them."""
     linears = map(packing.tensor_pattern, parameters.targets.schemes)
     scaled = [module for kind in parameters.targets.calibrated for module in SCALED_WITH[kind]]
     return (*linears, *(rf"(?<!mtp\.)layers\.\d+\.{re.escape(module)}\." for module in scaled))
@@ -257,8 +258,7 @@ def _calibrated(
     """Calibrate and pack the named weights, layer by layer, into files of a folder.
 
     Returns:
-        The sequences that were read, the quantization_config, and what is to be written in the stead of each changed
-        tensor.
+        The sequences that were read, the quantization_config, and the tensors to write instead of each changed tensor.
     """
     import torch
     import transformers
@@ -279,7 +279,7 @@ def _calibrated(
         "ignore": [name for name in linears if name not in targets],
     }
     rounding = GPTQModifier if parameters.rounding == "gptq" else QuantizationModifier
-    # A layer alone does not show which kinds of attention its model has.
+    # A single layer does not show which kinds of attention the whole model has.
     mappings = get_layer_mappings_from_model(whole)
     stored, patterns = list_tensors(source), changes(parameters)
     changeable = {
@@ -294,7 +294,7 @@ def _calibrated(
         states, replaced = _calibrate_layer(source, number, tokenizer, states, recipe, changeable)
         changed |= _moved_to_disk(replaced, folder / str(number))
         del replaced
-        # Modules and llmcompressor's hooks refer to one another: until a search the layer would stay in memory.
+        # Modules and llmcompressor's hooks refer to each other; without a collection the layer would stay in memory.
         gc.collect()
     progress("calibrating", 1, 1)
     settings = rounding(**options).resolved_config
@@ -312,15 +312,15 @@ def _calibrate_layer(
     """Scale, round and pack a layer, on the GPU if there is one.
 
     Args:
-        states: its inputs, float32 [sequences, tokens, hidden] each.
+        states: batches of the layer's inputs, float32 [sequences, tokens, hidden] each.
         recipe: llmcompressor's modifiers.
-        stored: tensors of the model that they may change.
+        stored: tensors of the model that the modifiers may change.
 
     Returns:
-        Its outputs with the changed weights, and what is to be written in the stead of each tensor of the layer.
+        The layer's outputs with the changed weights, and the tensors to write instead of each tensor of the layer.
 
     Raises:
-        StageError: a weight or an output is not finite. llmcompressor skips a layer with NaN and only logs it: the
+        StageError: a weight or an output is not finite. llmcompressor would only log a NaN and skip the layer, and the
             result would be silently worse.
     """
     import torch
@@ -335,8 +335,8 @@ def _calibrate_layer(
     layer = load_layer(source, number)
     for name, parameter in layer.named_parameters():
         if not torch.isfinite(parameter).all():
-            raise StageError(f"{source}: {name} is not finite; make that checkpoint anew")
-    # llmcompressor runs the layer twice, the second time with the changed weights.
+            raise StageError(f"{source}: {name} is not finite; make that checkpoint again")
+    # llmcompressor runs the layer twice; the second outputs, which are kept, are those of the changed weights.
     outputs: deque[Any] = deque(maxlen=len(states))
 
     def keep(_module: Any, _inputs: Any, output: Any) -> None:
@@ -349,7 +349,7 @@ def _calibrate_layer(
     hook = next(iter(layer.model.layers)).register_forward_hook(keep)
     loader = torch.utils.data.DataLoader([{"inputs_embeds": batch} for batch in states], batch_size=None)
     with torch.no_grad(), released_session():
-        # The processor is not used, but without one llmcompressor looks for an image processor.
+        # The processor is not used, but without one llmcompressor would look for an image processor.
         oneshot(model=layer, processor=tokenizer, recipe=list(recipe), dataset=loader, pipeline="sequential")
         hook.remove()
         return list(outputs), pack_layer(layer, stored)
@@ -358,7 +358,7 @@ def _calibrate_layer(
 def _moved_to_disk(
     tensors: Mapping[str, Mapping[str, NewTensor]], folder: Path
 ) -> dict[str, Mapping[str, NewTensor]]:
-    """The same tensors, read from a new file when they are written again."""
+    """Write tensors into a new file; return them as tensors that are read from that file when they are needed."""
     if not tensors:
         return {}
     folder.mkdir()
@@ -371,7 +371,7 @@ def _moved_to_disk(
 def _checked_layers(
     source: Path, destination: Path, sequences: Sequence[Sequence[int]], limit: float
 ) -> Facts:
-    """The error of each quantised layer and that of RTN, on the first `_CHECKED_TOKENS` of the calibration text.
+    """Errors of each quantised layer and of its RTN, on the first `_CHECKED_TOKENS` tokens of the calibration text.
 
     Raises:
         StageError: a layer's error is more than `limit` times that of RTN.
@@ -383,8 +383,8 @@ def _checked_layers(
     worst = max(layers, key=lambda row: row.ratio)
     if worst.ratio > limit:
         raise StageError(
-            f"layer {worst.layer} was calibrated to {worst.ratio:.2f} times the error of round-to-nearest, "
-            f"{limit:g} is allowed; give it other calibration text, or raise layer_error_ratio"
+            f"calibrated layer {worst.layer} has {worst.ratio:.2f} times the error of round-to-nearest, "
+            f"{limit:g} is allowed; use another calibration text, or raise layer_error_ratio"
         )
     return {
         "layers": [row.layer for row in layers],
@@ -403,20 +403,20 @@ def _sequences(corpus: CalibrationText, source: Path, tokenizer: Any) -> list[li
             starts = range(0, needed, corpus.length)
             return [tokens[start : start + corpus.length] for start in starts]
     raise CorpusError(
-        f"the calibration text {corpus.path} has {len(tokens)} tokens, {corpus.sequences} sequences of "
+        f"the calibration text {corpus.path} has {len(tokens)} tokens, but {corpus.sequences} sequences of "
         f"{corpus.length} need {needed}; add text or ask for fewer sequences"
     )
 
 
 def calibration_documents(corpus: CalibrationText, source: Path) -> list[str]:
-    """The calibration text, document by document in a seeded order; raises as `read_texts`."""
+    """Documents of the calibration text, in a seeded random order; raises as `read_texts`."""
     documents = [text + END_OF_TEXT for text in read_texts(corpus.path, source)]
     random.Random(corpus.seed).shuffle(documents)
     return documents
 
 
 def reshape(shape: D, parameters: CalibrateParameters, /) -> D:
-    """The targets packed."""
+    """The dimensions with the targets packed."""
     schemes = parameters.targets.schemes
     return shape.with_packing(
         {kind: packing_of(scheme, parameters.group_size) for kind, scheme in schemes.items()}

@@ -1,8 +1,8 @@
-"""The stage `prune_vocab`: a smaller vocabulary, and with it a smaller embedding and lm_head.
+"""The stage `prune_vocab`: makes the vocabulary smaller, and with it the embedding and lm_head.
 
-`slimqwen.models.vocabulary` decides which tokens stay, so that every text can still be encoded. Pruned here are the
-rows of the embedding, of lm_head and of a draft head (`slimqwen.checkpoint.draft_head`), the vocabulary size, and the
-token ids in every settings file. All other tensors, the rest of `mtp.*` among them, pass through byte for byte. The
+`slimqwen.models.vocabulary` decides which tokens stay, so that every text can still be encoded. This stage removes rows
+of the embedding, of lm_head and of a draft head (`slimqwen.checkpoint.draft_head`), and changes the vocabulary size and
+the token ids in every settings file. All other tensors, also the rest of `mtp.*`, pass through byte for byte. The
 checkpoint is read once, front to back, in blocks. Files that repeat tokenizer.json, as vocab.json does, are left out.
 
 vocab_map.json beside the checkpoint is for clients that send token ids:
@@ -11,8 +11,8 @@ vocab_map.json beside the checkpoint is for clients that send token ids:
      "old_vocab_size": rows of the embedding before, "new_vocab_size": rows after,
      "new_to_old": [old id of new id 0, of new id 1, …]}   # ascending; an old id that is not listed has no row
 
-Old ids are those of the stage's input checkpoint. Every twentieth document of the corpus is held out, and
-prune_vocab.json beside the checkpoint says what share of their tokens stays.
+Old ids are those of the stage's input checkpoint. Every twentieth document of the corpus is held out;
+prune_vocab.json beside the checkpoint states the share of the held-out tokens that stay.
 """
 
 import itertools
@@ -49,10 +49,10 @@ from slimqwen.text.corpus import TextSource, file_digest
 from slimqwen.text.files import CorpusError
 
 REPORT = "prune_vocab.json"
-"""File beside the checkpoint: what pruning does to the held-out documents."""
+"""File beside the checkpoint that states the effect of pruning on the held-out documents."""
 
 HELD_OUT_EVERY = 20
-"""Of so many documents of the corpus the last one is held out."""
+"""One of this many documents of the corpus is held out, the last one."""
 
 ROW_MULTIPLE = 64
 """Engines and quantised kernels need a multiple of this many rows."""
@@ -65,21 +65,21 @@ _REPETITIONS = (
     "tokenizer.model",
     "qwen.tiktoken",
 )
-"""Files that repeat tokenizer.json in older forms, with the ids from before."""
+"""Files that repeat tokenizer.json in older forms, with the old ids."""
 
 _ID_KEY = re.compile(r"(token_ids?|suppress_tokens|bad_words_ids)$")
 _TABLE = re.compile(r"(?:^|\.)(?:embed_tokens|lm_head)\.(\w+)$")
 _BY_ROW = ("weight", "bias", "weight_packed", "weight_scale", "weight_zero_point")
 _ROWLESS = ("weight_g_idx", "weight_global_scale", "input_scale", "input_zero_point", "input_global_scale")
-"""Parts of a quantised lm_head that do not depend on single rows."""
+"""Parts of a quantised lm_head that have no row per token."""
 
 _IMPORTS_BYTES = 300 * 2**20
 _PUBLISHED_TOKENIZER_BYTES = 12 * 2**20
-"""tokenizer.json of Qwen3.5, for an estimate where it is not here."""
+"""Size of Qwen3.5's tokenizer.json, bytes, for an estimate if the file is not here."""
 
 _COUNTED_BYTES_PER_SECOND = 2e6
 _TOKENIZER_FACTOR = 30
-"""Bytes of memory per byte of tokenizer.json: its JSON in Python, two tokenizers, the ranking."""
+"""Bytes of memory per byte of tokenizer.json, for its JSON in Python, two tokenizers and the ranking."""
 
 
 def _checked_size(size: object) -> object:
@@ -94,7 +94,7 @@ VocabularySize = Annotated[int | str, BeforeValidator(_checked_size)]
 
 
 class CountedText(TextSource):
-    """The text that decides which tokens stay.
+    """The text whose token counts decide which tokens stay.
 
     Attributes:
         documents: largest number of documents to read.
@@ -107,8 +107,8 @@ class PruneVocabParameters(Parameters):
     """Parameters of the stage.
 
     Attributes:
-        size: tokens to keep, or their share such as 50%; rounded up to a multiple of 64.
-        corpus: text that decides which tokens stay.
+        size: number of tokens to keep, or a share such as 50%; rounded up to a multiple of 64.
+        corpus: text whose token counts decide which tokens stay.
     """
 
     size: Annotated[VocabularySize, Field(examples=["50%"])]
@@ -122,9 +122,9 @@ def prune_vocabulary(
 
     Raises:
         StageError: tables, config and tokenizer contradict each other, or lm_head is packed in an unknown way.
-        VocabularyError: the tokenizer is not a byte-level BPE, has fewer tokens than `size`, or more than `size` must
-            stay.
-        CorpusError: text or counts are missing or malformed.
+        VocabularyError: the tokenizer is not a byte-level BPE, has fewer tokens than `size`, or more tokens than `size`
+            have to stay.
+        CorpusError: the text is missing or malformed.
     """
     progress("reading the tokenizer", 0, 0)
     config = checkpoint.read_config(source)
@@ -134,11 +134,11 @@ def prune_vocabulary(
     draft_ids = draft_head.read_token_ids(stored, rows)
     words = vocabulary.read_vocabulary(source / "tokenizer.json")
     if words.rows > rows:
-        raise StageError(f"{source} has {rows} rows for ids up to {words.rows - 1}; correct its config.json")
+        raise StageError(f"{source} has {rows} rows, but ids up to {words.rows - 1}; correct its config.json")
     held_out: list[str] = []
     counts = vocabulary.count_tokens(words, counted_documents(parameters.corpus, source, held_out, progress))
     if not counts.any():
-        raise CorpusError(f"{parameters.corpus.path}: no text in it; put some there")
+        raise CorpusError(f"{parameters.corpus.path}: no text in it; add documents")
     token_ids = kept_ids(source, words, counts, rows_of(parameters.size, rows))
     tokenizer = vocabulary.prune_tokenizer(words, token_ids)
     if draft_ids is not None:
@@ -172,14 +172,16 @@ def prune_vocabulary(
 def measure_coverage(
     words: Vocabulary, pruned: Vocabulary, token_ids: Ids, texts: Sequence[str]
 ) -> dict[str, int | float]:
-    """What pruning does to texts.
+    """Measure the effect of pruning on texts.
 
     Args:
+        words: vocabulary before pruning.
+        pruned: vocabulary after pruning.
         token_ids: ids of `words` that `pruned` keeps.
 
     Returns:
-        held_out_tokens: tokens of the texts before; coverage: share of these whose ids are kept; inflation: tokens
-        after for each token before.
+        held_out_tokens: tokens of the texts before pruning; coverage: share of these tokens whose ids are kept;
+        inflation: tokens after pruning for each token before.
     """
     before, after = vocabulary.count_tokens(words, texts), vocabulary.count_tokens(pruned, texts)
     total = int(before.sum())
@@ -191,7 +193,7 @@ def measure_coverage(
 
 
 def needs(outline: Outline, parameters: PruneVocabParameters) -> Needs:
-    """Disk: at most the size of the input. Memory: libraries and tokenizer, as tensors pass through in blocks."""
+    """Needs: disk of at most the input's size; memory for libraries and tokenizer, because tensors pass in blocks."""
     tokenizer, corpus = outline.folder / "tokenizer.json", parameters.corpus.path
     length = tokenizer.stat().st_size if tokenizer.is_file() else _PUBLISHED_TOKENIZER_BYTES
     counted = corpus.stat().st_size if corpus.is_file() else 0
@@ -200,24 +202,25 @@ def needs(outline: Outline, parameters: PruneVocabParameters) -> Needs:
 
 
 def inspect_pruning(outline: Outline, parameters: PruneVocabParameters) -> Iterator[Fault]:
-    """Find a size that leaves nothing to prune, and what is wrong with text and counts."""
+    """Find faults: a size that leaves nothing to prune, and faults of the text."""
     tokens, size = outline.num_tokens, rows_of(parameters.size, outline.text["vocab_size"])
     if tokens is not None and size > tokens:
         yield Fault(
-            f"the vocabulary of {outline.name} has {tokens} tokens, not {size}; choose a smaller size", "size"
+            f"the vocabulary of {outline.name} has {tokens} tokens, not more than {size}; choose a smaller size",
+            "size",
         )
     yield from inspect_text(outline, "corpus", parameters.corpus)
 
 
 def data(parameters: PruneVocabParameters) -> dict[str, str]:
-    """Digests of the text that is counted."""
+    """Digests of the text whose tokens are counted."""
     return {"corpus": file_digest(parameters.corpus.path, "corpus")}
 
 
 def _tables(
     source: Path, stored: Mapping[str, TensorInfo], rows: int
 ) -> dict[str, Callable[[Ids], NewTensor]]:
-    """For every tensor with a row per token: the function from the ids that stay to its pruned form."""
+    """For every tensor with a row per token, a function that prunes it to given ids."""
     tables: dict[str, Callable[[Ids], NewTensor]] = {}
     for name, info in stored.items():
         match = _TABLE.search(name)
@@ -232,12 +235,14 @@ def _tables(
                 f"{source}: {name} {list(info.shape)} cannot be pruned from {rows} rows; prune before quantising"
             )
     if not tables:
-        raise StageError(f"{source} has neither embed_tokens nor lm_head; prune a language model")
+        raise StageError(
+            f"{source} has neither embed_tokens nor lm_head; use the checkpoint of a language model"
+        )
     return tables
 
 
 def _shape(info: TensorInfo, kept_ids: Ids) -> NewTensor:
-    """The unpacked shape, which compressed-tensors stores as a tensor."""
+    """The tensor in which compressed-tensors stores the unpacked shape, for the kept rows."""
     _, columns = np.frombuffer(b"".join(info.chunks()), "<i8")
     return from_ids(np.array([len(kept_ids), columns]))
 
@@ -245,7 +250,7 @@ def _shape(info: TensorInfo, kept_ids: Ids) -> NewTensor:
 def counted_documents(
     corpus: CountedText, source: Path, held_out: list[str], progress: Progress = silent
 ) -> Iterator[str]:
-    """Yield the documents by which tokens are ranked; append the others to `held_out`."""
+    """Yield the documents whose tokens are counted; append the held-out ones to `held_out`."""
     for number, document in enumerate(itertools.islice(read_texts(corpus.path, source), corpus.documents), 1):
         progress("counting tokens", number, corpus.documents)
         if number % HELD_OUT_EVERY:
@@ -255,7 +260,7 @@ def counted_documents(
 
 
 def kept_ids(source: Path, words: Vocabulary, counts: Ids, size: int) -> Ids:
-    """The ids to keep: `select_tokens` for the rounded size, including every id that source's settings name."""
+    """Select the ids to keep by `select_tokens` for the rounded size, with every id that source's settings name."""
     named = named_ids(source)
     unknown = named - set(words.ids.values())
     if unknown:
@@ -278,7 +283,7 @@ def named_ids(source: Path) -> set[int]:
 
 
 def _settings(source: Path) -> dict[str, Any]:
-    """The JSON files beside the checkpoint that may name token ids: generation, tokenizer, images."""
+    """Read the JSON files beside the checkpoint that may name token ids, by file name."""
     settings = {}
     for name, path in side_files(source).items():
         if name.endswith(".json") and name not in (*_REPETITIONS, "tokenizer.json", VOCAB_MAP):
@@ -305,7 +310,7 @@ def _write_settings(source: Path, destination: Path, kept_ids: Ids, config: Mapp
 
 
 def _renumbered(settings: Any, new_id: Callable[[int], int]) -> Any:
-    """The same JSON with every token id replaced."""
+    """The same JSON settings with every token id replaced by `new_id` of it."""
     if isinstance(settings, list):
         return [_renumbered(item, new_id) for item in settings]
     if not isinstance(settings, dict):
@@ -331,17 +336,17 @@ def _write_json(file: Path, content: Any, indent: int | None = 2) -> None:
 
 
 def stored_rows(size: int) -> int:
-    """Rows that are kept for so many tokens: the next multiple that engines and kernels take."""
+    """Number of rows that are kept for `size` tokens: the next multiple of `ROW_MULTIPLE`."""
     return -(-size // ROW_MULTIPLE) * ROW_MULTIPLE
 
 
 def rows_of(size: int | str, vocab_size: int) -> int:
-    """Rows that are kept for a `VocabularySize` of so many."""
+    """Number of rows that are kept for a `VocabularySize` of a vocabulary of `vocab_size` tokens."""
     return stored_rows(size if isinstance(size, int) else round(vocab_size * float(size[:-1]) / 100))
 
 
 def reshape(shape: D, parameters: PruneVocabParameters, /) -> D:
-    """Fewer rows of embedding and output head."""
+    """The dimensions with fewer rows in embedding and output head."""
     return shape.with_vocabulary(rows_of(parameters.size, shape.text["vocab_size"]))
 
 

@@ -1,11 +1,11 @@
-"""The stage `quantise_lm_head`: the output head in 4 bits, in groups, on any checkpoint.
+"""The stage `quantise_lm_head`: quantises the output head to 4 bits with a scale per group, on any checkpoint.
 
 The other linears may be quantised already. Tied embeddings are untied: the input embedding stays as it is, and the
 head becomes packed integers with a scale per group (compressed-tensors' pack-quantized format, which vLLM serves with
 the same kernels as any W4A16 linear; the MTP head shares the packed head). Rows pass through in blocks.
 
-GPTQ needs what the head reads: vLLM itself reads text with the checkpoint as it is, whatever its format, and of the
-hidden states only the sum of x x^T is kept.
+GPTQ needs the inputs x of the head. vLLM reads text with the checkpoint in its present format, and of the hidden states
+x only the sum of x x^T is kept.
 """
 
 import re
@@ -45,22 +45,22 @@ if TYPE_CHECKING:
 _HEAD = "lm_head.weight"
 _BITS = 4
 _BATCH = 8
-"""Sequences that the engine reads at a time."""
+"""Number of sequences that the engine reads at a time."""
 
 _IMPORTS_BYTES = 700 * 2**20
-"""Resident size of torch and compressed-tensors."""
+"""Resident memory of torch and compressed-tensors, bytes."""
 
 _ENGINE_BYTES = 3 * 2**30
-"""Resident size of vLLM with KV cache and activations, as in `sample_outputs`."""
+"""Resident memory of vLLM with KV cache and activations, bytes, as in `sample_outputs`."""
 
 
 class QuantiseLmHeadParameters(Parameters):
     """Parameters of the stage.
 
     Attributes:
-        group_size: weights of a row that share a scale.
+        group_size: number of weights in a row that share a scale.
         rounding: nearest, or gptq, in which later columns compensate the error of earlier ones on the text.
-        corpus: the text for gptq: so many beginnings of documents, of so many tokens each at most.
+        corpus: text for gptq; only the first `length` tokens of each document are read.
     """
 
     group_size: Literal[32, 64, 128] = 32
@@ -70,7 +70,7 @@ class QuantiseLmHeadParameters(Parameters):
     @model_validator(mode="before")
     @classmethod
     def _leave_out_an_unread_text(cls, given: Any) -> Any:
-        """Round-to-nearest reads no text, so `variant new` may leave it to be filled in."""
+        """Drop the text for round-to-nearest, which reads none: `variant new` may have left it to be filled in."""
         if not isinstance(given, dict) or given.get("rounding", "nearest") != "nearest":
             return given
         corpus = given.get("corpus")
@@ -117,7 +117,7 @@ def quantise_output_head(
         error, rounded_error = rounding.errors
         if error > rounded_error:
             raise StageError(
-                f"GPTQ's error on the text is {error / rounded_error:.2f} times that of round-to-nearest; give it more "
+                f"GPTQ's error on the text is {error / rounded_error:.2f} times that of round-to-nearest; use more "
                 "text, or set rounding: nearest"
             )
         facts |= {"head_error": error, "rounded_head_error": rounded_error}
@@ -125,7 +125,7 @@ def quantise_output_head(
 
 
 def _second_moments(source: Path, parameters: QuantiseLmHeadParameters, progress: Progress) -> "Tensor":
-    """The sum of x x^T over the inputs x of the head on the beginnings of documents, float32 [hidden, hidden]."""
+    """Sum of x x^T over the head's inputs x on the beginnings of documents: float32 [hidden, hidden]."""
     import torch
     from transformers import AutoTokenizer
 
@@ -151,7 +151,7 @@ def _second_moments(source: Path, parameters: QuantiseLmHeadParameters, progress
 
 
 def needs(outline: Outline, parameters: QuantiseLmHeadParameters) -> Needs:
-    """Disk: a tied checkpoint grows by the packed head. Memory: some blocks of rows; for GPTQ the engine before."""
+    """Needs: disk for the packed head beside a tied embedding; memory for blocks of rows, or for GPTQ's engine."""
     hidden = outline.text["hidden_size"]
     head = outline.text["vocab_size"] * hidden
     memory = _IMPORTS_BYTES + 8 * packing.BLOCK_BYTES
@@ -164,28 +164,30 @@ def needs(outline: Outline, parameters: QuantiseLmHeadParameters) -> Needs:
 
 
 def data(parameters: QuantiseLmHeadParameters) -> dict[str, str]:
-    """Digest of the text, if it is read."""
+    """Digest of the text; empty if it is not read."""
     return {"corpus": file_digest(parameters.corpus.path, "corpus")} if parameters.rounding == "gptq" else {}
 
 
 def inspect_output_head(outline: Outline, parameters: QuantiseLmHeadParameters) -> Iterator[Fault]:
-    """Find a head that is packed already, rows that do not divide into groups, and what is wrong with the text."""
+    """Find faults: a head that is packed already, rows that do not divide into groups, faults of the text."""
     try:
         packing.require_extensible(outline.folder, outline.config)
     except UnsupportedFormatError as error:
         yield Fault(str(error))
         return
     if any(name.startswith("lm_head.") and name != _HEAD for name in outline.tensors):
-        yield Fault(f"{outline.name} has a packed lm_head already; take quantise_lm_head out of the recipe")
+        yield Fault(f"{outline.name} has a packed lm_head already; remove quantise_lm_head from the recipe")
         return
     tied = (name for name in outline.tensors if name.endswith("embed_tokens.weight"))
     name = _HEAD if _HEAD in outline.tensors else next(tied, None)
     if name is None:
-        yield Fault(f"{outline.name} has neither lm_head nor embed_tokens; choose a language model")
+        yield Fault(
+            f"{outline.name} has neither lm_head nor embed_tokens; use the checkpoint of a language model"
+        )
         return
     info = outline.tensors[name]
     if info.dtype not in ("BF16", "F16", "F32"):
-        yield Fault(f"{outline.name}: {name} is {info.dtype}; take a base with its output head in 16 bits")
+        yield Fault(f"{outline.name}: {name} is {info.dtype}; use a base with its output head in 16 bits")
     if info.shape[1] % parameters.group_size:
         yield Fault(
             f"{outline.name}: group_size {parameters.group_size} does not divide the {info.shape[1]} inputs of {name}; "
@@ -199,7 +201,7 @@ def inspect_output_head(outline: Outline, parameters: QuantiseLmHeadParameters) 
 
 
 def reshape(shape: D, parameters: QuantiseLmHeadParameters, /) -> D:
-    """The output head packed, untied from the embedding."""
+    """The dimensions with the output head packed and untied from the embedding."""
     return shape.with_packing({"lm_head": Packing(bits=_BITS, group_size=parameters.group_size)})
 
 

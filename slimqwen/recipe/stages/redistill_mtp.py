@@ -1,12 +1,12 @@
-"""The stage `redistill_mtp`: train the MTP head to predict the outputs of the quantised, pruned target.
+"""The stage `redistill_mtp`: trains the MTP head to predict the outputs of the quantised, pruned target.
 
-The target is frozen: its hidden states are computed once, layer by layer, and kept on disk, so that training has no
-backbone in memory. The head is unrolled `depth` steps over the target's own outputs (the stage `sample_outputs`),
-reads its own hidden state from the second step on, and in each step learns the target's distribution with a weight
-that falls with the step (FastMTP, arXiv 2509.18362, where the step weights are 0.6 ** step).
+The target is frozen: its hidden states are computed once, layer by layer, and kept on disk, so that training needs no
+backbone in memory. The head is unrolled `depth` steps over the target's own outputs (the stage `sample_outputs`). From
+the second step on it reads its own hidden state. In each step it learns the target's distribution, with a loss weight
+that falls with the step (FastMTP, arXiv 2509.18362, where the weights are 0.6 ** step).
 
 The original head is kept unless the trained one has a longer acceptance length on held-out texts, so the stage never
-makes a checkpoint worse. Both are also measured in vLLM, and the two measurements must agree.
+makes a checkpoint worse. Both heads are also measured in vLLM, and the two measurements must agree.
 """
 
 import gc
@@ -30,21 +30,21 @@ from slimqwen.recipe.sampled_outputs import Output, read_outputs
 from slimqwen.recipe.stage import TORCH_ENVIRONMENT, Facts, Fault, Needs, Stage, StageError, require_fit
 
 CURVE = "redistill_mtp.json"
-"""File beside the checkpoint: the learning curve, and the acceptance before and after."""
+"""File beside the checkpoint with the learning curve and the acceptance lengths before and after training."""
 
 AGREEMENT = 0.05
-"""Largest relative difference between the acceptance length measured here and in vLLM."""
+"""Largest allowed relative difference between the acceptance lengths measured here and in vLLM."""
 
 _IMPORTS_BYTES = 3 * 2**30
 _TEXTS, _TOKENS_PER_TEXT = 1120, 224
-"""Texts of `sample_outputs`, and tokens of a prompt with its continuation, by default."""
+"""Default number of texts of `sample_outputs`, and of tokens of a prompt with its continuation."""
 
 
 class RedistillParameters(HeadTraining):
     """Parameters of the stage: those of the training, and the CPU threads.
 
     Attributes:
-        threads: CPU threads; a parameter because it decides the order of summation.
+        threads: CPU threads; a parameter because it affects the order of summation.
     """
 
     threads: Annotated[int, Field(ge=1)] = 2
@@ -58,7 +58,7 @@ def redistill_head(
     Raises:
         CorpusError: source has no `OUTPUTS` beside it.
         MtpHeadError: the MTP head of source is incomplete.
-        StageError: source has no MTP head in 16 or 32 bits, or no draft head where `rows` asks for one; a loss is not
+        StageError: source has no MTP head in 16 or 32 bits, or no draft head although `rows` needs one; a loss is not
             finite; or vLLM measures a different acceptance length.
     """
     # Slow to import, and needed only in the process that trains.
@@ -95,7 +95,7 @@ def redistill_head(
 
     with torch.autocast("cuda", torch.bfloat16, enabled=cuda):
         texts = _extended_texts(model, held_out, depth - 1, hidden_states)
-        # Of a held-out text, the states from which a whole draft lies within it.
+        # The states of a held-out text after which a whole draft still lies within the text.
         before_drafts = [text[: -depth - 1] for text in texts]
         states = hidden_states([*before_drafts, *map(_text, sampled)], "hidden")
         judging, teaching = states[: len(texts)], states[len(texts) :]
@@ -109,7 +109,7 @@ def redistill_head(
         training = Training(model, sampled, teaching, parameters, unfinished / "state.pt")
         training.run(progress)
         for name, parameter in model.head.named_parameters():
-            # The stored precision is measured, not the float32 weights of training.
+            # The head is measured in the precision in which it is stored, not with the float32 weights of training.
             parameter.data = parameter.data.to(torch_dtype(stored[PREFIX + name].dtype)).float()
         steps_after = count_served_steps(model.eval(), answers, depth, judging)
     before = summarise_acceptance(steps_before, parameters.depth)
@@ -152,7 +152,7 @@ def redistill_head(
         "learning_curve": [asdict(point) for point in curve],
     }
     (destination / CURVE).write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-    # Facts alone: the file beside the checkpoint enters its digest.
+    # Timings are only in the facts, because the file beside the checkpoint enters its digest.
     gain = {"gain_low": round(low, 4), "gain_high": round(high, 4)}
     return {"kept": str(record["kept"]), "steps": steps, **lengths, **gain}
 
@@ -161,20 +161,20 @@ def summarise_head(facts: Facts) -> str | None:
     """Say which head was kept, both acceptance lengths and the interval of their difference."""
     before, after = float(facts["acceptance_length_before"]), float(facts["acceptance_length_after"])  # type: ignore[arg-type]
     lengths = f"acceptance length {before:.2f} before and {after:.2f} after training, on held-out texts"
-    if "gain_low" not in facts:  # made by an older version
+    if "gain_low" not in facts:  # an older version wrote these facts
         return f"{facts['kept']} head kept; {lengths}"
     low, high = float(facts["gain_low"]), float(facts["gain_high"])  # type: ignore[arg-type]
     proof = (
-        "" if facts["kept"] == "original" or low > 0 else "; the gain is within its noise: kept, not proven"
+        "" if facts["kept"] == "original" or low > 0 else "; a gain within the noise: kept, but not proven"
     )
     return f"{facts['kept']} head kept; {lengths}, difference {low:+.2f} to {high:+.2f} (95 %){proof}"
 
 
 def needs(outline: Outline, parameters: RedistillParameters) -> Needs:
-    """Disk: the output, and the texts' hidden states before and after a layer.
+    """Needs: disk for the output, and for the texts' hidden states before and after a layer.
 
-    Memory: embedding and output head in float32 with a layer, or with the optimiser of the head and the logits of some
-    positions; or the engine that counts drafts in the end.
+    Memory is the largest of three: embedding and output head in float32 with a layer; the same with the head's
+    optimiser and the logits of some positions; the engine that counts drafts at the end.
     """
     text = outline.text
     hidden, vocabulary = text["hidden_size"], text["vocab_size"]
@@ -193,7 +193,7 @@ def needs(outline: Outline, parameters: RedistillParameters) -> Needs:
 
 
 def inspect_head(outline: Outline, parameters: RedistillParameters) -> Iterator[Fault]:
-    """Find a checkpoint without an MTP head, with a quantised one, or without the draft head that `rows` asks for."""
+    """Find faults: no MTP head, a quantised MTP head, or no draft head although `rows` needs one."""
     head = {
         name: info
         for name, info in outline.tensors.items()
@@ -201,7 +201,7 @@ def inspect_head(outline: Outline, parameters: RedistillParameters) -> Iterator[
     }
     if not head:
         yield Fault(
-            f"{outline.name} has no MTP head; take redistill_mtp out of the recipe, or choose a base with mtp.* tensors"
+            f"{outline.name} has no MTP head; remove redistill_mtp from the recipe, or choose a base with mtp.* tensors"
         )
     quantised = [
         f"{name} is {info.dtype}"
@@ -215,7 +215,7 @@ def inspect_head(outline: Outline, parameters: RedistillParameters) -> Iterator[
         )
     if parameters.rows == "drafted" and not outline.text.get(draft_head.SIZE_KEY):
         yield Fault(
-            "redistill_mtp: rows is drafted, but there is no draft head to train for; put trim_draft_vocab before it",
+            "redistill_mtp: rows is drafted, but there is no draft head; put trim_draft_vocab before redistill_mtp",
             "rows",
         )
 
@@ -230,13 +230,14 @@ def _extended_texts(
     tokens: int,
     hidden_states: Callable[[Sequence[Sequence[int]], str], list[Any]],
 ) -> list[list[int]]:
-    """Each text with the target's next greedy tokens after it.
+    """Extend each text by the target's next greedy tokens.
 
     A server also drafts, verifies and counts beyond the end of a text. Without those tokens the verify steps across
     the end would be missing here; on short texts they are a fifth of all steps.
 
     Args:
-        hidden_states: (texts, name of their folder) -> the target's hidden states.
+        tokens: number of tokens to add.
+        hidden_states: function from texts and the name of a folder for them to the target's hidden states.
     """
     texts = list(map(_text, outputs))
     for number in range(tokens):
@@ -246,7 +247,7 @@ def _extended_texts(
 
 
 def _served(folder: Path, held_out: Sequence[Output], depth: int, progress: Progress) -> float:
-    """Acceptance length in vLLM on the held-out prompts, greedy."""
+    """Acceptance length that vLLM measures with greedy continuations of the held-out prompts, tokens."""
     from slimqwen.serving.draft_counts import count_drafts_in_vllm
 
     progress("measuring in vLLM", 0, 0)
@@ -284,7 +285,7 @@ STAGE = Stage(
         "slimqwen.serving.in_process",
     ),
     packages=("torch", "transformers", "vllm"),
-    # Deterministic matrix products on a GPU need the workspace.
+    # Matrix products on a GPU are deterministic only with this workspace setting.
     environment={**TORCH_ENVIRONMENT, "CUBLAS_WORKSPACE_CONFIG": ":4096:8"},
     resumes=True,
 )

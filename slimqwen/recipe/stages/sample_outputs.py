@@ -1,8 +1,9 @@
-"""The stage `sample_outputs`: the checkpoint's own outputs, as training text for its MTP head.
+"""The stage `sample_outputs`: samples the checkpoint's own outputs, as training text for its MTP head.
 
-The head predicts the target's tokens, so it learns from them: the target continues the beginnings of documents in
-vLLM, quantised and pruned as it is served (self-distillation as in FastMTP, arXiv 2509.18362). The checkpoint passes
-through unchanged, with `sampled_outputs.jsonl` beside it; of the next stages `trim_draft_vocab` alone passes it on.
+The head has to predict the target's tokens, so it learns from them: in vLLM the target, quantised and pruned as it will
+be served, continues the beginnings of documents (self-distillation as in FastMTP, arXiv 2509.18362). The checkpoint
+passes through unchanged, with `sampled_outputs.jsonl` beside it; of later stages only `trim_draft_vocab` passes that
+file on.
 
 Speculation is off, the chunks of requests are fixed and every request has its own seed, so the same inputs give the
 same tokens.
@@ -28,13 +29,13 @@ from slimqwen.text.corpus import TextPath, TextSource, file_digest
 from slimqwen.text.files import CorpusError, TextFile
 
 _ENGINE_BYTES = 3 * 2**30
-"""Resident size of vLLM with KV cache and activations; measured: 2.1 GiB for a small model."""
+"""Resident memory of vLLM with KV cache and activations, bytes; measured: 2.1 GiB for a small model."""
 
 
 class Prompts(TextSource):
     """The text whose beginnings the target continues.
 
-    A {"prompt": …} is taken as a whole, of a text the first third, of a chat what comes before its last response.
+    The beginning is the whole of a {"prompt": …}, the first third of a text, or a chat up to its last response.
 
     Attributes:
         longest: largest number of prompt tokens; longer prompts are cut at the end.
@@ -50,12 +51,12 @@ class SampleOutputsParameters(Parameters):
 
     Attributes:
         prompts: text to continue.
-        texts: number of continuations to train on, sampled.
-        held_out: number of continuations to measure on, greedy, of other prompts.
+        texts: number of sampled continuations to train on.
+        held_out: number of greedy continuations of other prompts, to measure on.
         tokens: largest number of tokens of a continuation.
         temperature: sampling temperature of the continuations to train on.
-        chunk: requests that are given to the engine together.
-        threads: CPU threads; a parameter because it decides the order of summation.
+        chunk: number of requests that the engine gets together.
+        threads: CPU threads; a parameter because it affects the order of summation.
     """
 
     prompts: Prompts = Prompts()
@@ -70,12 +71,12 @@ class SampleOutputsParameters(Parameters):
 def write_sampled_outputs(
     source: Path, destination: Path, parameters: SampleOutputsParameters, progress: Progress
 ) -> Facts:
-    """Copy source to destination and write its outputs to `OUTPUTS` there.
+    """Copy source to destination and write the outputs into the file `OUTPUTS` there.
 
     Raises:
-        CorpusError: the corpus is missing, malformed or too short.
+        CorpusError: the text of the prompts is missing, malformed or too short.
     """
-    # Read when torch is imported; without it vLLM uses a single thread.
+    # torch reads the variable at import; without it vLLM uses a single thread.
     os.environ["OMP_NUM_THREADS"] = str(parameters.threads)
     from transformers import AutoTokenizer
     from vllm import SamplingParams
@@ -88,8 +89,8 @@ def write_sampled_outputs(
     prompts = list(itertools.islice(_prompts(parameters.prompts, source, tokenizer), total))
     if len(prompts) < total:
         raise CorpusError(
-            f"{parameters.prompts.path} gives {len(prompts)} different prompts, {total} are needed; add text or ask "
-            "for fewer"
+            f"{parameters.prompts.path} gives {len(prompts)} different prompts, but {total} are needed; add text, "
+            "or lower texts or held_out"
         )
     carry_all(source, destination, leave_out=[OUTPUTS])
     num_tokens = 0
@@ -123,18 +124,19 @@ def write_sampled_outputs(
 
 
 def needs(outline: Outline, parameters: SampleOutputsParameters) -> Needs:
-    """Disk: a copy of the checkpoint, and the texts. Memory: the engine with its weights."""
+    """Needs: disk for a copy of the checkpoint and the texts; memory for the engine with its weights."""
     size = outline.disk_bytes
     tokens = (parameters.texts + parameters.held_out) * (parameters.prompts.longest + parameters.tokens)
     return Needs(size + 16 * tokens, _ENGINE_BYTES + size, 2 * tokens * outline.num_weights, fixed_seconds=45)
 
 
 def inspect_prompts(outline: Outline, parameters: SampleOutputsParameters) -> Iterator[Fault]:
-    """Find prompts that are too few or cannot be read, and texts longer than the model's context."""
+    """Find faults: too few or unreadable prompts, and prompts with continuations longer than the model's context."""
     longest = parameters.prompts.longest + parameters.tokens + 1
     if longest > (context := outline.text.get("max_position_embeddings", longest)):
         yield Fault(
-            f"{longest} tokens a text are more than the {context} of {outline.name}; ask for fewer", "tokens"
+            f"{longest} tokens exceed the context of {outline.name}, {context}; lower tokens or prompts.longest",
+            "tokens",
         )
     total = parameters.texts + parameters.held_out
     yield from inspect_text(outline, "prompts", parameters.prompts, least_documents=total, or_prompt=True)
@@ -146,7 +148,7 @@ def data(parameters: SampleOutputsParameters) -> dict[str, str]:
 
 
 def _prompts(prompts: Prompts, source: Path, tokenizer: Any) -> Iterator[list[int]]:
-    """Beginnings of documents as token ids, all different."""
+    """Yield beginnings of documents as token ids; no two are equal."""
     seen: set[tuple[int, ...]] = set()
     for beginning, is_whole in _beginnings(prompts, source):
         ids = tokenizer(beginning, add_special_tokens=False)["input_ids"]
@@ -159,7 +161,7 @@ def _prompts(prompts: Prompts, source: Path, tokenizer: Any) -> Iterator[list[in
 
 
 def _beginnings(prompts: Prompts, source: Path) -> Iterator[tuple[str, bool]]:
-    """(text, whether it is a whole document, to be cut to its beginning)."""
+    """Yield pairs of a text and whether it is a whole document, which has yet to be cut to its beginning."""
     file, chats = TextFile(prompts.path), None
     for document in file:
         if document.is_blank:
@@ -186,7 +188,7 @@ STAGE = Stage(
         "slimqwen.text.chats",
         "slimqwen.text.corpus",
         "slimqwen.text.files",
-        # Products of the engine that are ours: other last bits are other outputs.
+        # Matrix products of our engine fixes: their rounding affects the sampled outputs.
         "slimqwen.vllm_plugin.engine_fixes.w4a16_linear",
         "slimqwen.vllm_plugin.engine_fixes.w8a16_linear",
     ),

@@ -1,15 +1,15 @@
-"""The stage `trim_draft_vocab`: the MTP head drafts from the ids that the model itself uses most.
+"""The stage `trim_draft_vocab`: restricts drafts of the MTP head to the token ids that the model itself uses most.
 
-A draft pass reads the whole output head, which is most of its bytes where the vocabulary is large. Here the rows of
-`size` ids become a draft head of its own (`slimqwen.checkpoint.draft_head`). The target verifies with its whole
-vocabulary as before, so no answer changes; a token without a row ends a draft. Ids are counted in the sampled
-continuations that the stage `sample_outputs` left beside the checkpoint (FR-Spec, arXiv 2502.14856, ranks the ids of a
-corpus the same way); added tokens and the ids that the settings name are always in.
+A draft pass reads the whole output head; with a large vocabulary, that is most of the bytes it reads. This stage copies
+the rows of `size` ids into a separate draft head (`slimqwen.checkpoint.draft_head`). The target verifies with its whole
+vocabulary as before, so no response changes; where the target chooses a token without a row, the draft is rejected. Ids
+are counted in the continuations that the stage `sample_outputs` wrote beside the checkpoint (FR-Spec, arXiv 2502.14856,
+ranks the ids of a corpus the same way). Added tokens and ids that the settings name always get a row.
 
-The rows are those of the output head, in its 16 bits. Of a quantised head they are unpacked, so that vLLM computes the
-same scores as with that head. `sampled_outputs.jsonl` is passed on, as the target's outputs
-stay the same. The file trim_draft_vocab.json beside the checkpoint says how much of the held-out continuations the ids
-cover, for this size and others.
+The rows are those of the output head in 16 bits. Rows of a quantised head are unpacked, so that vLLM computes the same
+scores as with that head. `sampled_outputs.jsonl` is passed on, because the target's outputs stay the same. The file
+trim_draft_vocab.json beside the checkpoint states how much of the held-out continuations the ids cover, for this size
+and others.
 """
 
 import json
@@ -43,24 +43,24 @@ from slimqwen.recipe.stage import D, Facts, Fault, Needs, Parameters, Stage, Sta
 from slimqwen.recipe.stages.prune_vocab import VocabularySize, named_ids, rows_of
 
 REPORT = "trim_draft_vocab.json"
-"""File beside the checkpoint: coverage of the held-out continuations, by size."""
+"""File beside the checkpoint that states the coverage of the held-out continuations by size."""
 
 _CARRIER = "mtp.norm.weight"
-"""A tensor of every MTP head, quantised or not; its shard takes the draft head."""
+"""A tensor that every MTP head has, quantised or not; the draft head goes into its shard."""
 
 _SIXTEEN_BITS = ("BF16", "F16")
 _OUTPUTS_BYTES = 32 * 2**20
-"""Size of `OUTPUTS` where it does not exist yet: some thousand continuations."""
+"""Assumed size of `OUTPUTS`, bytes, if the file does not exist yet: some thousand continuations."""
 
 _IMPORTS_BYTES = 700 * 2**20
-"""Resident size of torch and compressed-tensors."""
+"""Resident memory of torch and compressed-tensors, bytes."""
 
 
 class TrimDraftVocabParameters(Parameters):
     """Parameters of the stage.
 
     Attributes:
-        size: ids that may be drafted, or their share such as 25%; rounded up to a multiple of 64.
+        size: number of ids that may be drafted, or a share such as 25%; rounded up to a multiple of 64.
     """
 
     size: Annotated[VocabularySize, Field(examples=["25%"])]
@@ -73,8 +73,8 @@ def trim_draft_vocabulary(
 
     Raises:
         CorpusError: source has no `OUTPUTS` beside it.
-        StageError: source has no MTP head or a draft head already, its output head has a form that vLLM could not be
-            given in 16 bits, or `size` does not lie between the ids that are always in and the whole vocabulary.
+        StageError: source has no MTP head or a draft head already, its output head cannot be unpacked to 16 bits, or
+            `size` does not lie between the number of required ids and the size of the vocabulary.
     """
     progress("counting ids", 0, 0)
     config = checkpoint.read_config(source)
@@ -89,7 +89,7 @@ def trim_draft_vocabulary(
     size = rows_of(parameters.size, vocab_size)
     if size < len(required):
         raise StageError(
-            f"{source}: size {size} is less than the {len(required)} ids that are always in; choose another"
+            f"{source}: size {size} is less than the {len(required)} ids that are always kept; raise size"
         )
     ids = np.sort(ranked[:size])
 
@@ -126,7 +126,7 @@ def trim_draft_vocabulary(
 
 
 def needs(outline: Outline, parameters: TrimDraftVocabParameters) -> Needs:
-    """Disk: the input and the new rows. Memory: libraries, outputs, and the packed rows of a packed head."""
+    """Needs: disk for the input and the new rows; memory for libraries, outputs and the rows of a packed head."""
     head = 2 * outline.text["hidden_size"] * rows_of(parameters.size, outline.text["vocab_size"])
     outputs = outline.folder / OUTPUTS
     texts = outputs.stat().st_size if outputs.is_file() else _OUTPUTS_BYTES
@@ -134,28 +134,28 @@ def needs(outline: Outline, parameters: TrimDraftVocabParameters) -> Needs:
 
 
 def inspect_trimming(outline: Outline, parameters: TrimDraftVocabParameters) -> Iterator[Fault]:
-    """Find a model that vLLM gives no draft head, or drafts without one, and a size that trims nothing."""
+    """Find faults: no MTP head, a model for which vLLM supports no draft head, or a size that trims nothing."""
     if "num_experts" in outline.text:
         yield Fault(
             f"{outline.name} is a mixture of experts, whose MTP head vLLM builds from a class without a draft head; "
-            "take trim_draft_vocab out of the recipe"
+            "remove trim_draft_vocab from the recipe"
         )
     elif _CARRIER not in outline.tensors:
         yield Fault(
-            f"{outline.name} has no {_CARRIER}: nothing drafts; take trim_draft_vocab out of the recipe"
+            f"{outline.name} has no {_CARRIER}: nothing drafts; remove trim_draft_vocab from the recipe"
         )
     elif draft_head.WEIGHT in outline.tensors:
-        yield Fault(f"{outline.name} has a draft head already; take one trim_draft_vocab out of the recipe")
+        yield Fault(f"{outline.name} has a draft head already; remove one trim_draft_vocab from the recipe")
     rows = outline.text["vocab_size"]
     if (size := rows_of(parameters.size, rows)) >= rows:
         yield Fault(
-            f"size {size} has to be less than {rows}, the whole vocabulary of {outline.name}; choose another",
+            f"size {size} has to be less than {rows}, the whole vocabulary of {outline.name}; lower size",
             "size",
         )
 
 
 def _counts(outputs: Iterator[Output], vocab_size: int) -> Ids:
-    """Occurrences of every id in continuations."""
+    """Number of occurrences of every id in continuations: [vocab_size]."""
     counts = np.zeros(vocab_size, dtype=np.int64)
     for output in outputs:
         counts += np.bincount(np.array(output.continuation, dtype=np.int64), minlength=vocab_size)
@@ -170,7 +170,7 @@ def _required_ids(source: Path, vocab_size: int) -> Ids:
 
 
 def _ranked(counts: Ids, required: Ids) -> Ids:
-    """All ids: the required ones, then by occurrences; of equal ones the smaller id, which BPE merged earlier."""
+    """Rank all ids: the required ones, then by occurrences; ties go to the smaller id, which BPE merged earlier."""
     order = np.argsort(-counts, kind="stable")
     return np.concatenate([required, order[~np.isin(order, required)]])
 
@@ -180,29 +180,29 @@ def _share(counts: Ids, ids: Ids) -> float:
 
 
 def _output_rows(source: Path) -> Callable[[Ids], NewTensor]:
-    """Ids -> their rows of the output head in 16 bits.
+    """Return a function from ids to their rows of the output head in 16 bits.
 
     Raises:
-        StageError: no output head.
-        UnsupportedFormatError: the output head is in a format that is not unpacked here.
+        StageError: source has no output head.
+        UnsupportedFormatError: the output head is in a format that cannot be unpacked.
     """
     weights = read_weights(source)
     heads = [name for name in weights if name.startswith("lm_head.")]
     heads = heads or [name for name in weights if name.endswith("embed_tokens.weight") and "mtp." not in name]
     if len(heads) != 1:
         raise StageError(
-            f"{source}: its output head is stored as {', '.join(heads) or 'nothing'}; choose a language model"
+            f"{source}: its output head is stored as {', '.join(heads) or 'nothing'}; use a language model"
         )
     head = weights[heads[0]]
     if head.is_quantised:
-        next(head.blocks())  # raises where it cannot be unpacked
+        next(head.blocks())  # raises if it cannot be unpacked
     if head.carrier.dtype in _SIXTEEN_BITS:
         return lambda ids: selected_rows(head.carrier, ids)
     return lambda ids: _unpacked_rows(head, ids)
 
 
 def _unpacked_rows(head: Weight, ids: Ids) -> NewTensor:
-    """Rows of a quantised head times their scales, in the scales' dtype: what vLLM computes with."""
+    """Dequantised rows of a quantised head, in the dtype of its scales, as vLLM computes them."""
     dtypes = (info.dtype for info in head.parts.values())
     dtype = next((dtype for dtype in dtypes if dtype in _SIXTEEN_BITS), "BF16")
 
@@ -219,7 +219,7 @@ def _unpacked_rows(head: Weight, ids: Ids) -> NewTensor:
 
 
 def reshape(shape: D, parameters: TrimDraftVocabParameters, /) -> D:
-    """A draft head more."""
+    """The dimensions with a draft head added."""
     return shape.with_draft_vocabulary(rows_of(parameters.size, shape.text["vocab_size"]))
 
 

@@ -170,7 +170,9 @@ def test_a_variant_that_compiles_nothing_is_refused(tmp_path: Path) -> None:
 def test_a_config_of_another_name_is_refused(tmp_path: Path) -> None:
     root = a_repository(tmp_path)
     append(root, "      config: serve.env\n")
-    with pytest.raises(RecipeError, match=r"recipe.yaml:6: config: config has to be a variant's config\.env"):
+    with pytest.raises(
+        RecipeError, match=r"recipe.yaml:6: config: config has to be the config\.env of a variant"
+    ):
         recipe_of(root)
 
 
@@ -185,6 +187,6 @@ def test_nothing_may_follow_it_in_a_recipe(tmp_path: Path) -> None:
     root = a_repository(tmp_path)
     append(root, "  - prune_vocab:\n      size: 4096\n")
     with pytest.raises(
-        RecipeError, match=r"recipe.yaml:6: no stage may follow bake_cache; put that one last"
+        RecipeError, match=r"recipe.yaml:6: no stage may follow bake_cache; put bake_cache last"
     ):
         recipe_of(root)

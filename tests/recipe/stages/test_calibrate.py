@@ -201,7 +201,7 @@ def test_the_error_of_each_layer_is_recorded_beside_that_of_rounding(calibrated:
 
 def test_a_layer_that_is_worse_than_the_parameter_allows_ends_the_stage(source: Path, tmp_path: Path) -> None:
     parameters = {"corpus": FEW.model_dump(exclude={"path"}), "layer_error_ratio": 0.5}
-    with pytest.raises(StageError, match=r"layer \d was calibrated to [01]\.\d\d times .*, 0\.5 is allowed"):
+    with pytest.raises(StageError, match=r"calibrated layer \d has [01]\.\d\d times .*, 0\.5 is allowed"):
         stage_output("calibrate", source, tmp_path / "out", **parameters)
 
 
@@ -360,7 +360,7 @@ def test_the_mtp_head_alone_is_packed_without_text_on_a_packed_checkpoint(
     whole = (unpack_from_int32(packed, 8, weight.shape) * scale).float()
     assert ((whole - weight).abs() <= 0.51 * scale).all()
     assert calibrate.data(CalibrateParameters(**parameters)) == {}
-    with pytest.raises(StageError, match="has a packed MTP head already; take mtp off the targets"):
+    with pytest.raises(StageError, match="has a packed MTP head already; remove mtp from the targets"):
         calibrate_here(out, tmp_path / "again", **parameters)
     assert torch.equal(load_drafting_model(out).head.fc.weight, whole)
 

@@ -339,7 +339,7 @@ def test_what_does_not_fit_is_refused_before_anything_is_written(source: Path, t
     save_file({"lm_head.qweight": torch.ones(8, 640)}, damaged / "model.safetensors")
     refused(StageError, "prune before quantising", damaged)
     save_file({"lm_head.weight": torch.ones(512, 2)}, damaged / "model.safetensors")
-    refused(StageError, "512 rows for ids up to 599", damaged)
+    refused(StageError, "512 rows, but ids up to 599", damaged)
 
 
 @pytest.mark.engine

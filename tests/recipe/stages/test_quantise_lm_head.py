@@ -68,7 +68,7 @@ def test_groups_of_linears_that_are_quantised_already_stay(tmp_path: Path) -> No
 
 
 def test_a_packed_head_is_refused(packed: Path, tmp_path: Path) -> None:
-    with pytest.raises(StageError, match="packed lm_head already; take"):
+    with pytest.raises(StageError, match="packed lm_head already; remove"):
         quantised(packed, tmp_path / "again")
 
 

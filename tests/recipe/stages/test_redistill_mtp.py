@@ -148,7 +148,7 @@ def test_a_head_learns_for_the_ids_that_it_may_draft_and_these_stay(
 
 
 def test_training_for_a_draft_head_needs_one(sampled: Path, tmp_path: Path) -> None:
-    with pytest.raises(StageError, match="there is no draft head to train for; put trim_draft_vocab before"):
+    with pytest.raises(StageError, match="there is no draft head; put trim_draft_vocab before"):
         redistil(sampled, tmp_path, SHORT.model_copy(update={"rows": "drafted"}))
 
 
@@ -220,7 +220,11 @@ def test_a_count_that_vllm_does_not_share_is_an_error() -> None:
     ("kept", "low", "said"),
     [
         ("trained", 0.05, "difference +0.05 to +0.30 (95 %)"),
-        ("trained", -0.1, "difference -0.10 to +0.30 (95 %); the gain is within its noise: kept, not proven"),
+        (
+            "trained",
+            -0.1,
+            "difference -0.10 to +0.30 (95 %); a gain within the noise: kept, but not proven",
+        ),
         ("original", -0.1, "difference -0.10 to +0.30 (95 %)"),
     ],
 )

@@ -214,8 +214,8 @@ def _scale_alone(tensors: Tensors) -> None:
     ("damage", "size", "error", "message"),
     [
         (_without_outputs, 128, CorpusError, "put the stage sample_outputs before this one"),
-        (_changed(_no_head), 128, StageError, "nothing drafts; take trim_draft_vocab out"),
-        (_mixture_of_experts, 128, StageError, "is a mixture of experts.*take trim_draft_vocab out"),
+        (_changed(_no_head), 128, StageError, "nothing drafts; remove trim_draft_vocab"),
+        (_mixture_of_experts, 128, StageError, "is a mixture of experts.*remove trim_draft_vocab"),
         (_changed(_four_bit_floats), 128, UnsupportedFormatError, "lm_head.weight is packed .* cannot be read here"),
         (_changed(_scale_alone), 128, StageError, "its output head is stored as lm_head.weight_"),
         (lambda folder: None, ROWS, StageError, "size 8192 has to be less than 8192"),
