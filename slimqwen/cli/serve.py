@@ -50,11 +50,13 @@ def serve(
         "ALLOW_UNSAFE": allow_unsafe,
     }
     variant = variant.with_lines({key: value for key, value in options.items() if value})
+    # As the shell left them: the import of vLLM and the engine fixes set variables of this process.
+    shell = {key: value for key, value in os.environ.items() if key.startswith("VLLM_")}
     with errors.status("reading vLLM's flags"):
         command = ServerCommand.resolve(variant, port=port, platform=platform)
-    # Not the shell's: this process sets VLLM_LOGGING_LEVEL, and imports set TORCHINDUCTOR variables.
-    named = (key for key in os.environ if key.startswith("VLLM_") and key != "VLLM_LOGGING_LEVEL")
-    if unused := sorted(filter(is_stray, named)):
+    ignored = (key for key, value in shell.items() if is_stray(key) and command.environment.get(key) != value)
+    # This program sets VLLM_LOGGING_LEVEL when it starts.
+    if unused := sorted(key for key in ignored if key != "VLLM_LOGGING_LEVEL"):
         errors.print(
             f"Not used, because only config.env decides how {variant.name} is served: {', '.join(unused)} of this shell"
             f"{' (--port N sets a port)' if 'VLLM_PORT' in unused else ''}.",

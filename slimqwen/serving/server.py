@@ -129,7 +129,8 @@ class ServerProcess:
         with contextlib.suppress(OSError):  # it has ended
             self.lifeline.shutdown(socket.SHUT_WR)
         if not select.select([self.lifeline], [], [], api_server.END_S + _OVERDUE_S)[0] and server:
-            server.kill()
+            with contextlib.suppress(psutil.NoSuchProcess):  # it has ended since
+                server.kill()
             select.select([self.lifeline], [], [], _OVERDUE_S)
 
 

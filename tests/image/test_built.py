@@ -69,7 +69,9 @@ def test_the_image_is_what_it_has_to_be_and_answers_without_a_network_or_root(im
     faults = verify.verify_image(content, tool=tool, tag=image, log=tmp_path / "server.log")
     assert {name: found for name, found in faults.items() if found} == {}
     assert "server" in faults
-    assert "Uvicorn" in (tmp_path / "server.log").read_text()
+    log = (tmp_path / "server.log").read_text()
+    assert "Application startup complete" in log
+    assert "of this shell" not in log
 
 
 def test_planted_faults_are_found_and_such_an_image_is_not_started(image, content, tool, tmp_path):

@@ -2,6 +2,7 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 
@@ -10,10 +11,10 @@ import psutil
 import pytest
 
 from slimqwen import variant
-from slimqwen.serving import checks
+from slimqwen.serving import checks, server
 from slimqwen.serving.command import ServerCommand
 from slimqwen.serving.errors import ServingError
-from slimqwen.serving.server import find_running, free_port, run_server, start_process
+from slimqwen.serving.server import ServerProcess, find_running, free_port, run_server, start_process
 from slimqwen.vllm_plugin import api_server
 from tests.serving import real_server
 
@@ -56,6 +57,21 @@ def test_a_process_gets_its_folder_and_environment_and_no_input_and_its_end_is_s
     ):
         real_server.wait_for(lambda: process.has_ended)
     assert log.read_text() == f"{tmp_path} ['SECRET'] True {os.getsid(0)} True\n"
+
+
+def test_a_server_that_ends_just_before_it_would_be_killed_is_no_error(monkeypatch):
+    ours, theirs = socket.socketpair()
+    started = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+
+    def wait_in_vain(*_):
+        started.kill()
+        started.wait()
+        return [], [], []
+
+    monkeypatch.setattr(server.select, "select", wait_in_vain)
+    with ours, theirs, started.stdin:
+        ServerProcess(started.pid, ours).end()
+    assert started.returncode == -signal.SIGKILL
 
 
 @pytest.mark.engine
