@@ -9,7 +9,9 @@ import asyncio
 import contextlib
 import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -40,36 +42,41 @@ def counters(base_url: str) -> Mapping[str, float]:
     return metrics.read_metrics(get_response(f"{base_url}/metrics").text)
 
 
-def send_requests(
-    server: RunningServer,
-    requests: Sequence[tuple[Tokens, int]],
-    *,
-    rate_per_s: float | None,
-    fixed_gap: bool,
-    concurrency: int | None,
-    sampling: Mapping[str, float],
-    seed: int,
-    name: str,
-    log: Path,
-    answered: Callable[[], None],
-    watch: Watch,
-    abandoned: Sequence[tuple[Tokens, int]] = (),
-) -> dict[str, Any]:
-    """Send requests to /v1/completions by vLLM's benchmark client and wait for all responses.
+@dataclass(frozen=True)
+class Batch:
+    """Requests to /v1/completions, and how they are sent.
 
-    Args:
+    Attributes:
+        name: of the requests in errors.
         requests: token IDs of each prompt and the length of its response in tokens.
+        abandoned: further requests, all sent at the beginning, whose clients close the connection: alternately before
+            the first token and after two chunks.
         rate_per_s: requests a second; None sends each as soon as `concurrency` allows.
         fixed_gap: whether requests arrive at equal intervals instead of as a Poisson process.
         concurrency: most requests in flight; None for no limit.
         sampling: further fields of each request.
-        seed: seed of the arrival times.
-        name: name of the requests in errors.
+        seed: of the arrival times.
+    """
+
+    name: str
+    requests: Sequence[tuple[Tokens, int]]
+    abandoned: Sequence[tuple[Tokens, int]] = ()
+    rate_per_s: float | None = None
+    fixed_gap: bool = False
+    concurrency: int | None = None
+    sampling: Mapping[str, float] = field(default_factory=dict)
+    seed: int = 0
+
+
+def send_requests(
+    server: RunningServer, batch: Batch, *, log: Path, answered: Callable[[], None], watch: Watch
+) -> dict[str, Any]:
+    """Send requests by vLLM's benchmark client and wait for all responses.
+
+    Args:
         log: file for the output of the benchmark client.
         answered: called after each response.
         watch: receives the load of the host during the requests.
-        abandoned: further requests, all sent at the beginning, whose clients close the connection: alternately before
-            the first token and after two chunks.
 
     Returns:
         The result of `vllm.benchmarks.serve.benchmark`. Its lists are in the order of the requests: `ttfts`, `itls` (a
@@ -80,6 +87,38 @@ def send_requests(
         ServerLostError: no request got a response, or an abandoned one was refused.
     """
     # Imported outside capture_output, because vLLM's log handler keeps the stream that it finds at import.
+    run_benchmark = _prepare_benchmark(server, batch, answered)
+
+    async def send_all() -> dict[str, Any]:
+        # An interrupted vLLM client leaves its session open, which aiohttp reports to the loop, and that prints it.
+        asyncio.get_running_loop().set_exception_handler(_report_but_open_sessions)
+        pairs = zip(batch.abandoned, itertools.cycle(_READ_LINES), strict=False)
+        async with watch.client():
+            leaving = asyncio.gather(*(_abandon_request(server, batch, *pair) for pair in pairs))
+            answers, _ = await asyncio.gather(run_benchmark(), leaving)
+        result: dict[str, Any] = answers
+        return result
+
+    def server_counters() -> Mapping[str, float]:
+        # The error for a lost server, with the server's log, is raised below.
+        with contextlib.suppress(ServerLostError):
+            return counters(server.base_url)
+        return {}
+
+    with watch.section(server.pid, server_counters), capture_output(log):
+        try:
+            result = asyncio.run(send_all())
+        except (OSError, httpx.TransportError) as error:
+            raise server_lost(server, f"measuring {batch.name}", error) from error
+    if result["completed"] == 0:
+        raise server_lost(server, f"measuring {batch.name}", last_line(result["errors"][0]))
+    return result
+
+
+def _prepare_benchmark(
+    server: RunningServer, batch: Batch, answered: Callable[[], None]
+) -> Callable[[], Coroutine[Any, Any, dict[str, Any]]]:
+    """Prepare vLLM's benchmark of all requests but the abandoned ones, to be run once."""
     import numpy as np
     from vllm.benchmarks.datasets import SampleRequest
     from vllm.benchmarks.lib.endpoint_request_func import ASYNC_REQUEST_FUNCS
@@ -90,63 +129,39 @@ def send_requests(
         answered()
         return output
 
-    def server_counters() -> Mapping[str, float]:
-        # The error for a lost server, with the server's log, is raised below.
-        with contextlib.suppress(ServerLostError):
-            return counters(server.base_url)
-        return {}
-
-    async def run_benchmark() -> dict[str, Any]:
-        # An interrupted vLLM client leaves its session open, which aiohttp reports to the loop, and that prints it.
-        asyncio.get_running_loop().set_exception_handler(_report_but_open_sessions)
-        async with watch.client():
-            leaving = [
-                asyncio.create_task(_abandon_request(server, request, lines, sampling, name))
-                for request, lines in zip(abandoned, itertools.cycle(_READ_LINES), strict=False)
-            ]
-            answers: dict[str, Any] = await benchmark(
-                task_type=TaskType.GENERATION,
-                endpoint_type=_WITH_PROGRESS,
-                api_url=f"{server.base_url}/v1/completions",
-                base_url=server.base_url,
-                model_id=server.model,
-                model_name=server.model,
-                tokenizer=None,  # the server counts tokens
-                input_requests=[
-                    SampleRequest(prompt=prompt, prompt_len=len(prompt), expected_output_len=output_tokens)
-                    for prompt, output_tokens in requests
-                ],
-                logprobs=None,
-                request_rate=rate_per_s or math.inf,
-                burstiness=math.inf if fixed_gap else 1.0,  # burstiness 1 is a Poisson process
-                disable_tqdm=True,
-                num_warmups=0,  # vLLM's own warm-up and readiness check would send the first prompt twice
-                ready_check_timeout_sec=0,
-                profile=False,
-                selected_percentile_metrics=[],
-                selected_percentiles=[],
-                ignore_eos=True,
-                goodput_config_dict={},
-                max_concurrency=concurrency,
-                lora_modules=None,
-                extra_headers=authorization(),
-                extra_body=dict(sampling),
-                ssl_context=False,  # see `serving.http_client`
-            )
-            await asyncio.gather(*leaving)
-            return answers
-
     ASYNC_REQUEST_FUNCS[_WITH_PROGRESS] = counted_request
     # The client draws arrivals from numpy's global generator: every variant gets the same ones.
-    np.random.seed(seed)
-    with watch.section(server.pid, server_counters), capture_output(log):
-        try:
-            result = asyncio.run(run_benchmark())
-        except (OSError, httpx.TransportError) as error:
-            raise server_lost(server, f"measuring {name}", error) from error
-    if result["completed"] == 0:
-        raise server_lost(server, f"measuring {name}", last_line(result["errors"][0]))
-    return result
+    np.random.seed(batch.seed)
+    return partial(
+        benchmark,
+        task_type=TaskType.GENERATION,
+        endpoint_type=_WITH_PROGRESS,
+        api_url=f"{server.base_url}/v1/completions",
+        base_url=server.base_url,
+        model_id=server.model,
+        model_name=server.model,
+        tokenizer=None,  # the server counts tokens
+        input_requests=[
+            SampleRequest(prompt=prompt, prompt_len=len(prompt), expected_output_len=output_tokens)
+            for prompt, output_tokens in batch.requests
+        ],
+        logprobs=None,
+        request_rate=batch.rate_per_s or math.inf,
+        burstiness=math.inf if batch.fixed_gap else 1.0,  # burstiness 1 is a Poisson process
+        disable_tqdm=True,
+        num_warmups=0,  # vLLM's own warm-up and readiness check would send the first prompt twice
+        ready_check_timeout_sec=0,
+        profile=False,
+        selected_percentile_metrics=[],
+        selected_percentiles=[],
+        ignore_eos=True,
+        goodput_config_dict={},
+        max_concurrency=batch.concurrency,
+        lora_modules=None,
+        extra_headers=authorization(),
+        extra_body=dict(batch.sampling),
+        ssl_context=False,  # see `serving.http_client`
+    )
 
 
 def _report_but_open_sessions(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
@@ -155,11 +170,7 @@ def _report_but_open_sessions(loop: asyncio.AbstractEventLoop, context: dict[str
 
 
 async def _abandon_request(
-    server: RunningServer,
-    request: tuple[Tokens, int],
-    lines: int,
-    sampling: Mapping[str, float],
-    name: str,
+    server: RunningServer, batch: Batch, request: tuple[Tokens, int], lines: int
 ) -> None:
     """Send a request, and close the connection after `lines` lines of the streamed response.
 
@@ -168,12 +179,12 @@ async def _abandon_request(
     """
     prompt, output_tokens = request
     fields = {"model": server.model, "prompt": prompt, "max_tokens": output_tokens, "ignore_eos": True}
-    body = {**fields, "stream": True, **sampling}
     client = open_async_client(None)  # no time limit, because the request may wait for all others
     url = f"{server.base_url}/v1/completions"
+    body = {**fields, "stream": True, **batch.sampling}
     async with client, client.stream("POST", url, json=body) as response:
         if response.is_error:
-            raise server_lost(server, f"measuring {name}", f"HTTP {response.status_code}")
+            raise server_lost(server, f"measuring {batch.name}", f"HTTP {response.status_code}")
         stream = response.aiter_lines()
         for _ in range(lines):
             await anext(stream, None)

@@ -63,10 +63,8 @@ def test_every_client_reaches_a_server_with_tls_behind_a_proxy(add_variant, tmp_
     with run_server(command, log=tmp_path / "vllm.log") as server:
         assert find_running(command).pid == server.pid
         shared = SharedServer(command.variant, server, False, max_model_len(server.base_url))
-        sent = client.send_requests(
-            server, [([5, 6, 7], 4)], rate_per_s=None, fixed_gap=False, concurrency=1, sampling={"temperature": 0},
-            seed=0, name="a load", log=log, answered=lambda: None, watch=Watch(),
-        )  # fmt: skip
+        batch = client.Batch(name="a load", requests=[([5, 6, 7], 4)], sampling={"temperature": 0})
+        sent = client.send_requests(server, batch, log=log, answered=lambda: None, watch=Watch())
         assert (sent["completed"], sent["output_lens"]) == (1, [4])
         assert len(token_distributions._top_log_probabilities(shared, [5, 6, 7])) == 2
         bake_cache.drive(server, [8])

@@ -8,7 +8,7 @@ from typing import Any
 from prometheus_client.parser import text_string_to_metric_families
 
 from slimqwen.bench import BenchError
-from slimqwen.bench.client import counters, last_line, send_requests
+from slimqwen.bench.client import Batch, counters, last_line, send_requests
 from slimqwen.bench.workload import PromptClass, Workload
 from slimqwen.host_load import HostLoad, Watch
 from slimqwen.progress import Progress
@@ -221,20 +221,17 @@ class MeasuredVariant:
         abandoned: Sequence[tuple[Tokens, int]] = (),
     ) -> dict[str, Any]:
         assert self.served is not None
-        return send_requests(
-            self.served.server,
-            requests,
+        batch = Batch(
+            name=f"{self.variant.name}: {c.name}",
+            requests=requests,
+            abandoned=abandoned,
             rate_per_s=self.results[c.name].rate_per_s,
             fixed_gap=c.gap_ms is not None,
             concurrency=c.limit,
             sampling=self.shared.workload.sampling,
             seed=self.shared.workload.seed + number,
-            name=f"{self.variant.name}: {c.name}",
-            log=self.log,
-            answered=answered,
-            watch=watch,
-            abandoned=abandoned,
         )
+        return send_requests(self.served.server, batch, log=self.log, answered=answered, watch=watch)
 
     def _prompts(self, c: PromptClass, lengths: Sequence[int]) -> list[Tokens]:
         """Make the prompts of a class, of new text except for the prefixes that the class repeats or continues."""
