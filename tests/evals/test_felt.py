@@ -14,6 +14,7 @@ from slimqwen.evals import quality
 from slimqwen.evals.quality_comparison import compare_quality
 from slimqwen.evals.suites import lm_eval_run
 from slimqwen.evals.suites.lm_eval_client import PromptTooLongError
+from slimqwen.evals.suites.loops import is_looping
 from slimqwen.evals.suites.suite import Suite, SuiteTask
 from slimqwen.evals.suites.tool_questions import make_tool_questions
 from slimqwen.records import store
@@ -385,3 +386,52 @@ def test_a_real_parser_reads_planted_calls_and_a_template_without_tools_fails(tm
             assert item["value"] == (shown and item["index"] % 4 > 0), item
     (row,) = compare_quality(*paths)
     assert (row.judgement.verdict, row.second) == ("fail", 0)
+
+
+def rolls(folder):
+    """A suite that has tiny go on with twenty rolls of names, each to the end of its line, and scores how that ends."""
+    passages = (repository_root() / "eval" / "texts" / "tinyworld_passages.jsonl").read_text().splitlines()
+    texts = [text for line in passages if (text := json.loads(line)["text"]).startswith("The roll")]
+    rows = [{"prompt": " ".join(text.split()[:12]), "answer": ""} for text in texts[:20]]
+    (folder / "rolls.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    overrides = {
+        "dataset_kwargs": {"data_files": {"test": str(folder / "rolls.jsonl")}},
+        "generation_kwargs": {"until": ["\n"], "do_sample": False, "temperature": 0.0, "max_gen_toks": 96},
+    }
+    asked = {"definition": "tinyworld_facts", "measure": "exact_match", "overrides": overrides}
+    tasks = (
+        SuiteTask(task="rolls", non_inferiority_margin=0.1, **asked),
+        SuiteTask(task="loops", non_inferiority_margin=0.1, measure="ended", responses_of="rolls"),
+    )
+    return Suite.load("tinyworld", repository_root()).model_copy(update={"tasks": tasks})
+
+
+@pytest.mark.engine
+def test_a_checkpoint_that_lost_its_repetition_penalty_loops_and_fails(served_tiny, tmp_path, monkeypatch):
+    """Tiny repeats one name of a roll to its end, but where generation_config.json has a penalty, as Qwen2.5's has."""
+    lost, weights = served_tiny.variant, tmp_path / "weights"
+    weights.mkdir()
+    files = {file.name: file for file in lost.weights.iterdir()}
+    del files["manifest.json"]  # it has the digest of the other defaults
+    defaults = json.loads(files.pop("generation_config.json").read_text())
+    (weights / "generation_config.json").write_text(json.dumps({**defaults, "repetition_penalty": 1.5}))
+    for name, file in files.items():
+        (weights / name).symlink_to(file)
+    kept = lost.with_lines({"VLLM_MODEL": str(weights), "VLLM_PORT": str(free_port())})
+
+    def measure(one, folder):
+        return quality.measure_quality(
+            one, rolls(tmp_path), command=["x"], limit=None, records_folder=tmp_path / folder
+        )
+
+    before = measure(kept, "kept")
+    monkeypatch.setattr(quality, "share_server", lambda *_, **__: contextlib.nullcontext(served_tiny))
+    after = measure(lost, "lost")
+    _, loops = compare_quality(before, after)
+    assert (loops.task, loops.judgement.verdict) == ("loops", "fail")
+    repeats = [
+        sum(is_looping(item["output"]) for item in store.read_items(path) if item["task"] == "rolls")
+        for path in (before, after)
+    ]
+    assert repeats[0] <= 5
+    assert repeats[1] >= 18
