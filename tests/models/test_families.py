@@ -18,7 +18,7 @@ def test_another_family_is_one_line_with_those_that_are_known():
         FamilyError, match=r"the architecture LlamaForCausalLM, .*Qwen3ForCausalLM, Qwen3_5ForCausalLM"
     ):
         find_family({"architectures": ["LlamaForCausalLM"]})
-    with pytest.raises(FamilyError, match="of a gpt2"):
+    with pytest.raises(FamilyError, match="the architecture gpt2"):
         find_family({"model_type": "gpt2"})
 
 

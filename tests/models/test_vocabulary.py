@@ -227,7 +227,7 @@ def test_a_model_on_characters_is_refused():
 
 
 def test_a_broken_or_missing_file_is_one_line(tmp_path: Path):
-    with pytest.raises(vocabulary.VocabularyError, match=r"tokenizer.json: cannot be read"):
+    with pytest.raises(vocabulary.VocabularyError, match=r"tokenizer.json cannot be read"):
         vocabulary.read_vocabulary(tmp_path / "tokenizer.json")
     (tmp_path / "tokenizer.json").write_text('{"model": ', encoding="utf-8")
     with pytest.raises(vocabulary.VocabularyError, match="is no usable"):
@@ -235,7 +235,7 @@ def test_a_broken_or_missing_file_is_one_line(tmp_path: Path):
 
 
 @pytest.mark.parametrize(
-    ("size", "message"), [(2**20, r"has \d+ tokens, not 1048576"), (257, "are 258 tokens")]
+    ("size", "message"), [(2**20, r"has only \d+ tokens, not 1048576"), (257, "are 258; keep at least 258")]
 )
 def test_a_size_that_cannot_be_met_is_refused(size, message):
     whole = vocabulary.parse_vocabulary(KINDS["specials first"], "whole")
