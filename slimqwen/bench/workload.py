@@ -3,15 +3,17 @@
 import math
 import statistics
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, field_validator, model_validator
 
 from slimqwen.bench import BenchError
-from slimqwen.records.settings import OWN, Settings
+from slimqwen.records.settings import OWN, Settings, find_own_evaluation
 from slimqwen.variant import Variant
+from slimqwen.yaml_file import YamlText
 
 TO_MAX_NUM_SEQS = "1..max_num_seqs"
 """Concurrency of a class that stands for several classes: 1, 2, 4, … up to the sequences that a server runs at once."""
@@ -200,14 +202,15 @@ class Workload(Settings):
     output_tokens: Annotated[int, Field(ge=2)] | None = None
 
     @classmethod
-    def _from_content(cls, content: Any, name: str) -> "Workload":
-        if "classes" in content or "output_tokens" not in content:
-            return super()._from_content(content, name)
+    def _from_text(cls, text: YamlText, name: str) -> "Workload":
+        content = text.content
+        if not isinstance(content, dict) or "classes" in content or "output_tokens" not in content:
+            return super()._from_text(text, name)
         # The lengths of own prompts are not known before a tokenizer has counted them: see `of_own_prompts`.
         only = PromptClass(name="own", prompt_tokens=1, output_tokens=content["output_tokens"], requests=2)
         own = {"documents": "", "seed": 0, "reference_context_tokens": 1, "min_tokens": 2, "classes": (only,)}
         file = OWN / name / _OWN_PROMPTS
-        return super()._from_content({**own, "prompts": file, **content}, name)
+        return super()._from_text(replace(text, content={**own, "prompts": file, **content}), name)
 
     def of_own_prompts(self, prompts: Sequence[Sequence[int]], output_tokens: Sequence[int]) -> "Workload":
         """The workload with a single class for its own prompts, whose lengths are their means.
@@ -228,7 +231,10 @@ class Workload(Settings):
     def _expand_lists(cls, classes: Any) -> Any:
         if not isinstance(classes, dict):
             return classes
-        return [entry for name, body in classes.items() for entry in _class_entries(name, body)]
+        entries = {name: _class_entries(name, body) for name, body in classes.items()}
+        # Validated by name, so that a fault has the line of its class.
+        known = TypeAdapter(dict[str, list[PromptClass]]).validate_python(entries)
+        return tuple(each for of_name in known.values() for each in of_name)
 
     @model_validator(mode="after")
     def _check_names(self) -> "Workload":
@@ -334,13 +340,14 @@ class Workload(Settings):
 
 def name_workload(variant: Variant) -> str:
     """Name of a variant's default workload: its own evaluation if that has prompts, else `classes`."""
-    own = variant.settings.get("EVALUATION")
-    has_prompts = own is not None and (variant.root / OWN / own.value / _OWN_PROMPTS).is_file()
-    return own.value if own and has_prompts else "classes"
+    own = find_own_evaluation(variant)
+    return own.name if own and (own / _OWN_PROMPTS).is_file() else "classes"
 
 
-def _class_entries(name: str, body: dict[str, Any]) -> list[dict[str, Any]]:
+def _class_entries(name: str, body: Any) -> list[Any]:
     """Entries for a class of the file: one, or one for each value if a field is a list."""
+    if not isinstance(body, dict):
+        return [body]
     lists = [key for key, value in body.items() if isinstance(value, list)]
     if not lists:
         return [{"name": name, **body}]

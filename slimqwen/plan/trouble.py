@@ -9,10 +9,10 @@ from typing import Any, Literal
 
 from packaging.specifiers import InvalidSpecifier, SpecifierSet
 from packaging.version import Version
-from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, field_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from slimqwen.plan.facts import Plan
-from slimqwen.records import settings
+from slimqwen.records.settings import read_settings
 
 FILE = Path("eval") / "known_trouble.yaml"
 """Relative to the repository."""
@@ -170,9 +170,8 @@ def _holds(fact: Any, condition: Any) -> bool:
 
 def read_known_trouble(root: Path) -> list[KnownTrouble]:
     """The known trouble of a repository; a SettingsError where the file cannot be used."""
-    form = TypeAdapter(list[KnownTrouble])
-    missing = f"is missing; `git checkout {FILE}` restores it"
-    return settings.read_yaml(root / FILE, root, form.validate_python, missing=missing)
+    text = read_settings(root / FILE, root)
+    return text.validate(list[KnownTrouble], text.content)
 
 
 def match_trouble(plan: Plan, known: Sequence[KnownTrouble]) -> list[KnownTrouble]:

@@ -10,38 +10,22 @@ stages:
   - quantise_lm_head
 """
 
-import difflib
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
 
-import yaml
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from slimqwen import variant as variants
 from slimqwen.errors import SlimqwenError
 from slimqwen.recipe.registry import STAGES
 from slimqwen.recipe.stage import Fault, Stage
-
-YamlPath = tuple[int | str, ...]
+from slimqwen.yaml_file import YamlPath, nearest_name, read_yaml
 
 
 class RecipeError(SlimqwenError):
     """A recipe.yaml cannot be used, or a recipe cannot be run."""
-
-    @classmethod
-    def of_faults(cls, faults: Sequence[str]) -> "RecipeError":
-        """Make an error of one line for a single fault, or with a heading and a line for each of several."""
-        if len(faults) == 1:
-            return cls(faults[0])
-        return RecipeFaultsError(
-            "\n  ".join([f"{len(faults)} faults in the recipe, nothing has run:", *faults])
-        )
-
-
-class RecipeFaultsError(RecipeError):
-    """All faults of a recipe, a line each with its location: the only expected error of more than one line."""
 
 
 @dataclass(frozen=True)
@@ -98,23 +82,6 @@ class _Document(BaseModel):
     stages: Annotated[list[_Entry], Field(min_length=1)]
 
 
-class _UniqueKeysLoader(yaml.SafeLoader):
-    """A YAML loader that refuses a key that is written twice, of which plain YAML would drop the first value."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
-        """Build a mapping; an error if a key is written twice."""
-        seen = set()
-        for key, _ in node.value:
-            if not isinstance(key, yaml.ScalarNode):
-                continue  # refused below
-            if key.value in seen:
-                raise yaml.MarkedYAMLError(
-                    problem=f"{key.value} is written twice", problem_mark=key.start_mark
-                )
-            seen.add(key.value)
-        return super().construct_mapping(node, deep)
-
-
 def read_recipe(file: Path, stages: Mapping[str, Stage] = STAGES) -> Recipe:
     """Read and validate a recipe.yaml, in which paths are relative to its folder.
 
@@ -133,12 +100,8 @@ def parse_recipe(file: Path, stages: Mapping[str, Stage] = STAGES) -> Recipe:
     Raises:
         RecipeError: the file cannot be read, is not YAML, or lacks one of a recipe's three keys.
     """
-    content, root = _load_yaml(file)
-    text = _RecipeText(file, root)
-    try:
-        document = _Document.model_validate(content)
-    except ValidationError as error:
-        raise RecipeError.of_faults([*text.faults_of(error, (), _Document)]) from None
+    text = read_yaml(file, error=RecipeError, missing="is missing; write a recipe there")
+    document = text.validate(_Document, text.content)
     steps: list[Step] = []
     faults: list[str] = []
     previous = ""
@@ -161,7 +124,7 @@ def parse_recipe(file: Path, stages: Mapping[str, Stage] = STAGES) -> Recipe:
             parameters = schema.model_validate(values or {}, context={"folder": file.parent})
             steps.append(Step(stages[name], parameters, text.places(path)))
         except ValidationError as error:
-            faults += text.faults_of(error, path, schema)
+            faults += text.list_faults(error, path, schema)
             if (rest := _without_faults(schema, values or {}, error, file.parent)) is not None:
                 steps.append(Step(stages[name], rest, text.places(path), is_whole=False))
     return Recipe(file, document.description, document.base, tuple(steps), tuple(faults))
@@ -187,31 +150,10 @@ def find_base_variant(base: str, root: Path) -> str:
     )
 
 
-def _load_yaml(file: Path) -> tuple[Any, yaml.Node | None]:
-    try:
-        text = file.read_text(encoding="utf-8")
-    except OSError as error:
-        raise RecipeError(
-            f"{file}: cannot be read ({error.strerror}); write a recipe into that file"
-        ) from None
-    except UnicodeDecodeError as error:
-        raise RecipeError(f"{file}: not UTF-8 ({error.reason}); save it as UTF-8") from None
-    try:
-        # Safe, because the loader is a subclass of SafeLoader.
-        return yaml.load(text, _UniqueKeysLoader), yaml.compose(text)
-    except yaml.MarkedYAMLError as error:
-        line = error.problem_mark.line + 1 if error.problem_mark else 1
-        raise RecipeError(
-            f"{file}:{line}: not usable YAML: {error.problem or error.context}; correct that line"
-        ) from None
-    except (yaml.YAMLError, ValueError) as error:
-        raise RecipeError(f"{file}: not usable YAML: {' '.join(str(error).split())}; correct it") from None
-
-
 def stage_fault(name: str, previous: str, stages: Mapping[str, Stage] = STAGES) -> str | None:
     """Why a stage must not come right after `previous` (empty for the first stage); None if it may."""
     if name not in stages:
-        return f"no stage {name!r}; {_nearest(name, stages)}"
+        return f"no stage {name!r}; {nearest_name(name, stages)}"
     follows = stages[name].follows
     if previous in stages and stages[previous].last:
         return f"no stage may follow {previous}; put {previous} last"
@@ -235,77 +177,3 @@ def _without_faults(
         return schema.model_validate(rest, context={"folder": folder})
     except ValidationError:
         return None
-
-
-@dataclass(frozen=True)
-class _RecipeText:
-    """Text of a recipe.yaml, in which the line of a path in its content can be found."""
-
-    file: Path
-    root: yaml.Node | None
-
-    def place(self, path: YamlPath) -> str:
-        """file:line of the innermost part of `path` that exists in the text."""
-        return f"{self.file}:{self._find(path)[0] + 1}"
-
-    def places(self, path: YamlPath) -> dict[str, str]:
-        """file:line of the stage at `path`, under `""`, and of its parameters by their dotted names."""
-        places = {"": self.place(path)}
-        pending = [("", self._find(path)[1])]
-        while pending:
-            prefix, node = pending.pop()
-            for key, value in node.value if isinstance(node, yaml.MappingNode) else ():
-                places[prefix + key.value] = f"{self.file}:{key.start_mark.line + 1}"
-                pending.append((f"{prefix}{key.value}.", value))
-        return places
-
-    def faults_of(self, error: ValidationError, path: YamlPath, schema: type[BaseModel]) -> Iterable[str]:
-        """One line for each problem that pydantic lists, with its location."""
-        # A misspelt key is often the reason for a missing one, which is then not reported.
-        problems = error.errors()
-        unknown = {problem["loc"][:-1] for problem in problems if problem["type"] == "extra_forbidden"}
-        for problem in problems:
-            inner = problem["loc"]
-            dotted = ".".join(map(str, inner)) or "the recipe"
-            if problem["type"] == "extra_forbidden":
-                fault = f"unknown key {inner[-1]!r}; {_nearest(str(inner[-1]), _fields(schema, inner[:-1]))}"
-            elif problem["type"] == "missing":
-                if inner[:-1] in unknown:
-                    continue
-                fault = f"{dotted} is missing; add it"
-            elif problem["input"] is None:
-                fault = f"{dotted} is not filled in; write a value"
-            else:
-                fault = (
-                    f"{dotted}: {problem['msg'].removeprefix('Value error, ')}, here is {problem['input']!r}"
-                )
-            yield f"{self.place((*path, *inner))}: {fault}"
-
-    def _find(self, path: YamlPath) -> tuple[int, yaml.Node | None]:
-        """Line, counted from 0, and value of the innermost part of `path` that exists."""
-        node = self.root
-        line = node.start_mark.line if node else 0
-        for part in path:
-            if isinstance(node, yaml.SequenceNode) and isinstance(part, int) and part < len(node.value):
-                node = node.value[part]
-                line = node.start_mark.line
-            elif isinstance(node, yaml.MappingNode):
-                pair = next(((key, value) for key, value in node.value if key.value == str(part)), None)
-                if pair is None:
-                    break
-                line, node = pair[0].start_mark.line, pair[1]
-        return line, node
-
-
-def _fields(schema: type[BaseModel], path: YamlPath) -> Mapping[str, object]:
-    for part in path:
-        inner = schema.model_fields[str(part)].annotation
-        assert isinstance(inner, type)
-        assert issubclass(inner, BaseModel)
-        schema = inner
-    return schema.model_fields
-
-
-def _nearest(name: str, names: Mapping[str, object]) -> str:
-    similar = difflib.get_close_matches(name, names, n=1)
-    return f"did you mean {similar[0]}?" if similar else f"known are {', '.join(sorted(names))}"

@@ -6,16 +6,15 @@ its files leave out.
 
 import json
 import re
-from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Self, TypeVar
+from typing import Annotated, Any, ClassVar, Self
 
-import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field
 
 from slimqwen.errors import SlimqwenError
-
-Content = TypeVar("Content")
+from slimqwen.variant import Variant
+from slimqwen.yaml_file import YamlText, read_yaml
 
 # The settings were once called a plan, which now is a prediction of vLLM alone; records keep the old name.
 SettingsName = Annotated[str, Field(min_length=1, validation_alias="plan", serialization_alias="plan")]
@@ -55,7 +54,7 @@ class Settings(BaseModel):
             name: name of the file without its suffix, or of the folder.
 
         Raises:
-            SettingsError: the file or its section is missing, or a field is missing or wrong.
+            SettingsError: the file or its section is missing, or fields are missing or wrong.
         """
         file = root / "eval" / cls.folder / f"{name}.yaml"
         if cls.own_file and not file.is_file() and (root / OWN / name).is_dir():
@@ -66,36 +65,27 @@ class Settings(BaseModel):
             known += sorted(path.name for path in (root / OWN).glob("*/"))
             missing += f", nor does {OWN / name}"
         cure = f"choose one of: {', '.join(known)}, or write that file" if known else "write it"
-        return read_yaml(
-            file, root, lambda content: cls._from_content(content, name), missing=f"{missing}; {cure}"
-        )
+        return cls._from_text(read_settings(file, root, missing=f"{missing}; {cure}"), name)
 
     @classmethod
     def _load_own(cls, name: str, root: Path) -> Self:
         """The settings of eval/own/<name>/: the fields that its own file sets, all others from eval/own.yaml."""
         file, own = root / f"{OWN}.yaml", root / OWN / name / f"{cls.own_file}.yaml"
-        missing = f"is missing; `git checkout {OWN}.yaml` restores it"
-
-        def read_defaults(content: Any) -> Any:
-            return json.loads(re.sub(r"\bNAME\b", name, json.dumps(content[cls.own_file])))
-
-        defaults = read_yaml(file, root, read_defaults, missing=missing)
+        text = read_settings(file, root).part(cls.own_file)
+        defaults = json.loads(re.sub(r"\bNAME\b", name, json.dumps(text.content)))
+        settings = cls._from_text(replace(text, content=defaults), name)
         if not own.is_file():
-            return read_yaml(file, root, lambda _: cls._from_content(defaults, name), missing=missing)
-        return read_yaml(
-            own,
-            root,
-            lambda content: cls._from_content(_replace_fields(defaults, content or {}), name),
-            missing="is missing",
-        )
+            return settings
+        text = read_settings(own, root)
+        return cls._from_text(replace(text, content=_replace_fields(defaults, text.content or {})), name)
 
     @classmethod
-    def _from_content(cls, content: Any, name: str) -> Self:
-        if not cls.section:
-            return cls.model_validate({**content, "name": name})
-        if cls.section not in content:
-            raise ValueError(f"no section {cls.section}")
-        return cls.model_validate({**content[cls.section], "name": name})
+    def _from_text(cls, text: YamlText, name: str) -> Self:
+        """The settings in a file, or in the part of eval/own.yaml; a subclass may read them from other keys."""
+        if cls.section:
+            text = text.part(cls.section)
+        content = text.content
+        return text.validate(cls, {**content, "name": name} if isinstance(content, dict) else content)
 
     def file(self, root: Path) -> Path:
         """The YAML file that these settings were read from; eval/own.yaml for an own evaluation without one."""
@@ -112,31 +102,22 @@ def _replace_fields(content: Any, replacements: Any) -> Any:
     return {**content, **replaced}
 
 
-def read_yaml(file: Path, root: Path, build: Callable[[Any], Content], *, missing: str) -> Content:
-    """Read a YAML file.
+def find_own_evaluation(variant: Variant) -> Path | None:
+    """The folder of the own evaluation that a variant is bound to; None where a published suite judges it."""
+    name = variant.settings.get("EVALUATION")
+    folder = variant.root / OWN / name.value if name else None
+    return folder if folder and folder.is_dir() else None
+
+
+def read_settings(file: Path, root: Path, *, missing: str = "") -> YamlText:
+    """Read a YAML file of a repository; messages name it relative to that.
 
     Args:
-        root: repository; messages name the file relative to it.
-        missing: fault and cure in the message for a missing file.
+        missing: fault and cure in the message for a missing file; empty for one that git has.
 
     Raises:
-        SettingsError: the file is missing, or `build` cannot use it; one line that names file, field and fault.
+        SettingsError: the file is missing, or is not YAML.
     """
-    location = file.relative_to(root)
-    try:
-        return build(yaml.safe_load(file.read_text(encoding="utf-8")))
-    except FileNotFoundError:
-        raise SettingsError(f"{location} {missing}") from None
-    except OSError as error:
-        raise SettingsError(f"{location}: {error.strerror}; make it readable") from None
-    except ValidationError as error:
-        first = error.errors()[0]
-        field = ".".join(map(str, first["loc"]))
-        fault = f"{field}: {first['msg']}" if field else first["msg"]
-        if first["type"] == "extra_forbidden":
-            fault = f"unknown key {field}"
-        raise SettingsError(f"{location}: {fault}; correct it") from None
-    except (yaml.YAMLError, TypeError, AttributeError, ValueError) as error:
-        raise SettingsError(
-            f"{location}: unusable ({' '.join(str(error).split())[:200]}); correct it"
-        ) from None
+    shown = file.relative_to(root)
+    missing = missing or f"is missing; `git checkout {shown}` restores it"
+    return read_yaml(file, shown=shown, error=SettingsError, missing=missing)

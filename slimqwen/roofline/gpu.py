@@ -56,10 +56,7 @@ class GpuSheet(Block):
 
 def read_gpus(root: Path) -> dict[str, GpuSheet]:
     """All GPUs of eval/devices.yaml by name; raises as `gpu_model.read_devices`."""
-    return gpu_model.read_devices(
-        root,
-        lambda name, fields: GpuSheet(name=name, **{key: fields[key] for key in fields if key != "driver"}),
-    )
+    return gpu_model.read_devices(root, dict[str, GpuSheet], leave_out=["driver"])
 
 
 def read_gpu(name: str, root: Path) -> GpuSheet:

@@ -152,7 +152,7 @@ def test_a_checkpoint_without_a_head_is_refused(repository: Path) -> None:
 def test_more_groups_than_prompts_are_an_error(repository: Path) -> None:
     write_gate(repository, "bad", PLAN.replace("groups: 2", "groups: 9"))
     with pytest.raises(
-        SettingsError, match=r"eval/gates/bad.yaml: .*4 prompts cannot be divided into 9 groups"
+        SettingsError, match=r"eval/gates/bad.yaml:\d+: .*4 prompts cannot be divided into 9 groups"
     ):
         AcceptanceSettings.load("bad", repository)
 

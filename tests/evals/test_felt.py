@@ -310,7 +310,7 @@ def test_a_task_that_scores_no_earlier_responses_is_refused(tmp_path, later, fau
         "tasks": [t | {"non_inferiority_margin": 0.1} for t in tasks],
     }
     (folder / "odd.yaml").write_text(json.dumps(content))
-    with pytest.raises(SettingsError, match=rf"eval/suites/odd\.yaml: .*{fault}.*correct it"):
+    with pytest.raises(SettingsError, match=rf"eval/suites/odd\.yaml:1: .*{fault}"):
         Suite.load("odd", tmp_path)
 
 

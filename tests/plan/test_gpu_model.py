@@ -29,11 +29,16 @@ def test_an_unknown_gpu_lists_those_that_there_are():
     ("content", "reason"),
     [
         (
-            "a: {nvidia_smi: [A], compute_capability: '8.6', driver: {memory_gib: 1, multiprocessors: 1}}",
-            "shared_memory_kib: Field required",
+            "a:\n  nvidia_smi: [A]\n  compute_capability: '8.6'\n  driver: {memory_gib: 1, multiprocessors: 1}",
+            r"^eval/devices\.yaml:4: a\.driver\.shared_memory_kib is missing; add it",
         ),
-        ("a: {nvidia_smi: [A], compute_capability: '8.6'}", "memory_gib: Field required"),
-        ("[", "while parsing"),
+        (
+            "a:\n  memory_gib: 1\n  nvidia_smi: [A]\n  compute_capability: '8.6'\n"
+            "  driver:\n    memory_gib: 0\n    multiprocessors: 1\n    shared_memory_kib: 1",
+            r"^eval/devices\.yaml:6: a\.driver\.memory_gib: Input should be greater than 0, here is 0",
+        ),
+        ("a:\n  nvidia_smi: [A]\n  compute_capability: '8.6'", "1: a.driver is missing; add it"),
+        ("[", "1: not usable YAML"),
         (None, "is missing; `git checkout"),
     ],
 )

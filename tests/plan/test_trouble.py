@@ -103,7 +103,7 @@ def test_trouble_of_other_versions_is_not_met():
 @pytest.mark.parametrize(
     ("entry", "reason"),
     [
-        ("- name: x\n", "Field required"),
+        ("- name: x\n- {}\n", r"yaml:2: name is missing; add it"),
         (ENTRY.format(vllm="nonsense", when="{gpu: a10g}"), "not a version range"),
         (ENTRY.format(vllm="'>1'", when="{gpus: a10g}"), "unknown facts gpus; the facts are .*gpu"),
         (ENTRY.format(vllm="'>1'", when="{}"), "no condition; the facts are"),

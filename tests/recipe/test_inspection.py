@@ -79,7 +79,7 @@ def test_twelve_mistakes_in_five_stages_are_named_at_once_each_at_its_line(tmp_p
         variant_recipe.run_recipe(variant.load("v", root))
     assert time.process_time() - started < 3
     first, *lines = str(caught.value).splitlines()
-    assert first == "12 faults in the recipe, nothing has run:"
+    assert first == "12 faults, nothing has run:"
     named = {int(line.partition("recipe.yaml:")[2].partition(":")[0]): line for line in lines}
     expected = {
         5: "targets.mlp: Input should be",

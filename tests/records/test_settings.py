@@ -1,12 +1,14 @@
 """Settings files under eval/: what is read, and one line for each that cannot be used."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import ClassVar
 
 import pytest
 from pydantic import Field
 
-from slimqwen.records.settings import Settings, SettingsError
+from slimqwen.records.settings import Settings, SettingsError, find_own_evaluation
+from slimqwen.variant import load
 
 
 class Limits(Settings):
@@ -31,11 +33,21 @@ def test_a_file_is_read_by_its_name(folder: Path, tmp_path: Path) -> None:
     assert Limits.load("good", tmp_path).most == 2
 
 
+@pytest.mark.parametrize(("name", "is_own"), [("mine", True), ("other", False), (None, False)])
+def test_a_variant_is_judged_by_an_own_evaluation_where_there_is_such_a_folder(
+    tmp_path: Path, name: str | None, is_own: bool
+) -> None:
+    own = tmp_path / "eval" / "own" / "mine"
+    own.mkdir(parents=True)
+    subject = replace(load("tiny"), root=tmp_path).with_lines({"EVALUATION": name or ""})
+    assert find_own_evaluation(subject) == (own if is_own else None)
+
+
 def test_a_section_of_a_file_is_read_by_its_name(folder: Path, tmp_path: Path) -> None:
     (folder / "parts.yaml").write_text("part: {most: 3}\nother: {most: 4}\n")
     part = Part.load("parts", tmp_path)
     assert (part.most, part.name, part.file(tmp_path)) == (3, "parts", folder / "parts.yaml")
-    with pytest.raises(SettingsError, match=r"eval/limits/good\.yaml: unusable \(no section part\)"):
+    with pytest.raises(SettingsError, match=r"eval/limits/good\.yaml:1: part is missing; add it"):
         Part.load("good", tmp_path)
 
 
@@ -43,11 +55,12 @@ def test_a_section_of_a_file_is_read_by_its_name(folder: Path, tmp_path: Path) -
     ("content", "message"),
     [
         (None, r"eval/limits/bad\.yaml does not exist; choose one of: good"),
-        ("{", "unusable"),
-        ("most: 0", "most: .*greater than 0"),
-        ("most: 1\nleast: 1", "unknown key least; correct it"),
+        ("{", r"bad\.yaml:1: not usable YAML"),
+        ("most: 0", r"bad\.yaml:1: most: .*greater than 0, here is 0"),
+        ("most: 1\nmoist: 1", r"bad\.yaml:2: unknown key 'moist'; did you mean most\?"),
+        ("- most", r"bad\.yaml:1: the file: Input should be keys with values"),
     ],
-    ids=["missing", "no YAML", "out of range", "unknown field"],
+    ids=["missing", "no YAML", "out of range", "unknown field", "a list"],
 )
 def test_a_file_that_cannot_be_used_is_an_error_of_one_line(
     folder: Path, tmp_path: Path, content: str | None, message: str

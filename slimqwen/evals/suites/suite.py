@@ -20,6 +20,7 @@ from slimqwen.evals.suites.questions import Question
 from slimqwen.records.settings import OWN, Settings
 from slimqwen.records.split import Side, Split
 from slimqwen.stats import non_inferiority
+from slimqwen.yaml_file import YamlText
 
 ANSWER_MARGIN: Final = "answer_margin_nats"
 """Answer log-probability gap: log-probability of the right option minus that of the best wrong one, in nats."""
@@ -153,10 +154,10 @@ class Suite(Settings):
         return self
 
     @classmethod
-    def _from_content(cls, content: Any, name: str) -> "Suite":
-        if "metric" not in content:
-            return super()._from_content(content, name)
-        own = OwnQuestions.model_validate(content)
+    def _from_text(cls, text: YamlText, name: str) -> "Suite":
+        if not isinstance(text.content, dict) or "metric" not in text.content:
+            return super()._from_text(text, name)
+        own = text.validate(OwnQuestions, text.content)
         task = SuiteTask(
             task=f"{name}_questions",
             measure=questions.SCORE,
