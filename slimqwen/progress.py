@@ -8,3 +8,8 @@ Progress = Callable[[str, float, float], None]
 
 def silent(activity: str, done: float, total: float) -> None:
     """Show nothing: the default of every function that reports progress."""
+
+
+def progress_of(subject: str, progress: Progress) -> Progress:
+    """The progress of a part of long work: its activities begin with its name."""
+    return lambda activity, done, total: progress(f"{subject}: {activity}", done, total)

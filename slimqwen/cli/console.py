@@ -54,6 +54,9 @@ EXIT_CODES = {"pass": 0, "fail": 1, "inconclusive": 2}
 _LINE_S = 60.0
 """Seconds between two progress lines about one activity, if output goes to a file."""
 
+_COUNTED = 10_000
+"""Largest total that a line shows as a number: of layers or texts, not of bytes."""
+
 _UNEXPECTED, _REFUSED, _REFUSED_BY_JUDGE, _INTERRUPTED, _TERMINATED = 1, 2, 3, 130, 143
 
 
@@ -252,7 +255,8 @@ def _lines() -> Iterator[progress.Progress]:
         elif done > before and now - at >= _LINE_S:
             lines[activity] = now, done
             left_s = (now - at) * (total - done) / (done - before)
-            say(f"{activity}: {done / total:.0%}, about {left_s / 60:.0f} min left")
+            share = f"{done:g}/{total:g}" if total <= _COUNTED else f"{done / total:.0%}"
+            say(f"{activity} {share}, about {left_s / 60:.0f} min left")
 
     yield show
 

@@ -25,7 +25,7 @@ from slimqwen.checkpoint.files import COMPILE_CACHE, MANIFEST, bytes_on_disk, fi
 from slimqwen.errors import SlimqwenError
 from slimqwen.file_lock import hold_lock, take_lock
 from slimqwen.models.outline import Outline
-from slimqwen.progress import Progress, silent
+from slimqwen.progress import Progress, progress_of, silent
 from slimqwen.recipe import worker
 from slimqwen.recipe.inspection import OPERATIONS, inspect_steps, lacking_space
 from slimqwen.recipe.recipe_file import Recipe, RecipeError, Step
@@ -101,7 +101,7 @@ def run_recipe(
             with another digest.
         resolve: function from a recipe's base to its checkpoint folder, which it checks.
         stages: number of stages to run, from the first; None for the whole recipe.
-        progress: receives (activity, done, total) of each running stage.
+        progress: receives (activity, done, total) of each stage, which the activity names first.
         is_embedded: whether the base is the embedded model or was made from it (`Outline`).
 
     Returns:
@@ -123,11 +123,12 @@ def run_recipe(
     except SlimqwenError as error:
         if not recipe.faults:
             raise
-        raise RecipeError.of_faults([*recipe.faults, str(error)]) from None
+        raise RecipeError.of_faults([*recipe.faults, *error.faults]) from None
     _require_sound(recipe, steps, Outline.read(source, is_embedded=is_embedded), weights)
     with hold_lock(store / ".lock", shared=True, reason="the store is being cleaned", progress=progress):
-        for step in steps:
-            outcome = _ensure(step, source, store, progress)
+        for number, step in enumerate(steps, start=1):
+            title = f"{step.stage.name} ({number} of {len(steps)})"
+            outcome = _ensure(step, source, store, progress_of(title, progress))
             outcomes.append(outcome)
             source = outcome.folder
         if len(steps) == len(recipe.steps) or _is_news(recipe.steps[len(steps) :], source, link):

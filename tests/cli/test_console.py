@@ -114,14 +114,18 @@ def test_a_file_gets_a_line_for_what_begins_and_none_for_what_has_ended(capsys, 
     assert lines == ["quality of tiny: generating answers …"]
 
 
-def test_a_file_gets_a_line_a_minute_with_the_time_left(monkeypatch):
+@pytest.mark.parametrize(("unit", "share"), [(1, "60/100"), (100, "6000/10000"), (2**20, "60%")])
+def test_a_file_gets_a_line_a_minute_with_the_time_left(monkeypatch, unit, share):
     lines, clock = [], iter([0.0, 30.0, 90.0, 100.0, 160.0])
     monkeypatch.setattr(console, "say", lines.append)
     monkeypatch.setattr(console.time, "monotonic", lambda: next(clock))
     with console._lines() as show:
         for done in (0, 20, 60, 65, 100):
-            show("reading texts", done, 100)
-    assert lines == ["reading texts …", "reading texts: 60%, about 1 min left"]
+            show("calibrate (1 of 4): layers", done * unit, 100 * unit)
+    assert lines == [
+        "calibrate (1 of 4): layers …",
+        f"calibrate (1 of 4): layers {share}, about 1 min left",
+    ]
 
 
 def test_an_activity_that_begins_anew_has_the_time_left_of_its_present_run(monkeypatch):
@@ -131,4 +135,4 @@ def test_an_activity_that_begins_anew_has_the_time_left_of_its_present_run(monke
     with console._lines() as show:
         for done in (0, 100, 0, 50):
             show("reading texts", done, 100)
-    assert lines == ["reading texts …", "reading texts: 50%, about 1 min left"]
+    assert lines == ["reading texts …", "reading texts 50/100, about 1 min left"]

@@ -49,10 +49,14 @@ def test_what_a_stage_prints_goes_to_its_log(workshop: Workshop, capfd: pytest.C
     assert capfd.readouterr() == ("", "")
 
 
-def test_progress_of_a_stage_is_passed_on(workshop: Workshop) -> None:
+@pytest.mark.parametrize("until", [2, None])
+def test_progress_names_the_stage_and_how_many_there_are(workshop: Workshop, until: int | None) -> None:
     messages: list[tuple[str, float, float]] = []
-    workshop.run(workshop.recipe(workshop.add(1)), progress=lambda *message: messages.append(message))
-    assert messages[-1] == ("writing tensors", 256, 256)
+    recipe = workshop.recipe(workshop.add(1), workshop.add(2), workshop.add(3))
+    workshop.run(recipe, stages=until, progress=lambda *message: messages.append(message))
+    ended = [name for name, done, total in messages if "writing" in name and done == total]
+    stages = until or 3
+    assert ended == [f"add ({number} of {stages}): writing tensors" for number in range(1, stages + 1)]
 
 
 def test_a_second_run_does_nothing(workshop: Workshop) -> None:

@@ -289,14 +289,14 @@ def _calibrated(
     changed: dict[str, Mapping[str, NewTensor]] = {}
     states = list(read_embeddings(source, torch.tensor(sequences)).split(_BATCH))
     for number in range(count):
-        progress("calibrating", number, count)
+        progress("layers", number, count)
         recipe = [AWQModifier(mappings=mappings), rounding(**options)]
         states, replaced = _calibrate_layer(source, number, tokenizer, states, recipe, changeable)
         changed |= _moved_to_disk(replaced, folder / str(number))
         del replaced
         # Modules and llmcompressor's hooks refer to each other; without a collection the layer would stay in memory.
         gc.collect()
-    progress("calibrating", 1, 1)
+    progress("layers", count, count)
     settings = rounding(**options).resolved_config
     return sequences, describe_quantisation(whole, settings, stored), changed
 
