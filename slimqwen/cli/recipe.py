@@ -59,7 +59,9 @@ def run_variant_recipe(
 
     stages = None if until is None else variant_recipe.stages_until(variant, until)
     with progress_bar() as progress:
-        outcomes = variant_recipe.run_recipe(variant, stages, progress)
+        outcomes = variant_recipe.run_recipe(
+            variant, stages, progress, other_faults=_list_evaluation_faults(variant)
+        )
     rows = table(["stage", ""], ("time", "peak memory", "size before", "after"))
     for outcome in outcomes:
         rows.add_row(
@@ -169,7 +171,8 @@ def _show_dry_run(variant: Variant) -> None:
         # The dimensions of a published checkpoint that is not downloaded yet are in eval/shapes/.
         first = variants.load(variant_recipe.read_recipe(variant).base, variant.root)
         base = Outline.of_shape(shapes.variant_shape(first), first.weights)
-    faults, costs = variant_recipe.inspect_recipe(variant, base)
+    recipe_faults, costs = variant_recipe.inspect_recipe(variant, base)
+    faults = [*recipe_faults, *_list_evaluation_faults(variant)]
     forecasts = variant_recipe.forecast_recipe(variant) if is_here and not faults else [None] * len(costs)
     rows = table(["stage", "would be"], ("memory", "disk", "time", ""))
     rows.add_column("why")
@@ -192,6 +195,18 @@ def _show_dry_run(variant: Variant) -> None:
         raise RecipeError.of_faults(faults)
     for line in variant_recipe.lacking_space(costs, variant.root / "weights" / "store"):
         say(line)
+
+
+def _list_evaluation_faults(variant: Variant) -> list[str]:
+    """What the gate of the recipe's result would find wrong with its own evaluation, a line each."""
+    from slimqwen.records.settings import find_own_evaluation
+
+    folder = find_own_evaluation(variant)
+    if folder is None:
+        return []
+    from slimqwen.evals import own_evaluation  # slow to import
+
+    return own_evaluation.list_faults(variant, folder)
 
 
 def _duration(seconds: float) -> str:

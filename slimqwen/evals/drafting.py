@@ -5,7 +5,7 @@
 
 import dataclasses
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
@@ -114,24 +114,49 @@ def cut_prompts(
         transformers.AutoTokenizer.from_pretrained(side.weights, local_files_only=True)
         for side in (variant, baseline)
     )
-    documents = prompts.documents(settings.documents, settings.seed, variant.root)
-    cutter = prompts.PromptCutter(
-        documents if split is None else filter(split.has, documents),
+    classes = cut_class_tokens(
+        settings,
         lambda text: list(baseline_tokenizer(text, add_special_tokens=False)["input_ids"]),
-        settings.documents,
+        max_tokens,
+        variant.root,
+        split,
     )
-    classes = {}
-    for name, length in settings.classes.items():
-        texts = [
-            baseline_tokenizer.decode(ids)
-            for ids in cutter.cut(settings.prompt_count(split), min(length, max_tokens))
+    # A pruned tokenizer may need more tokens for the same text.
+    return {
+        name: [
+            list(variant_tokenizer(baseline_tokenizer.decode(ids), add_special_tokens=False)["input_ids"])[
+                -max_tokens:
+            ]
+            for ids in class_prompts
         ]
-        # A pruned tokenizer may need more tokens for the same text.
-        classes[name] = [
-            list(variant_tokenizer(text, add_special_tokens=False)["input_ids"])[-max_tokens:]
-            for text in texts
-        ]
-    return classes
+        for name, class_prompts in classes.items()
+    }
+
+
+def cut_class_tokens(
+    settings: AcceptanceSettings,
+    tokenize: Callable[[str], prompts.Tokens],
+    max_tokens: int,
+    root: Path,
+    split: Split | None = None,
+) -> dict[str, list[prompts.Tokens]]:
+    """Prompts of each class in the token ids of the tokenizer that cuts them from the settings' documents.
+
+    Args:
+        max_tokens: longest prompt.
+        split: side of the split that the documents are on; None for both.
+
+    Raises:
+        CorpusError: the documents are missing, malformed or used up.
+    """
+    documents = prompts.documents(settings.documents, settings.seed, root)
+    cutter = prompts.PromptCutter(
+        documents if split is None else filter(split.has, documents), tokenize, settings.documents
+    )
+    return {
+        name: cutter.cut(settings.prompt_count(split), min(length, max_tokens))
+        for name, length in settings.classes.items()
+    }
 
 
 def measure_drafts(

@@ -29,7 +29,7 @@ from slimqwen.evals.fidelity_figures import (
 )
 from slimqwen.progress import Progress, silent
 from slimqwen.records import provenance, store
-from slimqwen.records.record import Block, Estimate, NonNegative, Table, VariantName, Verdict
+from slimqwen.records.record import Block, Estimate, NonNegative, Positive, Table, VariantName, Verdict
 from slimqwen.records.settings import SettingsName
 from slimqwen.records.split import Split, SplitRecord
 from slimqwen.serving import shared_server, speed_only
@@ -64,6 +64,9 @@ class Fidelity(SplitRecord):
     unchanged: Unchanged | None = Field(
         description="null if checkpoint or dtypes differ from the baseline's."
     )
+    texts_available: Positive | None = Field(
+        default=None, description="Texts in the file, of which the first were read; absent if all were."
+    )
     modes: dict[str, Figures] = Field(min_length=1)
     verdicts: dict[str, dict[str, Verdict]] = Field(description="Verdict of each figure in each mode.")
     verdict: Verdict
@@ -82,6 +85,11 @@ class Fidelity(SplitRecord):
             f"{first.positions_compared:,} positions of {first.texts_compared} of {first.texts} texts; bits per byte "
             "of all texts."
         ]
+        if self.texts_available:
+            notes.append(
+                f"The first {first.texts} of {self.texts_available:,} texts; most_texts in the section fidelity of "
+                "gate.yaml sets how many."
+            )
         notes += [
             f"{mode}: over HTTP; KL over the likeliest {figures.top_k} tokens, with all other tokens as one bucket."
             for mode, figures in self.modes.items()
@@ -159,6 +167,7 @@ def measure_fidelity(
         limit = settings.unchanged_ratio
         unchanged = Unchanged(limit=limit, ratios=tuple(noise_ratios(texts, limit)))
     ratios = unchanged.ratios if unchanged else ()
+    leaves_out = settings.most_texts is not None and reference.available > settings.most_texts
     record = Fidelity(
         variant=variant.name,
         baseline=baseline.name,
@@ -166,6 +175,7 @@ def measure_fidelity(
         split=split,
         limits=settings.limits,
         unchanged=unchanged,
+        texts_available=reference.available if leaves_out else None,
         modes=modes,
         verdicts=verdicts,
         verdict=overall(

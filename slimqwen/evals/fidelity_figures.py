@@ -15,9 +15,12 @@ from typing import Any, ClassVar
 
 from pydantic import Field
 
+from slimqwen.evals import EvalError
 from slimqwen.records.record import Block, Count, Estimate, NonNegative, Positive, Share, Verdict
 from slimqwen.records.settings import Settings
+from slimqwen.records.split import Split
 from slimqwen.stats import intervals
+from slimqwen.text.files import TextFile
 
 MODES = ("single", "batched")
 """In-process modes: one text at a time; several at once with a token budget that splits their prefill into chunks."""
@@ -76,6 +79,7 @@ class FidelitySettings(Settings):
 
     Attributes:
         texts: path of a .jsonl file of {"id", "text"}, relative to the repository.
+        most_texts: largest number of texts that are read, the first of the file; None for all.
         prefix: text of the token that is put before every text.
         batch: texts that are read at once in the modes batched and served.
         limits: largest values that pass.
@@ -88,10 +92,36 @@ class FidelitySettings(Settings):
     own_file: ClassVar[str] = "gate"
 
     texts: Path
+    most_texts: int | None = Field(default=None, ge=2)
     prefix: str
     batch: int
     limits: FidelityLimits
     unchanged_ratio: float = Field(gt=1)
+
+    def read_texts(self, root: Path, split: Split | None = None) -> list[tuple[str, str]]:
+        """Read ids (line numbers if absent) and contents of all texts of the file, or of one side of the split.
+
+        Raises:
+            CorpusError: the file is missing or malformed.
+            EvalError: a line has no text, a text is empty, or fewer than two texts are on that side.
+        """
+        reader = TextFile(root / self.texts)
+        texts = []
+        for number, document in enumerate(reader, start=1):
+            if not document.text:
+                raise EvalError(
+                    f'{reader.location(document.position)}: no text in this line; write {{"text": …}} or remove the line'
+                )
+            texts.append((document.id or str(number), document.text))
+        side_texts = [each for each in texts if split is None or split.has(each[1])]
+        if len(side_texts) < 2:
+            side = (
+                f" are on the {split}; add texts, or change proof_share of the suite"
+                if split
+                else "; add texts"
+            )
+            raise EvalError(f"{reader.path}: {len(side_texts)} of {len(texts)} texts{side}")
+        return side_texts
 
 
 class Figures(Block):

@@ -31,7 +31,6 @@ from slimqwen.records.split import Split
 from slimqwen.serving import in_process
 from slimqwen.serving.http_client import open_client
 from slimqwen.serving.shared_server import ServerLostError, SharedServer, server_lost
-from slimqwen.text.files import TextFile
 
 _LEAST_SHARE = 1e-12
 """Smallest probability of the tail that is used, because rounding can make the computed one negative."""
@@ -66,10 +65,12 @@ class ReferenceTexts:
 
     Attributes:
         texts: the texts of the settings, then one text that joins them up to the context length.
+        available: texts in the settings' file, or on a side of the split; all are read unless `most_texts` is smaller.
         batch: texts that are read at once.
     """
 
     texts: list[TokenisedText]
+    available: int
     batch: int
     baseline: BaselineModel
 
@@ -95,8 +96,12 @@ class ReferenceTexts:
             CorpusError: the file of texts is missing or malformed.
             EvalError: a text is missing or too long, the prefix is no token, or the vocabularies are unrelated.
         """
-        texts = _tokenise_texts(variant_weights, baseline_weights, settings, root, split, max_model_len)
-        return cls(texts, settings.batch, BaselineModel(baseline_weights, root / KEPT_STATES))
+        known = settings.read_texts(root, split)
+        texts = _tokenise_texts(
+            variant_weights, baseline_weights, settings, known[: settings.most_texts], max_model_len
+        )
+        baseline = BaselineModel(baseline_weights, root / KEPT_STATES)
+        return cls(texts, len(known), settings.batch, baseline)
 
     def read_batches(self, progress: Progress) -> Iterator[list[tuple[TokenisedText, Tensor]]]:
         """Yield batches of texts, each text with the baseline's log-probabilities, [positions, vocabulary]."""
@@ -169,30 +174,6 @@ def compare_served(
                 comparer.require_complete()
                 comparisons.append(comparer.comparison)
     return comparisons
-
-
-def read_texts(file: Path, split: Split | None = None) -> list[tuple[str, str]]:
-    """Read ids (line numbers if absent) and contents of the texts in a .jsonl file, or of one side of the split.
-
-    Raises:
-        CorpusError: the file is missing or malformed.
-        EvalError: a line has no text, a text is empty, or fewer than two texts are on that side.
-    """
-    reader = TextFile(file)
-    texts = []
-    for number, document in enumerate(reader, start=1):
-        if not document.text:
-            raise EvalError(
-                f'{reader.location(document.position)}: no text in this line; write {{"text": …}} or remove the line'
-            )
-        texts.append((document.id or str(number), document.text))
-    side_texts = [each for each in texts if split is None or split.has(each[1])]
-    if len(side_texts) < 2:
-        side = (
-            f" are on the {split}; add texts, or change proof_share of the suite" if split else "; add texts"
-        )
-        raise EvalError(f"{file}: {len(side_texts)} of {len(texts)} texts{side}")
-    return side_texts
 
 
 class _Comparer:
@@ -336,12 +317,10 @@ def _tokenise_texts(
     variant_weights: Path,
     baseline_weights: Path,
     settings: FidelitySettings,
-    root: Path,
-    split: Split | None,
+    texts: Sequence[tuple[str, str]],
     max_model_len: int,
 ) -> list[TokenisedText]:
     """Tokenise the texts, then one text that joins them up to `max_model_len` tokens."""
-    texts = read_texts(root / settings.texts, split)
     kept_ids = kept_token_ids(variant_weights)
     tokenizers = [
         transformers.AutoTokenizer.from_pretrained(weights) for weights in (variant_weights, baseline_weights)

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -28,17 +29,25 @@ def read_recipe(variant: Variant) -> Recipe:
 
 
 def run_recipe(
-    variant: Variant, stages: int | None = None, progress: Progress = silent
+    variant: Variant,
+    stages: int | None = None,
+    progress: Progress = silent,
+    *,
+    other_faults: Sequence[str] = (),
 ) -> list[runner.Outcome]:
     """Run a variant's recipe.
 
     Args:
         stages: number of stages to run, from the first; None for all.
 
+    Args:
+        other_faults: what else keeps it from running, such as faults of what will judge its result, a line each.
+
     Raises:
         RecipeError: the recipe has faults, all of which are named before anything runs; or as `runner.run_recipe`.
     """
     recipe = recipe_file.parse_recipe(variant.folder / "recipe.yaml")
+    recipe = replace(recipe, faults=(*recipe.faults, *other_faults))
     resolve = partial(base_folder, root=variant.root)
     is_embedded = comes_from_embedded(recipe.base, variant.root)
     weights = variant.root / "weights"

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from slimqwen.text.chats import ChatRenderer
 from slimqwen.text.corpus import resolve_text
@@ -122,33 +122,49 @@ class PromptCutter:
         return prompts
 
 
-def read_own_prompts(file: Path, weights: Path) -> list[tuple[Tokens, int | None]]:
-    """Read the user's own prompts: token ids, and the number of tokens to generate (None where the line has none).
-
-    A line is {"prompt": text}, or {"messages": […], "tools": […]}, which the checkpoint's chat template renders; either
-    may have "output_tokens" too.
+def parse_own_prompts(file: Path) -> list[OwnPrompt]:
+    """Read the lines of a prompts.jsonl.
 
     Raises:
-        CorpusError: the file cannot be read, a line is neither of the two, or there are fewer than two lines.
+        CorpusError: the file cannot be read, a line is neither {"prompt": text} nor {"messages": […], "tools": […]}, or
+            there are fewer than two lines.
     """
-    renderer = ChatRenderer(weights)
-    prompts: list[tuple[Tokens, int | None]] = []
+    parsed: list[OwnPrompt] = []
     with reading(file), file.open("rb") as stream:
         for number, (_, line) in enumerate(read_json_lines(stream, file), start=1):
             try:
-                fields = OwnPrompt.model_validate(line)
-                text = fields.prompt or renderer.render(fields.messages or [], fields.tools, to_continue=True)
-            # Templates raise exceptions of any type.
-            except Exception as error:
-                reason = " ".join(str(error).split())[:200]
-                raise CorpusError(
-                    f"{file}, prompt {number}: unusable ({reason}); correct or remove it"
-                ) from None
-            tokens = list(renderer.tokenizer(text, add_special_tokens=False)["input_ids"])
-            prompts.append((tokens, fields.output_tokens))
-    if len(prompts) < 2:
-        raise CorpusError(f"{file}: {len(prompts)} prompts are too few for an interval; write 2 or more")
+                parsed.append(OwnPrompt.model_validate(line))
+            except ValidationError as error:
+                raise _unusable_prompt(file, number, error) from None
+    if len(parsed) < 2:
+        raise CorpusError(f"{file}: {len(parsed)} prompts are too few for an interval; write 2 or more")
+    return parsed
+
+
+def read_own_prompts(file: Path, weights: Path) -> list[tuple[Tokens, int | None]]:
+    """Read the user's own prompts: token ids, and the number of tokens to generate (None where the line has none).
+
+    The checkpoint's chat template renders messages.
+
+    Raises:
+        CorpusError: as `parse_own_prompts`, or a chat cannot be rendered.
+    """
+    renderer = ChatRenderer(weights)
+    prompts: list[tuple[Tokens, int | None]] = []
+    for number, own in enumerate(parse_own_prompts(file), start=1):
+        try:
+            text = own.prompt or renderer.render(own.messages or [], own.tools, to_continue=True)
+        # Templates raise exceptions of any type.
+        except Exception as error:
+            raise _unusable_prompt(file, number, error) from None
+        tokens = list(renderer.tokenizer(text, add_special_tokens=False)["input_ids"])
+        prompts.append((tokens, own.output_tokens))
     return prompts
+
+
+def _unusable_prompt(file: Path, number: int, error: Exception) -> CorpusError:
+    reason = " ".join(str(error).split())[:200]
+    return CorpusError(f"{file}, prompt {number}: unusable ({reason}); correct or remove it")
 
 
 def digest(prompts: list[Tokens]) -> str:

@@ -1,5 +1,7 @@
 """`variant new`: a baseline of a checkpoint, and a variant of it whose recipe asks for its texts."""
 
+import shutil
+import time
 from pathlib import Path
 
 import pytest
@@ -45,6 +47,23 @@ def test_a_folder_becomes_a_baseline_and_its_variant_asks_for_the_text(
     assert (root / "corpora").is_dir()
     with pytest.raises(RecipeError, match=r"recipe\.yaml:\d+: corpus\.path is not filled in"):
         said_by("recipe run --variant mine --dry-run")
+
+
+@pytest.mark.parametrize("how", ["--dry-run", ""])
+def test_what_will_judge_a_variant_is_checked_with_its_recipe(root: Path, how: str) -> None:
+    (root / "eval" / "own" / "judge").mkdir(parents=True)
+    shutil.copy(Path(__file__).parents[2] / "eval" / "own.yaml", root / "eval")
+    said_by("variant new --name base --checkpoint weights/mymodel")
+    said_by("variant new --name mine --base base --stage calibrate --evaluation judge")
+    started = time.process_time()
+    with pytest.raises(RecipeError) as caught:
+        said_by(f"recipe run --variant mine {how}")
+    assert time.process_time() - started < 3
+    corpus, texts, questions = caught.value.faults
+    assert "corpus.path is not filled in" in corpus
+    assert "eval/own/judge/texts.jsonl: cannot be read" in texts
+    assert "eval/own/judge/questions.jsonl: cannot be read" in questions
+    assert not (root / "weights" / "store").exists()
 
 
 def test_a_dry_run_names_memory_disk_and_time_of_each_stage(

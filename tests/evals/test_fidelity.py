@@ -54,10 +54,9 @@ def settings(tmp_path_factory):
 
 
 def test_a_side_of_the_split_has_texts_of_its_own(settings, tmp_path):
-    both = token_distributions.read_texts(settings.texts)
+    both = settings.read_texts(ROOT)
     search, proof = (
-        token_distributions.read_texts(settings.texts, Split(side=side, proof_share=0.5))
-        for side in ("search", "proof")
+        settings.read_texts(ROOT, Split(side=side, proof_share=0.5)) for side in ("search", "proof")
     )
     assert sorted(search + proof) == sorted(both)
     assert min(len(search), len(proof)) > 1
@@ -66,7 +65,7 @@ def test_a_side_of_the_split_has_texts_of_its_own(settings, tmp_path):
     with pytest.raises(
         EvalError, match="of 1 texts are on the proof split, 50% of the items; add texts, or change"
     ):
-        token_distributions.read_texts(few, Split(side="proof", proof_share=0.5))
+        settings.model_copy(update={"texts": few}).read_texts(ROOT, Split(side="proof", proof_share=0.5))
 
 
 @pytest.fixture(scope="module")
@@ -256,6 +255,15 @@ def test_unrelated_vocabularies_are_refused(settings, tmp_path):
         reference_of(other, TINY, settings)
 
 
+def test_no_more_texts_are_read_than_the_settings_say(settings):
+    few = settings.model_copy(update={"most_texts": 3})
+    names = [name for name, _ in settings.read_texts(ROOT)]
+    reference = reference_of(TINY, TINY, few)
+    assert [text.name for text in reference.texts] == [*names[:3], JOINED]
+    assert (reference.available, len(names)) == (len(names), 12)
+    assert len(reference_of(TINY, TINY, settings).texts) == 1 + len(names)
+
+
 @pytest.mark.parametrize(
     ("lines", "message"),
     [
@@ -277,11 +285,11 @@ def test_texts_that_cannot_be_compared_are_told(settings, tmp_path, lines, messa
         reference_of(TINY, TINY, bad)
 
 
-def test_a_text_with_a_line_separator_is_one_text(tmp_path):
+def test_a_text_with_a_line_separator_is_one_text(settings, tmp_path):
     rows = [{"id": str(n), "text": f"text\u2028{n}\x0c"} for n in range(2)]
     (tmp_path / "texts.jsonl").write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
-    read = token_distributions.read_texts(tmp_path / "texts.jsonl")
-    assert read == [(row["id"], row["text"]) for row in rows]
+    own = settings.model_copy(update={"texts": tmp_path / "texts.jsonl"})
+    assert own.read_texts(ROOT) == [(row["id"], row["text"]) for row in rows]
 
 
 LIMITS = FidelityLimits(**dict.fromkeys(FidelityLimits.model_fields, 0.05))

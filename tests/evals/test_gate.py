@@ -13,7 +13,6 @@ from slimqwen.evals import EvalError, acceptance, engine, fidelity, gate, gate_c
 from slimqwen.evals.gate import Gate
 from slimqwen.evals.gate_checks import GateSettings
 from slimqwen.evals.suites.suite import Suite
-from slimqwen.evals.token_distributions import read_texts
 from slimqwen.records import store
 from slimqwen.records.settings import SettingsError
 from slimqwen.text import prompts
@@ -275,7 +274,7 @@ def test_every_suite_has_a_gate_of_its_name() -> None:
     for name in (path.stem for path in (ROOT / "eval" / "suites").glob("*.yaml")):
         settings = GateSettings.load(name, ROOT)
         assert settings.quality == name
-        assert len(read_texts(ROOT / settings.fidelity.texts)) > 20
+        assert len(settings.fidelity.read_texts(ROOT)) > 20
         assert resolve_text(settings.engine.text, ROOT).is_file()
         assert len(list(prompts.documents(settings.acceptance.documents, 0, ROOT))) > 20
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from slimqwen import variant
-from slimqwen.evals import fidelity, gate, quality
+from slimqwen.evals import drafting, fidelity, gate, own_evaluation, quality
 from slimqwen.evals.drafting import AcceptanceSettings
 from slimqwen.evals.fidelity_figures import FidelitySettings
 from slimqwen.evals.gate_checks import GateSettings
@@ -54,9 +54,83 @@ def test_a_field_of_gate_yaml_replaces_that_field_alone(root: Path) -> None:
     assert (after.limits.kl_nats, after.batch) == (0.5, 2)
     assert after.limits.bits_per_byte == before.limits.bits_per_byte
     assert after.file(root) == own
-    own.write_text("fidelity: {limits: {kl: 0.5}}\n")
-    with pytest.raises(SettingsError, match=r"eval/own/mine/gate\.yaml: unknown key fidelity\.limits\.kl"):
+    own.write_text("fidelity: {limits: {kl_nat: 0.5}}\n")
+    with pytest.raises(
+        SettingsError, match=r"eval/own/mine/gate\.yaml:1: unknown key 'kl_nat'; did you mean kl_nats\?"
+    ):
         GateSettings.load("mine", root)
+
+
+OWN = Path("eval/own/mine")
+PASSAGES = Path("eval/texts/tinyworld_passages.jsonl").read_text().splitlines(keepends=True)[:750]
+ASKED: list[dict[str, object]] = [{"prompt": "?", "answer": "a"}] * 2
+
+
+def faults_of(root: Path, **lines: str) -> list[str]:
+    """What is wrong with the evaluation mine of a variant of tiny with these lines of config.env."""
+    judged = variant.load("tiny-awq", root).with_lines({"EVALUATION": "mine", **lines})
+    return [fault.removeprefix(f"{root}/") for fault in own_evaluation.list_faults(judged, root / OWN)]
+
+
+def test_an_evaluation_without_its_files_lacks_each_once(root: Path) -> None:
+    assert faults_of(root) == [
+        "eval/own/mine/texts.jsonl: cannot be read (No such file or directory); put the text there",
+        "eval/own/mine/questions.jsonl: cannot be read (No such file or directory); put the questions there",
+    ]
+
+
+def test_every_file_of_an_evaluation_is_checked_at_once(root: Path) -> None:
+    write_questions(root, [{"prompt": "?"}, {"prompt": "?", "answer": 3}])
+    (root / OWN / "prompts.jsonl").write_text('{"prompt": "?"}\n{"text": "?"}\n')
+    (root / OWN / "texts.jsonl").write_text("".join(PASSAGES[:9]) + '{"txt": ""}\n')
+    first, second, third = faults_of(root)
+    assert "prompts.jsonl, prompt 2: unusable (" in first
+    assert second.startswith("eval/own/mine/texts.jsonl, line 10: no text in it")
+    assert "questions.jsonl: line 1: answer: Field required; line 2: answer: write it as text" in third
+
+
+def test_a_sound_evaluation_has_no_fault(root: Path) -> None:
+    write_questions(root, ASKED)
+    (root / OWN / "texts.jsonl").write_text("".join(PASSAGES))
+    assert faults_of(root) == []
+
+
+def test_each_fault_of_the_settings_is_named_at_its_line(root: Path) -> None:
+    own = root / OWN / "gate.yaml"
+    own.write_text("fidelity:\n  batches: 2\nengine:\n  lengths: 0\nacceptance: {prompts: 3}\n")
+    assert faults_of(root) == [
+        "eval/own/mine/gate.yaml:2: unknown key 'batches'; did you mean batch?",
+        "eval/own/mine/gate.yaml:5: acceptance: 3 prompts do not make 6 groups",
+        "eval/own/mine/gate.yaml:4: engine.lengths: Input should be greater than or equal to 1, here is 0",
+    ]
+
+
+def test_too_few_texts_for_the_drafts_are_told_as_the_gate_tells_it(root: Path) -> None:
+    write_questions(root, ASKED)
+    (root / OWN / "texts.jsonl").write_text("".join(PASSAGES[:80]))
+    settings, tiny = AcceptanceSettings.load("mine", root), variant.load("tiny", root)
+    with pytest.raises(CorpusError, match=r"24 prompts of \d+ tokens lack [\d,]+ tokens") as caught:
+        drafting.cut_prompts(settings, tiny, tiny, 256 - settings.tokens)
+    assert faults_of(root, VLLM_MAX_MODEL_LEN="256") == [str(caught.value)]
+    assert faults_of(root, VLLM_MAX_MODEL_LEN="1024") != [str(caught.value)]
+    assert faults_of(root, VLLM_MAX_MODEL_LEN="80") == []
+
+
+@pytest.mark.parametrize("lacking", ["tokenizer.json", "MTP head", "baseline"])
+def test_drafts_are_left_out_where_nothing_says_how_they_will_be(
+    root: Path, lacking: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_questions(root, ASKED)
+    (root / OWN / "texts.jsonl").write_text("".join(PASSAGES[:40]))
+    assert len(faults_of(root)) == 1
+    if lacking == "MTP head":
+        monkeypatch.setattr(own_evaluation, "has_mtp_head", lambda folder: False)
+    judged = variant.load("tiny-awq", root).with_lines({"EVALUATION": "mine"})
+    if lacking == "tokenizer.json":
+        (root / "weights").unlink()
+    if lacking == "baseline":
+        judged = dataclasses.replace(judged, baseline=None)
+    assert own_evaluation.list_faults(judged, root / OWN) == []
 
 
 def test_drafts_are_compared_at_the_depth_that_is_served(root: Path) -> None:

@@ -1,0 +1,68 @@
+"""The files of an own evaluation, checked before a recipe works for hours on what they will judge."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+from tokenizers import Tokenizer
+
+from slimqwen import variant as variants
+from slimqwen.checkpoint import read_config, text_config
+from slimqwen.checkpoint.weights import has_mtp_head
+from slimqwen.errors import SlimqwenError
+from slimqwen.evals.drafting import AcceptanceSettings, cut_class_tokens
+from slimqwen.evals.gate_checks import GateSettings
+from slimqwen.evals.suites.suite import Suite
+from slimqwen.text.prompts import parse_own_prompts
+from slimqwen.variant import Variant
+
+
+def list_faults(variant: Variant, folder: Path) -> list[str]:
+    """What is wrong with an own evaluation, a line each: its settings, texts, questions and prompts.
+
+    It starts no engine, and the variant's own checkpoint need not exist.
+
+    Args:
+        variant: what it will judge.
+        folder: as `settings.find_own_evaluation`.
+    """
+    root, faults = variant.root, []
+    prompts = folder / "prompts.jsonl"
+    checks: list[Callable[[], object]] = [lambda: parse_own_prompts(prompts)] if prompts.is_file() else []
+    try:
+        gate = GateSettings.load(folder.name, root)
+    except SlimqwenError as error:
+        faults += error.faults
+    else:
+        checks += [
+            lambda: gate.fidelity.read_texts(root),
+            lambda: _cut_prompts_of_drafts(variant, gate.acceptance),
+            lambda: Suite.load(gate.quality, root).require_questions(root),
+        ]
+    for check in checks:
+        try:
+            check()
+        except SlimqwenError as error:
+            faults += error.faults
+    return list(dict.fromkeys(faults))  # two checks read one file
+
+
+def _cut_prompts_of_drafts(variant: Variant, settings: AcceptanceSettings) -> None:
+    """Cut the prompts of acceptance as the gate will; a CorpusError where the documents are too few tokens."""
+    if variant.baseline is None:
+        return
+    weights = variants.load(variant.baseline, variant.root).weights
+    file = weights / "tokenizer.json"
+    if not file.is_file() or not has_mtp_head(weights):
+        return
+    tokenizer = Tokenizer.from_file(str(file))
+    context = int(text_config(read_config(weights))["max_position_embeddings"])
+    served = variant.settings.get("VLLM_MAX_MODEL_LEN")
+    if served and served.value.isdigit():
+        context = min(context, int(served.value))
+    # The gate leaves room for the drafted tokens too: a handful, which is not known before vLLM reads the flags.
+    cut_class_tokens(
+        settings,
+        lambda text: list(tokenizer.encode(text, add_special_tokens=False).ids),
+        max(1, context - settings.tokens),
+        variant.root,
+    )
