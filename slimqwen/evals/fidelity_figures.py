@@ -109,9 +109,8 @@ class FidelitySettings(Settings):
         texts = []
         for number, document in enumerate(reader, start=1):
             if not document.text:
-                raise EvalError(
-                    f'{reader.location(document.position)}: no text in this line; write {{"text": …}} or remove the line'
-                )
+                place = reader.location(document.position)
+                raise EvalError(f'{place}: no text in this line; write {{"text": …}} or remove the line')
             texts.append((document.id or str(number), document.text))
         side_texts = [each for each in texts if split is None or split.has(each[1])]
         if len(side_texts) < 2:

@@ -85,7 +85,7 @@ def test_every_file_of_an_evaluation_is_checked_at_once(root: Path) -> None:
     (root / OWN / "texts.jsonl").write_text("".join(PASSAGES[:9]) + '{"txt": ""}\n')
     first, second, third = faults_of(root)
     assert "prompts.jsonl, prompt 2: unusable (" in first
-    assert second.startswith("eval/own/mine/texts.jsonl, line 10: no text in it")
+    assert second.startswith("eval/own/mine/texts.jsonl, line 10: neither a text nor a chat")
     assert "questions.jsonl: line 1: answer: Field required; line 2: answer: write it as text" in third
 
 
@@ -100,7 +100,7 @@ def test_each_fault_of_the_settings_is_named_at_its_line(root: Path) -> None:
     own.write_text("fidelity:\n  batches: 2\nengine:\n  lengths: 0\nacceptance: {prompts: 3}\n")
     assert faults_of(root) == [
         "eval/own/mine/gate.yaml:2: unknown key 'batches'; did you mean batch?",
-        "eval/own/mine/gate.yaml:5: acceptance: 3 prompts do not make 6 groups",
+        "eval/own/mine/gate.yaml:5: acceptance: 3 prompts cannot be divided into 6 groups; raise prompts",
         "eval/own/mine/gate.yaml:4: engine.lengths: Input should be greater than or equal to 1, here is 0",
     ]
 
