@@ -1,7 +1,8 @@
 """The fastest way to speculate for a variant on this machine, found by measurement.
 
-`arms` lists the ways that vLLM has for a checkpoint, `tuner` measures them in turns with the undrafted server and ends
-the slow ones early, `contest` compares their turns, `record` is the record kind with its table.
+`arms` lists the ways that vLLM may have for a checkpoint, `tuner` measures them in turns with the undrafted server and
+ends slow ones early, `contest` compares their turns, `responses` checks their greedy responses, and `record` is the
+record kind with its table.
 """
 
 from slimqwen.search.tune.record import Tune

@@ -1,7 +1,7 @@
 """Arms: the ways to speculate that vLLM may have for a checkpoint, each as lines of config.env.
 
-Which of them an installed vLLM has on this platform is not written down here: its parser and its configuration say what
-they refuse, and a server that dies says why.
+This module does not state which arms the installed vLLM supports on this platform: vLLM's parser and configuration
+refuse the others, or the server of an arm dies and its log says why.
 """
 
 import json
@@ -25,14 +25,16 @@ _DEPTHS = range(1, 7)
 _LOOKUPS: Mapping[str, Mapping[str, Any]] = {
     "ngram": {_DEPTH: 4, "prompt_lookup_max": 4, "prompt_lookup_min": 2},
     "ngram_gpu": {_DEPTH: 4, "prompt_lookup_max": 4, "prompt_lookup_min": 2},
-    "suffix": {_DEPTH: 8},  # at most: it drafts as many as it has seen before
+    "suffix": {
+        _DEPTH: 8
+    },  # an upper bound: the method drafts only as many tokens as it finds in the text so far
 }
-"""Settings of the methods that draft from the text so far, without a model."""
+"""Settings of the methods that draft from the text so far, without a drafting model."""
 
 _PROBABILISTIC = {"draft_sample_method": "probabilistic"}
 _BLOCK = {"rejection_sample_method": "block"}
 _SAMPLING: tuple[Mapping[str, str], ...] = (_PROBABILISTIC, _BLOCK, {**_PROBABILISTIC, **_BLOCK})
-"""Settings of draft sampling and rejection sampling for requests above temperature 0; vLLM's defaults are left out."""
+"""Settings of draft sampling and rejection sampling to try at temperatures above 0, without vLLM's defaults."""
 
 _OF_AN_ARM = (_DEPTH, f"{_DEPTH}_per_batch_size", *_PROBABILISTIC, *_BLOCK, "enable_adaptive_verification")
 _UNNAMED = ("method", "model", _DEPTH, "prompt_lookup_max", "prompt_lookup_min")
@@ -40,13 +42,17 @@ _UNNAMED = ("method", "model", _DEPTH, "prompt_lookup_max", "prompt_lookup_min")
 
 @dataclass(frozen=True)
 class Arm:
-    """A way to speculate: vLLM's speculative config, None without drafts."""
+    """A way to speculate.
+
+    Attributes:
+        speculation: vLLM's speculative config; None for no drafts.
+    """
 
     speculation: Mapping[str, Any] | None
 
     @property
     def name(self) -> str:
-        """Its method, depth and other settings, such as MTP K=4, probabilistic."""
+        """Method, depth and other settings, such as "MTP K=4, probabilistic"."""
         settings = self.speculation
         if settings is None:
             return "none"
@@ -58,20 +64,20 @@ class Arm:
 
     @property
     def depth(self) -> int:
-        """Tokens drafted at a time; 0 without drafts, or where vLLM chooses."""
+        """Tokens drafted at a time (K); 0 without drafts or if vLLM chooses."""
         return int((self.speculation or {}).get(_DEPTH, 0))
 
     @property
     def is_sampled(self) -> bool:
-        """Whether a model drafts, from whose distribution tokens can be drawn."""
+        """Whether a model drafts, so that draft tokens can be sampled from its distribution."""
         return self.speculation is not None and self.speculation.get("method") not in _LOOKUPS
 
     def list_lines(self, served: ServerCommand, sequences: int | None) -> dict[str, str]:
-        """Lines of config.env that differ from the variant's own; an empty value unsets.
+        """Lines of config.env in which the arm differs from the variant; an empty value unsets.
 
         Args:
             served: the variant's own command.
-            sequences: requests that the server shall run at a time; None for those of the variant.
+            sequences: most requests that the server is to run at a time; None for the variant's own number.
         """
         lines = {}
         own = served.flags.get("speculative-config") or {}
@@ -81,9 +87,9 @@ class Arm:
             lines[_SEQUENCES] = str(sequences)
         sizes = served.flags.get("cudagraph-capture-sizes")
         if sizes and sequences is not None:
-            lines[_GRAPH_SIZES] = ""  # vLLM chooses those of more requests
+            lines[_GRAPH_SIZES] = ""  # the served sizes are too few for more requests: vLLM chooses
         elif sizes and self.depth != own.get(_DEPTH, 0):
-            # A verify step has K + 1 tokens a request.
+            # A verify step computes K + 1 tokens for each request.
             requests = sorted({max(1, size // (own.get(_DEPTH, 0) + 1)) for size in sizes})
             lines[_GRAPH_SIZES] = ",".join(str(count * (self.depth + 1)) for count in requests)
         return lines
@@ -101,10 +107,10 @@ def _describe_setting(key: str, value: Any) -> str:
 
 
 def list_arms(served: ServerCommand) -> list[Arm]:
-    """Every way to speculate that is tried, the undrafted first, then the variant's own.
+    """List every arm that is tried: first the one without drafts, then the variant's own.
 
-    MTP keeps what else the variant's speculative config says, such as its attention backend. Without an MTP head there
-    is one arm with it, whose refusal says so.
+    MTP arms keep the other settings of the variant's speculative config, such as its attention backend. For a
+    checkpoint without an MTP head a single MTP arm is listed, whose refusal states that.
     """
     own = served.flags.get("speculative-config") or {}
     kept = {key: value for key, value in own.items() if key not in _OF_AN_ARM}
@@ -120,7 +126,7 @@ def list_arms(served: ServerCommand) -> list[Arm]:
 
 
 def vary_sampling(arm: Arm) -> list[Arm]:
-    """The other ways to draw and verify the drafts of an arm."""
+    """Arms that differ from `arm` only in how draft tokens are sampled and verified."""
     plain = {key: value for key, value in (arm.speculation or {}).items() if key not in _SAMPLING[-1]}
     return [Arm({**plain, **change}) for change in _SAMPLING]
 
@@ -128,10 +134,10 @@ def vary_sampling(arm: Arm) -> list[Arm]:
 def probe_configurations(
     weights: Path, _: Path, argvs: Sequence[Sequence[str]], progress: Progress
 ) -> list[str]:
-    """What vLLM's configuration refuses of each server's arguments, in one line; empty for what it takes.
+    """For each server, why vLLM's configuration refuses its arguments, in one line; empty if it accepts them.
 
     Args:
-        argvs: arguments of vLLM's API server, without program and module.
+        argvs: for each server, the arguments of vLLM's API server, without program and module.
     """
     reasons = []
     for done, argv in enumerate(argvs):
@@ -140,15 +146,15 @@ def probe_configurations(
             reasons.append(_find_ignored_method(resolution.make_engine_config(argv)))
         except ValidationError as error:
             reasons.append(" ".join(error.errors()[0]["msg"].removeprefix("Value error, ").split()))
-        except Exception as error:  # whatever vLLM refuses it with
+        except Exception as error:  # vLLM refuses with exceptions of many types
             reasons.append(" ".join(f"{type(error).__name__}: {error}".split()))
     return reasons
 
 
 def _find_ignored_method(config: Any) -> str:
-    """Why a rejection_sample_method has no effect; empty where it has one.
+    """Why a configured rejection_sample_method would have no effect; empty if it has one.
 
-    vLLM's configuration takes every method. Its model runner V1 ignores those whose names its sampler does not read,
+    vLLM's configuration accepts every method, but model runner V1 ignores those whose names its sampler does not read,
     and verifies token by token.
     """
     from vllm.v1.sample import rejection_sampler

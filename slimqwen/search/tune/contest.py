@@ -1,4 +1,4 @@
-"""The contest of arms: what their turns say about each, which are too slow to go on, and which one wins.
+"""The contest of arms: computes each arm's figures from its turns, ends arms that are too slow, and finds the winner.
 
 An arm's turn is compared with the undrafted server's turn of the same round, which got the same requests.
 """
@@ -20,7 +20,14 @@ FEWEST_ROUNDS = 3
 
 
 class LoadTurn(Block):
-    """All requests of one turn at one load, in the same order for each arm."""
+    """The requests of one turn at one load, in the same order for each arm.
+
+    Attributes:
+        load: number of concurrent requests.
+        output_tokens: tokens of all responses.
+        seconds: wall time of all requests.
+        accepted_tokens: number of accepted draft tokens.
+    """
 
     load: Positive
     output_tokens: Positive
@@ -32,7 +39,7 @@ class LoadTurn(Block):
 
     @property
     def tokens_per_second(self) -> float:
-        """Output tokens a second."""
+        """Output tokens per second of wall time."""
         return self.output_tokens / self.seconds
 
 
@@ -40,9 +47,9 @@ class Turn(Block):
     """One start of an arm's server, and its requests.
 
     Attributes:
-        number: of the round, from 0.
-        failure: why the arm is out; empty where it is not.
-        seconds: of the whole turn.
+        number: number of the round, from 0.
+        seconds: time of the whole turn.
+        failure: why the turn failed, which ends the arm; empty if it did not fail.
     """
 
     arm: str
@@ -56,14 +63,14 @@ class Turn(Block):
 
 
 class Contest:
-    """The turns so far, and the arms that are still measured."""
+    """State of a contest: the turns so far, and the arms that are still measured."""
 
     def __init__(self, arms: Sequence[Arm], refused: Mapping[str, str]) -> None:
         """Begin a contest.
 
         Args:
-            arms: the undrafted one included; others may be added.
-            refused: why arms cannot be tried, by their names.
+            arms: arms to measure, including the undrafted one; more may be added later.
+            refused: reasons why arms cannot be tried, by the arm's name.
         """
         self.arms = list(arms)
         self.ended = dict(refused)
@@ -71,20 +78,20 @@ class Contest:
 
     @property
     def alive(self) -> list[Arm]:
-        """Arms whose turns go on."""
+        """Arms that are still measured."""
         return [arm for arm in self.arms if arm.name not in self.ended]
 
     def add_turn(self, turn: Turn) -> None:
-        """Add a turn; one that failed ends its arm."""
+        """Add a turn; a failed turn ends its arm."""
         if turn.failure:
             self.ended[turn.arm] = turn.failure
-            # What a server that later died or was wrong did before is no figure.
+            # Earlier turns of an arm whose server died or was wrong do not count.
             self.turns = [each for each in self.turns if each.arm != turn.arm]
         else:
             self.turns.append(turn)
 
     def end_slow_arms(self) -> None:
-        """End each arm that is surely slower than the best at every load; the fastest with drafts always stays."""
+        """End each arm that is surely slower than the best at every load; the fastest arm with drafts always stays."""
         fastest = self.find_fastest()
         ratios = {
             arm.name: {
@@ -103,13 +110,13 @@ class Contest:
                 self.ended[arm.name] = "surely slower than the best"
 
     def find_fastest(self) -> Arm | None:
-        """The fastest arm with drafts that is still measured; None where none has a turn."""
+        """The fastest arm with drafts that is still measured; None if no such arm has a turn."""
         measured = [arm for arm in self.alive if arm is not UNDRAFTED and self.turns_of(arm)]
         return max(measured, key=lambda arm: self.describe(arm).speed, default=None)
 
     @property
     def verdict(self) -> Verdict:
-        """Whether drafts pay: the interval of the fastest arm's speed-up over all loads beside 1."""
+        """Whether drafts pay: the interval of the fastest arm's speed-up over all loads, compared with 1."""
         fastest = self.find_fastest()
         if fastest is None:
             drafted = [arm for arm in self.arms if arm is not UNDRAFTED]
@@ -122,11 +129,11 @@ class Contest:
 
     @property
     def is_decided(self) -> bool:
-        """Whether nothing that could be measured further would change the verdict or the winner."""
+        """Whether further turns could change neither the verdict nor the winner."""
         return self.verdict != Verdict.INCONCLUSIVE and len(self.alive) <= 2
 
     def describe(self, arm: Arm) -> TunedArm:
-        """The figures of an arm over its rounds."""
+        """Compute the figures of an arm over its rounds."""
         turns = self.turns_of(arm)
         loads: dict[str, LoadFigures] = {}
         for load in dict.fromkeys(each.load for turn in turns for each in turn.loads):
@@ -144,7 +151,7 @@ class Contest:
         return TunedArm(
             name=arm.name,
             speculation=None if arm.speculation is None else dict(arm.speculation),
-            ended=self.ended.get(arm.name, "" if turns else "its turn did not come"),
+            ended=self.ended.get(arm.name, "" if turns else "it had no turn in the given time"),
             rounds=len(turns),
             speedup=None if arm is UNDRAFTED else self._compare_loads(arm),
             loads=loads,
@@ -153,20 +160,20 @@ class Contest:
         )
 
     def describe_all(self) -> tuple[TunedArm, ...]:
-        """Every arm: those that were measured to the end first, then the fastest."""
+        """Figures of every arm: first arms that were measured to the end, each group from fastest to slowest."""
         figures = map(self.describe, self.arms)
         return tuple(sorted(figures, key=lambda arm: (bool(arm.ended), -arm.speed)))
 
     def turns_of(self, arm: Arm) -> list[Turn]:
-        """An arm's turns so far, none of one that failed."""
+        """An arm's turns so far; empty for an arm that failed."""
         return [turn for turn in self.turns if turn.arm == arm.name]
 
     def _at_load(self, arm: Arm, load: int) -> dict[int, LoadTurn]:
-        """What an arm did at a load, by round."""
+        """An arm's requests at a load, by round."""
         return {turn.number: each for turn in self.turns_of(arm) for each in turn.loads if each.load == load}
 
     def _compare_loads(self, arm: Arm) -> Ratio | None:
-        """Geometric mean of the speed-ups at all loads, by round; None with fewer than two rounds."""
+        """Speed-up of an arm, the geometric mean over the loads, paired by round; None with fewer than two rounds."""
         means = [
             {
                 turn.number: statistics.geometric_mean(each.tokens_per_second for each in turn.loads)
@@ -178,10 +185,10 @@ class Contest:
 
 
 def _compare_turns(own: Mapping[int, LoadTurn], undrafted: Mapping[int, LoadTurn]) -> Ratio | None:
-    """Tokens per second of an arm at a load over the undrafted server's; None where no round has both.
+    """Tokens per second of an arm at a load over those of the undrafted server; None if no round has both.
 
     With a single round the interval is over requests, whose mean time at a constant load is inversely proportional to
-    the tokens per second. It does not show that requests overlap; no verdict rests on it.
+    the tokens per second. It ignores that overlapping requests are dependent, so no verdict uses it.
     """
     ratio = _ratio_by_round(
         *({n: turn.tokens_per_second for n, turn in side.items()} for side in (own, undrafted))

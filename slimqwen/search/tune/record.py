@@ -1,4 +1,4 @@
-"""The record kind tune: every way to speculate that was tried for a variant, and which one pays."""
+"""The record kind tune: every way to speculate (arm) that was tried for a variant, and whether drafts pay."""
 
 import statistics
 from collections.abc import Callable, Mapping
@@ -15,68 +15,70 @@ from slimqwen.stats.verdict import Verdict
 class LoadFigures(Block):
     """Figures of an arm at one load, over all of its rounds."""
 
-    tokens_per_second: PositiveFloat = Field(description="Output tokens of all requests.")
+    tokens_per_second: PositiveFloat = Field(description="Output tokens per second over all requests.")
     ttft_ms: NonNegative = Field(description="Median time to first token.")
     speedup: Ratio | None = Field(
-        description="Of tokens per second over the undrafted server's in the same rounds; null for that server."
+        description="Tokens per second over those of the undrafted server in the same rounds; null for that server."
     )
     acceptance_length: float | None = Field(ge=1, description="1 + accepted / drafts; null without drafts.")
 
 
 class TunedArm(Block):
-    """A way to speculate, and how far it got."""
+    """A way to speculate with its figures, and why its measurement ended."""
 
     name: str = Field(min_length=1)
     speculation: dict[str, Any] | None = Field(description="vLLM's speculative config; null without drafts.")
-    ended: str = Field(description="Why it was measured no further; empty where it was to the end.")
+    ended: str = Field(description="Why the arm was ended early; empty if it was measured to the end.")
     rounds: Count
     speedup: Ratio | None = Field(
-        description="Geometric mean over the loads, by round; null with fewer than two, and for the undrafted server."
+        description="Geometric mean over the loads, paired by round; null for fewer than two rounds or no drafts."
     )
-    loads: dict[str, LoadFigures] = Field(description="By the number of concurrent requests.")
-    kv_tokens: Count | None = Field(description="Tokens that its KV cache holds; null where unknown.")
-    near_ties: Count = Field(description="Greedy responses that differ where either token is correct.")
+    loads: dict[str, LoadFigures] = Field(description="Figures by the number of concurrent requests.")
+    kv_tokens: Count | None = Field(description="Tokens that the KV cache holds; null if unknown.")
+    near_ties: Count = Field(description="Greedy responses that differ only by a near tie.")
 
     @property
     def speed(self) -> float:
-        """Times as fast as the undrafted server, over all loads; 1 for that server, 0 where nothing was measured."""
+        """Speed-up over the undrafted server over all loads; 1 for that server, 0 if nothing was measured."""
         ratios = [each.speedup.value if each.speedup else 1.0 for each in self.loads.values()]
         return statistics.geometric_mean(ratios) if ratios else 0.0
 
 
 class Tune(ServedRecord):
-    """The ways to speculate of a variant on one machine, measured in turns with the undrafted server."""
+    """The ways to speculate for a variant on one machine, measured in turns with the undrafted server."""
 
     kind = "tune"
     verb = "tune"
     units: ClassVar[Mapping[str, str]] = {"kv_tokens": "tokens"}
 
     workload: str = Field(min_length=1)
-    temperature: NonNegative = Field(description="Of the timed requests.")
+    temperature: NonNegative = Field(description="Temperature of the timed requests.")
     near_tie_nats: NonNegative | None = Field(
         description="Log-probability gap of the plain engine up to which either token is correct; null where responses "
         "were not compared, because the weights are random."
     )
     sequences: Positive | None = Field(
-        description="max_num_seqs of every arm, where the variant's own is smaller than a load."
+        description="max_num_seqs of every arm; null if the variant's own is large enough for every load."
     )
-    arms: tuple[TunedArm, ...] = Field(min_length=1, description="The fastest first.")
-    chosen: str | None = Field(description="Arm to serve; null where the verdict is inconclusive.")
+    arms: tuple[TunedArm, ...] = Field(
+        min_length=1, description="Arms that were measured to the end first, the fastest first."
+    )
+    chosen: str | None = Field(description="Arm to serve; null if the verdict is inconclusive.")
     lines: dict[str, str] = Field(
         description="config.env lines of the chosen arm that the variant lacks, in shell quotes; an empty one unsets."
     )
     verdict: Verdict = Field(
-        description="pass: drafts pay, the whole interval lies above 1; fail: they do not, it lies below 1."
+        description="pass: drafts pay, the whole interval is above 1; fail: they do not, it is below 1."
     )
 
     @property
     def fastest(self) -> TunedArm | None:
-        """The fastest arm with drafts; None where none was measured."""
+        """The fastest arm with drafts; None if no arm with drafts was measured."""
         return next((arm for arm in self.arms if arm.speculation and arm.loads), None)
 
     @property
     def advice(self) -> list[str]:
-        """Whether drafts pay, over all loads and at each, and what to write."""
+        """Sentences: whether drafts pay, over all loads and at each load, and the config.env lines to write."""
         fastest = self.fastest
         if fastest is None:
             return [f"Nothing that drafts could be measured, so {self.variant} is served without drafts."]
@@ -106,14 +108,14 @@ class Tune(ServedRecord):
         return sentences
 
     def _advise_load(self, load: str) -> str:
-        """Which arm is the fastest at a load, and whether that is sure."""
+        """Sentence about the fastest arm at a load, and whether it is surely faster than no drafts."""
         measured = [(arm.loads[load].speedup, arm) for arm in self.arms if load in arm.loads]
         ratio, arm = max(((ratio, arm) for ratio, arm in measured if ratio), key=lambda pair: pair[0].value)
         ending = "drafts do not pay" if ratio.high < 1 else "drafts pay" if ratio.low > 1 else "not decided"
         return f"At load {load}: {ending}, the fastest is {arm.name} with {ratio:.2f}."
 
     def tables(self, path: Path) -> list[Table]:
-        """One row per arm and load, the fastest arm first; what ended an arm is listed below."""
+        """Table with a row per arm and load, the fastest arm first; notes say why arms were ended."""
         rows = [(arm, load, figures) for arm in self.arms for load, figures in arm.loads.items()]
         columns: dict[str, Callable[[tuple[TunedArm, str, LoadFigures]], object]] = {
             "drafts": lambda row: row[0].name,

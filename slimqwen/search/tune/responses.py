@@ -1,6 +1,7 @@
-"""Greedy responses of a served arm, compared with a plain engine's: one at a time, and at the largest load.
+"""Comparison of a served arm's greedy responses with a plain engine's: one at a time, and at the largest load.
 
-`slimqwen.evals.engine` has the plain engine and the comparison. Here it is the very server that is timed that responds.
+`slimqwen.evals.engine` has the plain (reference) engine and the comparison. The compared responses come from the very
+server that is timed.
 """
 
 from collections.abc import Sequence
@@ -26,7 +27,7 @@ from slimqwen.serving.server import RunningServer
 from slimqwen.serving.shared_server import server_lost
 
 SETTINGS = "tinyworld"
-"""Engine settings in eval/gates/: two engines can be compared on any text."""
+"""Name of the engine settings in eval/gates/; any settings will do, because two engines can be compared on any text."""
 
 _BLOCK_TOKENS = 16
 _TIMEOUT_S = 300.0
@@ -34,11 +35,11 @@ _GREEDY = {
     "temperature": 0, "repetition_penalty": 1, "presence_penalty": 0, "frequency_penalty": 0, "min_p": 0,
     "ignore_eos": True, "return_token_ids": True,
 }  # fmt: skip
-"""Fields of a request; without the penalties the checkpoint's generation config would fill them in."""
+"""Fields of a request; penalties are set, because the checkpoint's generation config would otherwise set them."""
 
 
 class WrongResponsesError(SlimqwenError):
-    """A served arm whose greedy responses are not those of the undrafted engine."""
+    """The greedy responses of a served arm differ from those of the undrafted engine by more than near ties."""
 
 
 class PlainResponses(BaseModel):
@@ -60,10 +61,10 @@ class PlainResponses(BaseModel):
     def generate(
         cls, processes: EngineProcesses, settings: EngineSettings, progress: Progress
     ) -> "PlainResponses":
-        """Have the plain engine of the processes' server respond.
+        """Generate the responses of the plain engine for the server command of `processes`.
 
         Raises:
-            EvalError: it fails.
+            EvalError: the plain engine fails.
         """
         server = processes.server
         variant, context_len = server.variant, server.max_model_len
@@ -77,7 +78,7 @@ class PlainResponses(BaseModel):
         result = processes.run(run_reference, (reference_flags(server), requests), "plain engine", progress)
         if isinstance(result, str):
             raise EvalError(
-                f"{variant.name}: the plain engine fails ({result}); its log says why: {processes.log}"
+                f"{variant.name}: the plain engine failed ({result}); read why in its log: {processes.log}"
             )
         return cls(
             requests=requests,
@@ -86,10 +87,13 @@ class PlainResponses(BaseModel):
         )
 
     def compare(self, server: RunningServer, loads: Sequence[int], progress: Progress) -> int:
-        """Have a server respond to so many requests at a time each; the number of near ties.
+        """Compare a server's responses with the plain engine's; returns the number of near ties.
+
+        Args:
+            loads: numbers of concurrent requests; all requests are sent once at each.
 
         Raises:
-            WrongResponsesError: a response differs where the two tokens do not tie.
+            WrongResponsesError: a response differs by more than a near tie.
             ServerLostError: the server does not respond.
         """
         near_ties = 0
@@ -113,10 +117,10 @@ class PlainResponses(BaseModel):
 def request_tokens(
     server: RunningServer, requests: Sequence[Request], concurrency: int
 ) -> list[tuple[int, ...]]:
-    """Ask a server for greedy responses, so many at a time; their token ids in the order of the requests.
+    """Request greedy responses from a server, `concurrency` at a time; returns token ids in the order of the requests.
 
     Raises:
-        ServerLostError: it does not respond.
+        ServerLostError: the server does not respond.
     """
     with open_client(_TIMEOUT_S) as client, ThreadPoolExecutor(concurrency) as pool:
 

@@ -1,4 +1,4 @@
-"""The tuner: it has the arms take turns on fresh servers, all with the same requests, until the winner is clear.
+"""The tuner: measures arms in turns on fresh servers, all with the same requests, until the winner is clear.
 
 Before an arm is timed for the first time, the responses of that very server are compared with a plain engine's.
 Finished turns are kept in a journal, from which the same command continues.
@@ -61,9 +61,9 @@ def tune_variant(
     """Measure the ways to speculate for a variant at each load, and write the record.
 
     Args:
-        loads: numbers of concurrent requests; None for 1, 4 and 16 as far as the variant runs them at a time.
-        minutes: no turn begins after so many; those of an interrupted run count.
-        temperature: of the timed requests; None for the workload's.
+        loads: numbers of concurrent requests; None for those of 1, 4 and 16 that the variant runs at a time.
+        minutes: time after which no turn begins, including that of an interrupted run.
+        temperature: temperature of the timed requests; None for the workload's.
 
     Returns:
         The record in the variant's folder.
@@ -71,8 +71,8 @@ def tune_variant(
     Raises:
         HostBusyError: the host was too busy in all attempts at a turn; finished turns are kept.
         ServingError, ServerLostError: the undrafted server cannot be started, or died.
-        WrongResponsesError: it responds otherwise than a plain engine.
-        BenchError, CorpusError: the workload does not fit the loads or the server, or its text is used up.
+        WrongResponsesError: the undrafted server responds differently from a plain engine.
+        BenchError, CorpusError: the workload does not fit the loads or the server, or has too little text.
     """
     started = provenance.utc_now()
     workload = Workload.load(name_workload(variant), variant.root)
@@ -87,19 +87,19 @@ def tune_variant(
         tuner.take_turns(60 * minutes)
         record = tuner.make_record(started, command)
         path = store.write_record(variant.folder, record, tuner.list_items())
-        if record.verdict != Verdict.INCONCLUSIVE:  # else more minutes continue
+        if record.verdict != Verdict.INCONCLUSIVE:  # an inconclusive run can be continued with more minutes
             journal.discard()
     return path
 
 
 @dataclass(frozen=True)
 class _Subject:
-    """What is measured.
+    """The variant that is tuned, and how it is measured.
 
     Attributes:
         served: the variant's own command.
-        workload: every class of its prompts at every load.
-        sequences: max_num_seqs of every arm, where the variant's own is smaller than a load.
+        workload: workload with each class of prompts once for every load.
+        sequences: max_num_seqs of every arm; None if the variant's own is large enough for every load.
     """
 
     variant: Variant
@@ -126,7 +126,7 @@ class _Subject:
         return cls(variant, served, workload, chosen, sequences, port)
 
     def with_arm(self, arm: Arm) -> Variant:
-        """The variant with the lines of an arm."""
+        """The variant with the config.env lines of an arm."""
         return self.variant.with_lines(arm.list_lines(self.served, self.sequences))
 
     def resolve(self, arm: Arm) -> ServerCommand:
@@ -135,15 +135,15 @@ class _Subject:
 
 
 def _spread_over_loads(workload: Workload, loads: Sequence[int]) -> Workload:
-    """The workload with the lengths of its classes at every load, one load after the other.
+    """The workload with each of its classes at every load, one load after the other.
 
     Raises:
         BenchError: there are fewer own prompts than a load has requests in flight.
     """
     if workload.prompts and workload.classes[0].requests < max(loads):
         raise BenchError(
-            f"{workload.prompts}: {workload.classes[0].requests} prompts make no load of {max(loads)}; write as many, "
-            "or lower --load"
+            f"{workload.prompts}: {workload.classes[0].requests} prompts are too few for a load of {max(loads)}; write "
+            "as many, or lower --load"
         )
     classes = [
         PromptClass(
@@ -162,13 +162,13 @@ def _spread_over_loads(workload: Workload, loads: Sequence[int]) -> Workload:
 
 
 class _Tuner:
-    """A tuning under way."""
+    """A tuning in progress."""
 
     def __init__(self, subject: _Subject, journal: Journal, even_if_busy: bool, progress: Progress) -> None:
         self._subject, self._journal = subject, journal
         self._even_if_busy, self._progress = even_if_busy, progress
         self._log = subject.variant.root / "logs" / f"tune-{subject.variant.name}.log"
-        # Draft sampling and rejection sampling make no difference to greedy requests: only sampled ones vary them.
+        # Draft sampling and rejection sampling are varied only for sampled requests: greedy ones do not use them.
         self._temperature = subject.workload.sampling.get("temperature", 0.0)
         arms = list_arms(subject.served)
         sampled = [one for arm in arms if arm.is_sampled and self._temperature for one in vary_sampling(arm)]
@@ -179,7 +179,7 @@ class _Tuner:
         self._contest = Contest(arms, self._refused)
 
     def _prepare(self, arms: Sequence[Arm]) -> dict[str, Any]:
-        """Why arms are refused, by name, and the plain engine's responses; as JSON."""
+        """Find the refused arms, with reasons by name, and the plain engine's responses; returns both as JSON."""
         subject, undrafted = self._subject, self._subject.resolve(UNDRAFTED)
         refused: dict[str, str] = {}
         argvs: dict[str, Sequence[str]] = {}
@@ -197,7 +197,7 @@ class _Tuner:
                 probe_configurations, list(argvs.values()), "configurations", self._progress
             )
             if isinstance(reasons, str):
-                raise EvalError(f"vLLM's configuration fails ({reasons}); its log says why: {self._log}")
+                raise EvalError(f"vLLM's configuration failed ({reasons}); read why in its log: {self._log}")
             refused |= {name: reason for name, reason in zip(argvs, reasons, strict=True) if reason}
             if reason := refused.get(UNDRAFTED.name):
                 raise SearchError(f"{subject.variant.name} cannot be served without drafts: {reason}")
@@ -207,11 +207,11 @@ class _Tuner:
         return {"refused": refused, "plain": plain}
 
     def _shorten(self, error: SlimqwenError) -> str:
-        """Its message without this machine's paths."""
+        """The error's message without paths of this machine."""
         return str(provenance.portable(str(error), self._subject.variant.root))
 
     def take_turns(self, seconds: float) -> None:
-        """Measure until the winner is clear, or the turns have taken so long."""
+        """Measure turns until the winner is clear or `seconds` have been spent on turns."""
         spent = 0.0
         for number, arm in self._next_turns():
             if (known := self._journal.get([number, arm.name])) is None:
@@ -224,7 +224,7 @@ class _Tuner:
             spent += turn.seconds
 
     def _next_turns(self) -> Iterator[tuple[int, Arm]]:
-        """The turns of one round after another; the arms go backwards in every second one, against a drifting host."""
+        """Yield the turns, round by round; every second round reverses the order of arms, against drift of the host."""
         contest = self._contest
         for number in itertools.count():
             if number and self._temperature:
@@ -237,7 +237,7 @@ class _Tuner:
                 return
 
     def _add_variations(self) -> None:
-        """Have the fastest arm whose drafts a model makes tried with the other ways to draw and verify them."""
+        """Add arms that vary how drafts of the fastest model-drafted arm are sampled and verified."""
         contest = self._contest
         sampled = [arm for arm in contest.alive if arm.is_sampled]
         fastest = max(sampled, key=lambda arm: contest.describe(arm).speed, default=None)
@@ -245,7 +245,7 @@ class _Tuner:
         contest.arms += [arm for arm in vary_sampling(fastest) if arm.name not in known] if fastest else []
 
     def _take_turn(self, arm: Arm, number: int) -> Turn:
-        """Start an arm's server and send it all requests; the turn has a failure where it died or was wrong."""
+        """Start an arm's server and send it all requests; if it died or was wrong, the turn states the failure."""
         begun = time.monotonic()
         try:
             turn, host = host_load.retry_until_idle(
@@ -272,7 +272,7 @@ class _Tuner:
         with share_server(variant, port=subject.port, log=log, progress=progress) as served:
             if self._plain and not self._contest.turns_of(arm):
                 near_ties = self._plain.compare(served.server, sorted({1, max(subject.loads)}), progress)
-            side.take_round(0, served, watch)  # every round sends the requests of the first
+            side.take_round(0, served, watch)  # round number 0: every round sends the same requests
             kv_tokens = read_cache_labels(served).get("kv_cache_size_tokens", "")
             loads = tuple(_read_load(side, load) for load in subject.loads)
         return Turn(
@@ -293,7 +293,7 @@ class _Tuner:
         ]
 
     def make_record(self, started: str, command: Sequence[str]) -> Tune:
-        """The record of the turns so far."""
+        """Make the record of all turns so far."""
         subject, contest, workload = self._subject, self._contest, self._subject.workload
         chosen = {Verdict.PASS: contest.find_fastest(), Verdict.FAIL: UNDRAFTED}.get(contest.verdict)
         lines = chosen.list_lines(subject.served, subject.sequences) if chosen else {}
@@ -321,10 +321,10 @@ class _Tuner:
 
 
 def _read_load(side: MeasuredVariant, load: int) -> LoadTurn:
-    """What the requests of one turn at a load took.
+    """Sum up the requests of one turn at a load.
 
     Raises:
-        ServerLostError: some failed.
+        ServerLostError: requests failed.
     """
     results = [side.results[c.name] for c in side.classes if c.limit == load]
     rows = [row for result in results for row in result.rows]

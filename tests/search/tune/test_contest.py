@@ -125,4 +125,4 @@ def test_without_an_arm_that_drafts_there_is_nothing_that_pays() -> None:
     waiting = Contest((UNDRAFTED, K2), {})
     waiting.add_turn(turn(UNDRAFTED, 0, {1: 100}))
     assert waiting.verdict == Verdict.INCONCLUSIVE
-    assert waiting.describe(K2).ended == "its turn did not come"
+    assert waiting.describe(K2).ended == "it had no turn in the given time"

@@ -151,7 +151,7 @@ def test_no_turn_begins_when_the_minutes_are_used_up(run: Run, servers: Servers)
     record, _ = run(UNDRAFTED, K2, K4, minutes=0.0001)
     assert servers.starts == ["none"]
     assert (record.verdict, record.chosen, record.lines) == (Verdict.INCONCLUSIVE, None, {})
-    assert {arm.ended for arm in record.arms} == {"", "its turn did not come"}
+    assert {arm.ended for arm in record.arms} == {"", "it had no turn in the given time"}
     servers.add(K4, speed=0.1)
     record, _ = run(UNDRAFTED, K2, K4)
     assert servers.starts[:3] == ["none", "MTP K=2", "MTP K=4"]
@@ -197,7 +197,9 @@ def test_loads_are_those_that_the_variant_and_its_prompts_allow(
 
 
 def test_a_load_needs_as_many_prompts(run: Run, servers: Servers) -> None:
-    with pytest.raises(BenchError, match=r"prompts.jsonl: 4 prompts make no load of 5; .* lower --load"):
+    with pytest.raises(
+        BenchError, match=r"prompts.jsonl: 4 prompts are too few for a load of 5; .* lower --load"
+    ):
         run(UNDRAFTED, loads=(1, 5))
 
 
