@@ -55,9 +55,7 @@ class StartGraph(Block):
     """One compiled graph of a start."""
 
     name: str = Field(min_length=1)
-    loaded: bool = Field(
-        description="Whether the graph was loaded from the compile cache; if not, it was compiled."
-    )
+    loaded: bool = Field(description="Whether it was loaded from the compile cache; if not, compiled.")
     seconds: NonNegative
     why_compiled: str
 
@@ -65,9 +63,7 @@ class StartGraph(Block):
 class Start(Block):
     """One start of the server."""
 
-    ready_seconds: NonNegative = Field(
-        description="From the start of the process to the first status 200 of /health."
-    )
+    ready_seconds: NonNegative = Field(description="From process start to the first status 200 of /health.")
     phases: dict[str, NonNegative] = Field(description="Seconds by phase.")
     graphs: tuple[StartGraph, ...]
 
@@ -158,7 +154,7 @@ def measure_start_up(
     """
     if rounds < 2:
         raise intervals.TooFewItemsError(
-            f"{rounds} start(s) of a kind show no spread; set --rounds to 2 or more"
+            f"{rounds} start(s) of a kind show no spread; use --rounds 2 or more"
         )
     started = provenance.utc_now()
     server_command = ServerCommand.resolve(variant, port=free_port())
@@ -246,8 +242,7 @@ def split_phases(log: str, ready_seconds: float) -> dict[str, float]:
     import_s = ready_seconds - loading - float(engine[1]) - requests_s
     if import_s < 0:
         raise BenchError(
-            "the phases in vLLM's log are longer than the start; run `make install` for the vLLM version that Slimqwen "
-            "needs"
+            "the phases in vLLM's log are longer than the start; run `make install` for the vLLM that Slimqwen needs"
         )
     return {
         "import": round(import_s, 2),
@@ -266,25 +261,16 @@ def _time_round(kind: str, command: ServerCommand, log: Path, watch: Watch) -> S
         with watch.section():
             start = _time_start(command, Path(folder) / "vllm.log", log)
     if kind != "eager" and not start.graphs:
-        raise BenchError(
-            f"expected a {kind} start, but vLLM's log names no graph; read why in the log: {log}"
-        )
+        raise BenchError(f"expected a {kind} start, but vLLM's log names no graph; its log: {log}")
     for graph in start.graphs:
         if kind != "eager" and graph.loaded != (kind == "baked"):
             how = "was loaded from the cache" if graph.loaded else "was compiled"
-            raise BenchError(
-                f"expected a {kind} start, but graph {graph.name} {how}; read why in vLLM's log: {log}"
-            )
+            raise BenchError(f"expected a {kind} start, but graph {graph.name} {how}; vLLM's log: {log}")
     return start
 
 
 def _time_start(command: ServerCommand, log: Path, all_logs: Path) -> Start:
-    """Time one start with its phases and graphs.
-
-    Args:
-        log: file for the log of this start.
-        all_logs: file to which that log is appended.
-    """
+    """Time one start, whose log is written to `log` and appended to `all_logs`; read its phases and graphs."""
     started = time.monotonic()
     try:
         with run_server(command, log=log):

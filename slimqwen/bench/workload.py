@@ -213,12 +213,7 @@ class Workload(Settings):
         return super()._from_text(replace(text, content={**own, "prompts": file, **content}), name)
 
     def of_own_prompts(self, prompts: Sequence[Sequence[int]], output_tokens: Sequence[int]) -> "Workload":
-        """The workload with a single class for its own prompts, whose lengths are their means.
-
-        Args:
-            prompts: token ids of each prompt.
-            output_tokens: length of the response to each prompt, tokens.
-        """
+        """The workload with a single class for `prompts`, token ids, whose lengths in tokens are their means."""
         lengths = {
             "prompt_tokens": round(statistics.fmean(map(len, prompts))),
             "output_tokens": round(statistics.fmean(output_tokens)),
@@ -261,9 +256,7 @@ class Workload(Settings):
         if before is None:
             return
         if (c.requests, c.abandoned) != (before.requests, before.abandoned):
-            raise ValueError(
-                f"class {c.name} needs the same `requests` and `abandoned` as {before.name}, which it continues"
-            )
+            raise ValueError(f"class {c.name} needs the same `requests` and `abandoned` as {before.name}")
         if c.prompt_tokens <= before.prompt_tokens:
             raise ValueError(f"class {c.name} needs longer prompts than {before.name}, which it continues")
 
@@ -282,11 +275,7 @@ class Workload(Settings):
         return min(1.0, max_model_len / self.reference_context_tokens)
 
     def expanded(self, max_num_seqs: int = 1) -> list[PromptClass]:
-        """The classes with the lengths in the file; a sweep of the concurrency becomes one class for each value.
-
-        Args:
-            max_num_seqs: sequences that the server runs at once.
-        """
+        """The classes with the lengths in the file; a sweep of the concurrency becomes one class for each value."""
         classes = []
         for c in self.classes:
             if c.concurrency != TO_MAX_NUM_SEQS:

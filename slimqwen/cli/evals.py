@@ -115,9 +115,7 @@ def acceptance(
     depth: Annotated[
         list[int] | None, typer.Option(help="num_speculative_tokens K; may be repeated (default: 1 to 7)")
     ] = None,
-    greedy: Annotated[
-        bool, typer.Option("--greedy", help="leave out temperatures above 0 of the settings")
-    ] = False,
+    greedy: Annotated[bool, typer.Option("--greedy", help="leave out temperatures above 0")] = False,
     records_dir: RecordsFolder = None,
 ) -> None:
     """Measure the acceptance length of drafts for each K, prompt class and temperature."""

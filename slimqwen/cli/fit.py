@@ -21,9 +21,7 @@ def fit(
     ],
     gpu: Annotated[
         str | None,
-        typer.Option(
-            metavar="NAME", help="GPU of eval/devices.yaml (default: this machine's GPU, else a table of all)"
-        ),
+        typer.Option(metavar="NAME", help="GPU of eval/devices.yaml (default: this machine's, else all)"),
     ] = None,
     context: Annotated[
         int | None,

@@ -68,7 +68,5 @@ PlatformName = Annotated[
 Rounds = Annotated[int, typer.Option(min=2, help="server starts of each kind; 6 give a 95 % interval")]
 EvenIfBusy = Annotated[
     bool,
-    typer.Option(
-        "--even-if-busy", help="measure even on a busy host; such a record is marked and never compared"
-    ),
+    typer.Option("--even-if-busy", help="measure even on a busy host; the record is marked, not compared"),
 ]

@@ -19,9 +19,7 @@ def plan(
     variant: VariantOption,
     gpu: Annotated[
         list[str] | None,
-        typer.Option(
-            metavar="GPU", help="GPU model of eval/devices.yaml; may be repeated (default: six of them)"
-        ),
+        typer.Option(metavar="GPU", help="GPU of eval/devices.yaml; may be repeated (default: six of them)"),
     ] = None,
     kernels: Annotated[
         bool,
@@ -61,9 +59,7 @@ def plan(
         _compile_ahead(variant, gpus[0])
         return
     if kernels and plans.CPU in gpus:
-        raise typer.BadParameter(
-            "a CPU runs no Triton kernels; name a GPU with --gpu, or leave --kernels out"
-        )
+        raise typer.BadParameter("a CPU runs no Triton kernels; name a GPU with --gpu, or omit --kernels")
     started, known = provenance.utc_now(), trouble.read_known_trouble(variant.root)
     with progress_bar() as progress:
         made = plans.make_plans(variant, gpus, kernels=kernels, progress=progress)

@@ -22,9 +22,7 @@ def run_variant_recipe(
     variant: VariantOption,
     until: Annotated[
         str | None,
-        typer.Option(
-            metavar="STAGE", help="last stage to run; if the recipe has several of this name, the first"
-        ),
+        typer.Option(metavar="STAGE", help="last stage to run; the first of several with this name"),
     ] = None,
     shape: Annotated[
         bool,

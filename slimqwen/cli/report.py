@@ -21,15 +21,11 @@ def report(
     ] = None,
     check: Annotated[
         bool,
-        typer.Option(
-            "--check", help="check all records and the tables made from them; exit code 1: there is a fault"
-        ),
+        typer.Option("--check", help="check all records and their tables; exit code 1: there is a fault"),
     ] = False,
     tables: Annotated[
         bool,
-        typer.Option(
-            "--tables", help="rewrite the tables in Markdown files, docs/commands.md and docs/stages.md"
-        ),
+        typer.Option("--tables", help="rewrite tables in Markdown, docs/commands.md and docs/stages.md"),
     ] = False,
     newest: Annotated[
         bool,

@@ -25,17 +25,13 @@ Width = Annotated[
 ]
 RayAddress = Annotated[
     str | None,
-    typer.Option(
-        metavar="ADDRESS", help="address of a Ray cluster, host:port or auto (default: only this machine)"
-    ),
+    typer.Option(metavar="ADDRESS", help="Ray cluster, host:port or auto (default: only this machine)"),
 ]
 
 
 def search(
     base: Annotated[str, typer.Option("--base", "--variant", metavar="NAME", help="variant to start from")],
-    gpu: Annotated[
-        str, typer.Option(metavar="NAME", help="GPU of eval/devices.yaml that the variant is to be served on")
-    ],
+    gpu: Annotated[str, typer.Option(metavar="NAME", help="GPU of eval/devices.yaml to serve on")],
     budget: Annotated[
         str | None,
         typer.Option(metavar="NAME", help="limits of eval/gates/ (default: the base's EVALUATION)"),
@@ -45,7 +41,7 @@ def search(
         typer.Option(metavar="NAME", help="file of eval/search/ (default: the one named as the budget)"),
     ] = None,
     trials: Annotated[
-        int | None, typer.Option(min=1, help="number of candidates (default: the space's)")
+        int | None, typer.Option(min=1, help="candidates to try (default: the space's)")
     ] = None,
     minutes: Annotated[
         float | None, typer.Option(min=0, help="begin no candidate after this many minutes")
@@ -87,7 +83,7 @@ def tune(
         str | None,
         typer.Option(
             metavar="N,…",
-            help="numbers of concurrent requests (default: those of 1, 4 and 16 that the variant runs at a time)",
+            help="numbers of concurrent requests (default: 1, 4 and 16, up to VLLM_MAX_NUM_SEQS)",
         ),
     ] = None,
     minutes: Annotated[float, typer.Option(min=1, help="start no server after this many minutes")] = 30,
@@ -95,7 +91,7 @@ def tune(
         float | None,
         typer.Option(
             min=0,
-            help="temperature of the timed requests (default: the workload's); above 0 drafts can be sampled",
+            help="temperature of timed requests (default: the workload's); above 0 drafts can be sampled",
         ),
     ] = None,
     apply: Annotated[
@@ -133,7 +129,7 @@ def tune(
         why = (
             "the verdict is inconclusive"
             if record.chosen is None
-            else "the variant has the chosen settings already"
+            else "the variant has these settings already"
         )
         say(f"{apply} was not written: {why}")
         return

@@ -18,9 +18,7 @@ def serve(
     variant: VariantOption,
     port: Annotated[int | None, typer.Option(min=1, max=65535, help="TCP port instead of VLLM_PORT")] = None,
     platform: PlatformName = None,
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="print environment and command, but start nothing")
-    ] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="print environment and command only")] = False,
     require_baked: Annotated[
         Literal["1"] | None,
         typer.Option(help="refuse to serve without the baked compile cache, as REQUIRE_BAKED=1 does"),

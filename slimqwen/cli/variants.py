@@ -59,7 +59,7 @@ def new(
 
     if (base is None) == (checkpoint is None) or (checkpoint and stage):
         raise typer.BadParameter(
-            "give --checkpoint FOLDER for a baseline, or --base NAME for a variant of that base"
+            "give --checkpoint FOLDER for a baseline, or --base NAME for a variant of it"
         )
     if evaluation:
         # Checks that the evaluation exists now, not only at the gate.

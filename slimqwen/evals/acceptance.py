@@ -37,9 +37,7 @@ class ClassAcceptance(Block):
     temperature: NonNegative
     drafts: Count
     length: Estimate = Field(description="Acceptance length, 1 + accepted / drafts, tokens.")
-    rates: tuple[Estimate, ...] = Field(
-        description="Share of the drafts accepted up to and with each position."
-    )
+    rates: tuple[Estimate, ...] = Field(description="Share of drafts accepted up to and with each position.")
 
 
 class Depth(Block):

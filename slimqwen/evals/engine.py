@@ -102,9 +102,7 @@ class EngineCheck(ServedRecord):
         description="Log-probability gap of the reference engine up to which either token is correct: a multiple of "
         "the noise of such gaps in the same run.",
     )
-    engines: tuple[CheckedEngine, ...] = Field(
-        min_length=1, description="The engine with the served flags is first."
-    )
+    engines: tuple[CheckedEngine, ...] = Field(min_length=1, description="The served engine is first.")
 
     @property
     def served(self) -> CheckedEngine:
@@ -207,9 +205,7 @@ def measure_engine(
             run_reference, (reference_flags(server), requests), "reference engine", progress
         )
     if isinstance(reference, str):
-        raise EvalError(
-            f"{variant.name}: the reference engine failed ({reference}); read why in its log: {log}"
-        )
+        raise EvalError(f"{variant.name}: the reference engine failed ({reference}); its log says why: {log}")
     responses, noise_nats = reference
     by_request = dict(zip(requests, responses, strict=True))
     near_tie_nats = settings.noise_factor * noise_nats
@@ -410,9 +406,7 @@ class EngineProcesses:
                     refusal = result if kind == "refused" else None
                     deadline = time.monotonic() + _END_S
         except (EOFError, BrokenPipeError):
-            raise EvalError(
-                f"the process that starts engines died; read why in its log: {self.log}"
-            ) from None
+            raise EvalError(f"the process that starts engines died; its log says why: {self.log}") from None
         if isinstance(refusal, SlimqwenError):
             raise refusal
         if result is not None:

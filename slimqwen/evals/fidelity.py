@@ -56,14 +56,10 @@ class Fidelity(SplitRecord):
     version = 3
     verb = "eval fidelity"
 
-    baseline: VariantName = Field(
-        description="Name of the baseline; of the variant itself if it has no baseline."
-    )
+    baseline: VariantName = Field(description="The baseline; the variant itself if it has none.")
     settings_name: SettingsName = Field(description="Name of the settings file in eval/gates/.")
     limits: FidelityLimits
-    unchanged: Unchanged | None = Field(
-        description="null if checkpoint or dtypes differ from the baseline's."
-    )
+    unchanged: Unchanged | None = Field(description="null if checkpoint or dtypes are not the baseline's.")
     texts_available: Positive | None = Field(
         default=None, description="Texts in the file, of which the first were read; absent if all were."
     )

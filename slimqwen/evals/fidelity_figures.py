@@ -158,9 +158,7 @@ class NoiseRatio(Block):
     value: NonNegative
     low: NonNegative | None = None
     high: NonNegative | None = None
-    p_value: Share | None = Field(
-        default=None, description="One-sided; hypothesis: the ratio is at least the limit."
-    )
+    p_value: Share | None = Field(default=None, description="One-sided, that it is at least the limit.")
     verdict: Verdict
 
 

@@ -51,7 +51,7 @@ class Gate(SplitRecord):
         description="Of each check.", json_schema_extra={"required": list(CHECKS)}
     )
     records: tuple[RelativePath, ...] = Field(
-        min_length=1, description="Records of the checks, each as <variant>/<file>."
+        min_length=1, description="The checks' records, <variant>/<file>."
     )
     changed_limits: tuple[str, ...] = Field(
         default=(), description="Limits that had another value when these settings first judged the variant."

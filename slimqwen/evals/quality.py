@@ -64,9 +64,7 @@ class TaskScore(Block):
     non_inferiority_margin: NonNegative = Field(description="In the unit of the measure.")
     item_count: Positive
     available_count: Positive = Field(description="All items of the task, scored or not.")
-    cluster_count: Positive = Field(
-        description="Independent observations: items, or groups of dependent responses."
-    )
+    cluster_count: Positive = Field(description="Independent observations: items, or groups of them.")
     items_to_decide: Positive | None = Field(
         description="Items needed for a verdict at the margin under the suite's assumption; null if it makes none."
     )
@@ -77,9 +75,7 @@ class TaskScore(Block):
         description="Generations that the token limit cut; null if nothing is generated."
     )
     empty_count: Count | None = Field(description="Generations of white space; null if nothing is generated.")
-    output_tokens: OutputTokens | None = Field(
-        description="null if nothing is generated or the server reports no usage."
-    )
+    output_tokens: OutputTokens | None = Field(description="null if nothing is generated or reported.")
     settings: dict[str, Any] = Field(description="Settings that the suite adds to the task's own definition.")
     floor: float | None = Field(
         default=None,

@@ -245,9 +245,7 @@ def _ensure(step: Step, source: Path, store: Path, progress: Progress) -> Outcom
                 with publish(entry) as staging:
                     started = time.monotonic()
                     facts, peak = _run_in_process(step, source, staging, unfinished, log, progress)
-                    checkpoint.check_folder(
-                        staging, f"the stage {stage.name} is defective; read why in its log: {log}"
-                    )
+                    checkpoint.check_folder(staging, f"the stage {stage.name} is defective, its log is {log}")
                     Manifest(
                         stage=stage.name,
                         key=key,

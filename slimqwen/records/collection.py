@@ -177,9 +177,7 @@ class _Reader:
             self.leave_out(path, "belongs to no variant; move it into the folder of a variant")
         elif variant not in self.variants:
             folder = self.root / "experiments" / variant
-            self.leave_out(
-                folder, "the folder has no config.env, so it is no variant; add config.env, or move the files"
-            )
+            self.leave_out(folder, "no config.env, so this is no variant; add config.env, or move the files")
         elif len(rest) > 1:
             self.leave_out(path, "in a subfolder, but a variant's folder must have none; move the file")
         elif path.name not in _VARIANT_FILES:

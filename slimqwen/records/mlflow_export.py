@@ -76,9 +76,7 @@ def export_records(root: Path, uri: str, progress: Progress = silent) -> ExportR
             _send_record(client, experiment_id, entry, digest)
     except (MlflowException, OSError) as error:
         reason = redaction.text(" ".join(str(error).split()))[:300]
-        raise MlflowExportError(
-            f"{shown_uri}: {reason}; check the URI, and that its store is writable"
-        ) from error
+        raise MlflowExportError(f"{shown_uri}: {reason}; check URI and write access") from error
     added = tuple(entry.location for entry, _ in new)
     return ExportResult(shown_uri, added, len(records.records) - len(added), records.problems)
 

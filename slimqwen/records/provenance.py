@@ -385,9 +385,7 @@ def _sha256(file: Path) -> str:
     try:
         return sha256(file)
     except OSError as error:
-        raise SlimqwenError(
-            f"{file}: {error.strerror}; restore the file, whose digest the record needs"
-        ) from error
+        raise SlimqwenError(f"{file}: {error.strerror}; restore it, a record needs its digest") from error
 
 
 def _output(command: list[str], timeout_s: float | None = None) -> str:

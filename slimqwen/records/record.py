@@ -52,12 +52,8 @@ class Finding(Block):
     gate: str = Field(min_length=1)
     figure: str = Field(min_length=1, description="Name of the figure, with its unit.")
     value: float | None
-    low: float | None = Field(
-        default=None, description="Lower end of the figure's interval; null without one."
-    )
-    high: float | None = Field(
-        default=None, description="Upper end of the figure's interval; null without one."
-    )
+    low: float | None = Field(default=None, description="Lower end of the interval; null without one.")
+    high: float | None = Field(default=None, description="Upper end of the interval; null without one.")
     limit: float = Field(description="Limit with which the interval is compared.")
     verdict: Verdict
     p_value: Share | None = Field(
@@ -81,9 +77,7 @@ class Git(Block):
     commit: Annotated[str, Field(pattern=r"^[0-9a-f]{40}$")] | None = Field(
         description="null outside a git checkout"
     )
-    dirty: bool | None = Field(
-        description="Whether files other than records and Markdown differed from the commit."
-    )
+    dirty: bool | None = Field(description="Whether other files than records and Markdown differed.")
 
 
 class InstalledGpu(Block):
@@ -100,9 +94,7 @@ class Hardware(Block):
     cpu_model: str
     cpu_flags: tuple[str, ...] = Field(description="Only flags that choose vLLM's kernels.")
     cpu_count: Positive = Field(description="Logical CPUs that the process may use.")
-    memory_bytes: Count = Field(
-        description="Main memory of the machine, or the limit of the process's container."
-    )
+    memory_bytes: Count = Field(description="Of the machine, or the limit of the process's container.")
     gpus: tuple[InstalledGpu, ...]
 
 
@@ -120,9 +112,7 @@ class Provenance(Block):
     schema_: Literal["provenance/3"] = Field(
         default="provenance/3", validation_alias="schema", serialization_alias="schema"
     )
-    command: str = Field(
-        min_length=1, description="Command line for a shell in the repository's root folder."
-    )
+    command: str = Field(min_length=1, description="Shell command for the repository's root folder.")
     started: Utc
     ended: Utc
     git: Git
@@ -138,9 +128,7 @@ class Provenance(Block):
     environment: dict[str, str] = Field(
         default={}, description="Environment variables of the server, secrets redacted."
     )
-    checkpoint: MeasuredCheckpoint | None = Field(
-        default=None, description="null if no checkpoint was measured."
-    )
+    checkpoint: MeasuredCheckpoint | None = Field(default=None, description="null if none was measured.")
     datasets: dict[RelativePath, Sha256] = Field(
         default={}, description="SHA-256 of every file that items came from."
     )
@@ -236,10 +224,7 @@ class Measurements(VersionedFile):
     records: Annotated[
         tuple[Annotated[str, Field(pattern=r"^[^/]+\.json$")], ...],
         AfterValidator(_unique),
-        Field(
-            description="File names of the cited records in the variant's folder.",
-            json_schema_extra={"uniqueItems": True},
-        ),
+        Field(description="Cited files of the variant's folder.", json_schema_extra={"uniqueItems": True}),
     ]
 
 

@@ -18,9 +18,7 @@ class Split(Block):
     """One side of the split."""
 
     side: Side
-    proof_share: Share = Field(
-        description="Share of all texts that is on the proof's side; the rest is on the search's."
-    )
+    proof_share: Share = Field(description="Share of all texts on the proof's side; the search has the rest.")
 
     def has(self, text: str) -> bool:
         """Whether a text belongs to this side; white space around the text does not matter.

@@ -85,9 +85,7 @@ def _item_faults(entry: StoredRecord[Record]) -> Iterator[Problem]:
     if hashlib.sha256(content).hexdigest() != items.sha256:
         yield Problem(location, f"these are not the items that {entry.path.name} was computed from; {cure}")
     elif content.count(b"\n") != items.count:
-        yield Problem(
-            location, f"does not have the {items.count} items that {entry.path.name} states; {cure}"
-        )
+        yield Problem(location, f"has not the {items.count} items that {entry.path.name} states; {cure}")
 
 
 def _checkpoint_faults(collection: Collection) -> tuple[list[Problem], list[str]]:
@@ -105,7 +103,7 @@ def _checkpoint_faults(collection: Collection) -> tuple[list[Problem], list[str]
             present = checkpoint.digest(weights) if weights.is_dir() else None
         except (SlimqwenError, OSError) as error:
             faults.append(
-                Problem(f"experiments/{name}", f"its checkpoint is unreadable: {error}; repair that first")
+                Problem(f"experiments/{name}", f"its checkpoint is unreadable: {error}; fix that first")
             )
             continue
         if present is None:
@@ -160,13 +158,11 @@ def _history_faults(root: Path, base: str | None) -> tuple[list[Problem], list[s
             if _schema_names(before) == _schema_names((root / location).read_text(encoding="utf-8")):
                 cure = f"restore it with `git checkout {commit[:10]} -- {location}`, because a new run is a new file"
                 faults.append(
-                    Problem(location, f"changed since {commit[:10]}, but records must never change; {cure}")
+                    Problem(location, f"changed since {commit[:10]}, but records never change; {cure}")
                 )
     except (OSError, UnicodeError, subprocess.CalledProcessError) as error:
         output = (getattr(error, "stderr", "") or str(error)).strip().splitlines()
-        return [], [
-            f"Changes of records were not checked, because git failed: {output[0] if output else error}."
-        ]
+        return [], [f"Changes of records not checked, because git failed: {output[0] if output else error}."]
     return faults, []
 
 

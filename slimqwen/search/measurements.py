@@ -113,11 +113,7 @@ def check_task(check: Check, side: Variant, variant: Variant, settings: RecordSe
 def measure_check(
     root: Path, argument: tuple[Check, str, str, RecordSettings], progress: Progress
 ) -> Measured:
-    """Measure a side for a check, unless a record of it still holds.
-
-    Args:
-        argument: the check, the names of side and variant, and the settings.
-    """
+    """Measure a check (`argument`: check, names of side and variant, settings), unless a record still holds."""
     check, side_name, name, settings = argument
     side, checks = variants.load(side_name, root), settings.load_checks(variants.load(name, root), progress)
     limit: Limit = None if settings.split_side else AUTO
@@ -161,11 +157,7 @@ def latency_task(sides: Sequence[Variant], rounds: int, settings: RecordSettings
 def measure_latency(
     root: Path, argument: tuple[tuple[str, ...], int, RecordSettings], progress: Progress
 ) -> Measured:
-    """Time variants in turns, unless the records of one earlier run still hold.
-
-    Args:
-        argument: names of the variants, number of rounds, and the settings.
-    """
+    """Time variants in turns (`argument`: names, rounds, settings), unless records of one earlier run still hold."""
     names, rounds, settings = argument
     sides = [variants.load(name, root) for name in names]
     folders = [root / settings.folder / name for name in names]

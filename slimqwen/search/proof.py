@@ -40,9 +40,7 @@ class Finalist(Block):
     )
     adjusted_p_value: Share = Field(description="p_value adjusted over all finalists by Holm's procedure.")
     findings: tuple[Finding, ...] = Field(description="Figures on the proof's items; empty without a gate.")
-    record: RelativePath | None = Field(
-        description="The finalist's gate record, as <variant>/<file>; null without a gate."
-    )
+    record: RelativePath | None = Field(description="Gate record, <variant>/<file>; null without a gate.")
 
     @property
     def passed(self) -> bool:
@@ -55,7 +53,7 @@ class Proof(Block):
 
     alpha: Share = Field(description="Largest probability that any finalist is promoted wrongly.")
     proof_share: Share | None = Field(
-        description="Share of all items on the proof's side; null if no gate ended."
+        description="Share of items on the proof's side; null if no gate ended."
     )
     finalists: tuple[Finalist, ...] = Field(min_length=1)
 

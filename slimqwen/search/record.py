@@ -20,33 +20,25 @@ class SearchTrial(Block):
     """A candidate, and the rung at which it ended. Figures of rungs that it did not reach are null."""
 
     number: Count
-    name: str = Field(
-        min_length=1, description="Name of the candidate's variant; a finalist's is in experiments/."
-    )
+    name: str = Field(min_length=1, description="Variant of the candidate; a finalist's is in experiments/.")
     changes: dict[str, Any] = Field(description="Choices that differ from the base's.")
     rung: Rung = Field(
         description="Rung at which it ended; records of 2026-11-23 name fidelity for any crash of an engine."
     )
     reason: str = Field(description="Why it ended there; empty if it passed every rung.")
-    crashed: bool = Field(
-        description="Whether it ended because a task died or raised; such a trial has no score."
-    )
+    crashed: bool = Field(description="Whether a task died or raised; such a trial has no score.")
     checkpoint_bytes: Count
     bound_tokens_per_second: NonNegative = Field(
-        description="Roofline with the acceptance length that the first rung assumes."
+        description="Roofline by the first rung's acceptance length."
     )
     kl_nats: Estimate | None = None
     fidelity_share: float | None = Field(None, description="Largest fidelity figure as a share of its limit.")
     fidelity_figure: str | None = Field(None, description="Name of that figure.")
-    acceptance_length: Estimate | None = Field(
-        None, description="Tokens per verify step at the candidate's depth."
-    )
+    acceptance_length: Estimate | None = Field(None, description="Tokens per verify step at its depth.")
     acceptance_share: Ratio | None = Field(
         None, description="Acceptance length over the base's on the same prompts, at the gate's depth."
     )
-    tokens_per_second: PositiveFloat | None = Field(
-        None, description="Roofline with the measured acceptance length."
-    )
+    tokens_per_second: PositiveFloat | None = Field(None, description="Roofline by the measured length.")
     worst_share: float | None = Field(
         None, description="Largest share of a limit that is used: of fidelity, or of the loss of acceptance."
     )
@@ -95,9 +87,7 @@ class Search(Record):
     sequences: Positive
     incumbent: Incumbent
     trials: tuple[SearchTrial, ...] = Field(min_length=1)
-    proof: Proof | None = Field(
-        default=None, description="Proof of the finalists; null if there was no finalist."
-    )
+    proof: Proof | None = Field(default=None, description="Proof of the finalists; null without one.")
 
     @property
     def front(self) -> list[SearchTrial]:

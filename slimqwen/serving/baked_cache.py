@@ -252,9 +252,7 @@ def restore_cache(folder: Path, baked: BakedCache, root: Path) -> None:
         return
     archive = folder / ARCHIVE
     if not _is(archive, baked.archive_sha256):
-        raise ServingError(
-            f"{archive} is missing or not what {MANIFEST} says; make or download that checkpoint again"
-        )
+        raise ServingError(f"{archive} is missing or not what {MANIFEST} says; make that checkpoint again")
     with hold_lock(root.parent / f".{root.name}.lock"):
         if not _is_whole(root, baked):
             _unpack(archive, baked, root)

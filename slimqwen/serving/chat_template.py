@@ -45,9 +45,7 @@ def check_templates(
         settings = json.loads(file.read_text(encoding="utf-8"))
         tokens = {name: value for name, value in settings.items() if name.endswith("_token")}
     except (OSError, ValueError, AttributeError) as error:
-        raise ServingError(
-            f"{file} cannot be read ({error}); make or download the checkpoint again"
-        ) from None
+        raise ServingError(f"{file} cannot be read ({error}); make that checkpoint again") from None
     if template := templates.get("default"):
         for thinking in (True, False):
             _check_template(template, {**tokens, "enable_thinking": thinking, **arguments})
@@ -67,9 +65,7 @@ def _check_template(template: ChatTemplate, variables: Mapping[str, Any]) -> Non
     except Exception as error:
         line = getattr(error, "lineno", None)
         location = f"{template.file}, line {line}" if line else str(template.file)
-        raise ServingError(
-            f"chat template {location} does not render: {error}; correct the template"
-        ) from None
+        raise ServingError(f"chat template {location} does not render: {error}; correct it") from None
     missing = [message for message in _MESSAGES if message not in text]
     if missing:
         raise ServingError(

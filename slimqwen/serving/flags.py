@@ -172,9 +172,7 @@ def parse(setting: Setting) -> Flag:
     text = setting.value
     if action.nargs == 0:
         if text not in ("0", "1"):
-            raise ConfigError(
-                f"{setting.location}: {setting.key}={text}: a switch is on or off; write 1 or 0"
-            )
+            raise ConfigError(f"{setting.location}: {setting.key}={text}: a switch needs 1 or 0")
         if isinstance(action, argparse.BooleanOptionalAction):
             argv: tuple[str, ...] = (option if text == "1" else f"--no-{name}",)
         else:
@@ -273,9 +271,7 @@ def _check_variable(setting: Setting) -> None:
 def _check_port(flags: Mapping[str, Flag]) -> None:
     port = flags.get("port")
     if port is not None and not 1 <= port.value <= 65535:
-        raise ConfigError(
-            f"{port.setting.location}: {port.setting.key}={port.value}: choose a port from 1 to 65535"
-        )
+        raise ConfigError(f"{port.setting.location}: {port.setting.key}={port.value}: a port is 1 to 65535")
 
 
 def _check_ranges(flags: Mapping[str, Flag]) -> None:

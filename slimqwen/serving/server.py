@@ -158,9 +158,7 @@ def start_process(
         stack.enter_context(ours)
         with theirs:
             if requests := spawner.find_spawner(argv, environment):
-                with contextlib.suppress(
-                    OSError
-                ):  # the spawner has died: `_send_job` gets no line back and says so
+                with contextlib.suppress(OSError):  # `_send_job` raises if the spawner has died
                     socket.send_fds(requests, [b"."], [theirs.fileno(), output.fileno()])
             else:
                 process = _execute(argv, environment, folder, output, theirs)
@@ -205,9 +203,7 @@ def _send_job(connection: socket.socket, job: Mapping[str, Any]) -> int:
         connection.sendall(json.dumps(job).encode() + b"\n")
         line = lines.readline()
     if not line:
-        raise ServingError(
-            "the process that forks servers has died; run the command again, which starts a new one"
-        )
+        raise ServingError("the process that forks servers has died; run the command again")
     return int(line)
 
 

@@ -80,10 +80,7 @@ def max_model_len(base_url: str) -> int:
 
 
 def require_healthy(server: RunningServer, activity: str) -> None:
-    """Check that a server still answers /health.
-
-    Args:
-        activity: what was being done, for the message.
+    """Check that a server still answers /health; the message names the `activity`.
 
     Raises:
         ServerLostError: the server does not answer.
@@ -95,12 +92,7 @@ def require_healthy(server: RunningServer, activity: str) -> None:
 
 
 def server_lost(server: RunningServer, activity: str, seen: BaseException | str) -> ServerLostError:
-    """The error for a server that failed during a measurement; its cause is from the server's log, else `seen`.
-
-    Args:
-        activity: what was being done, for the message.
-        seen: the error that the client met.
-    """
+    """The error for a server that failed during an activity; the cause is from its log, else what the client saw."""
     if isinstance(seen, BaseException):
         seen = f"{type(seen).__name__}: {seen}"
     cause = find_last_cause(server.log) if server.log else None

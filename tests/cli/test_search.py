@@ -60,7 +60,7 @@ def test_the_chosen_settings_become_a_variant(asked: dict[str, Any], tmp_path: P
 @pytest.mark.parametrize(
     ("chosen", "why"),
     [
-        ("MTP K=2", "the variant has the chosen settings already"),
+        ("MTP K=2", "the variant has these settings already"),
         (None, "the verdict is inconclusive"),
     ],
 )

@@ -153,7 +153,7 @@ def test_a_workload_says_which_figures_its_table_has(repository, latency):
     assert table.title == "Latency of other, load"
     notes = " ".join(table.notes)
     for said in (
-        "TTFT of 500 ms and TPOT of 50 ms",
+        "TTFT up to 500 ms and TPOT up to 50 ms",
         "1792 tokens, whole blocks of 128",
         "VLLM_SPECULATIVE_CONFIG=",
     ):

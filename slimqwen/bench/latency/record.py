@@ -107,9 +107,7 @@ class PrefixCache(Block):
     repeats: str | None = Field(
         description="Class whose prefixes this class sent again; null for a class that sends them first."
     )
-    repeat_speedup: Ratio | None = Field(
-        description="Median TTFT of prefixes sent first, over that of their repetition."
-    )
+    repeat_speedup: Ratio | None = Field(description="Median TTFT of new over repeated prefixes.")
 
 
 class ClassFigures(Block):
@@ -159,25 +157,17 @@ class Latency(ServedRecord):
     max_model_len: Positive = Field(
         description="Longest prompt and output together that the server accepts, tokens."
     )
-    scale: float = Field(
-        gt=0, le=1, description="Factor by which the lengths in the workload's file were multiplied."
-    )
+    scale: float = Field(gt=0, le=1, description="Factor applied to the lengths in the workload's file.")
     rounds: Positive
-    rounds_of_earlier_run: Count = Field(
-        default=0, description="Number of rounds that an interrupted run had measured."
-    )
-    rounds_repeated: Count = Field(
-        default=0, description="Number of rounds measured again because the host was too busy."
-    )
+    rounds_of_earlier_run: Count = Field(default=0, description="Rounds from an interrupted run.")
+    rounds_repeated: Count = Field(default=0, description="Rounds repeated because of a busy host.")
     run: str = Field(min_length=1, description="Id that records of variants measured in turns share.")
     interleaved_with: tuple[VariantName, ...]
     config: dict[str, str] = Field(
         default={},
         description="config.env lines of the workload that replace the variant's own; an empty value unsets.",
     )
-    columns: tuple[Column, ...] = Field(
-        default=(), description="Columns of the record's table; empty in old records."
-    )
+    columns: tuple[Column, ...] = Field(default=(), description="Columns of its table; empty in old records.")
     classes: dict[str, ClassFigures] = Field(min_length=1)
 
     @property
@@ -202,9 +192,7 @@ def _class_table(record: Latency, path: Path) -> Table:
     notes = [f"{means} {hardware_name(record.provenance.hardware)}."]
     classes = record.classes.values()
     if level := next((figures.goodput for figures in classes if figures.goodput), None):
-        notes.append(
-            f"Good requests: TTFT of at most {level.ttft_ms:g} ms and TPOT of at most {level.tpot_ms:g} ms."
-        )
+        notes.append(f"Good requests: TTFT up to {level.ttft_ms:g} ms and TPOT up to {level.tpot_ms:g} ms.")
     if any(figures.spread for figures in classes):
         notes.append("In classes with a spread, lengths are means of a log-normal distribution.")
     if caches := [figures.prefix_cache for figures in classes if figures.prefix_cache]:

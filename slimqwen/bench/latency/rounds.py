@@ -168,9 +168,7 @@ def max_num_seqs(variants: Sequence[Variant], workload: Workload) -> int:
     for variant in variants:
         limit = ServerCommand.resolve(variant).flags.get("max-num-seqs")
         if limit is None:
-            raise BenchError(
-                f"{workload.name}: {variant.name} does not set VLLM_MAX_NUM_SEQS; set it in its config.env"
-            )
+            raise BenchError(f"{workload.name}: {variant.name} needs VLLM_MAX_NUM_SEQS in its config.env")
         limits.append(int(limit))
     return max(limits)
 

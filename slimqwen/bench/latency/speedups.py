@@ -235,9 +235,7 @@ def _all_classes(records: tuple[Latency, Latency], sides: Sequence[Mapping[str, 
         return total(0, resampled[:half], axis) / total(1, resampled[half:], axis)
 
     first, second = (float(total(side, samples[side])) for side in (0, 1))
-    complete = [
-        set.intersection(*map(set, side)) for side in times
-    ]  # only rounds with a success in every class
+    complete = [set.intersection(*map(set, side)) for side in times]  # rounds with a success in every class
     if in_turns:
         complete = [complete[0] & complete[1]] * 2
     count = min(map(len, complete))

@@ -49,7 +49,7 @@ def comparison(first: Path, second: Path) -> Table:
         notes.append("Medians of TTFT, TPOT and E2EL in ms; rates over all rounds.")
     if any(row.interval is None for row in rows):
         notes.append(
-            "Requests that overlap depend on each other, so a rate has an interval only over several rounds."
+            "Overlapping requests are dependent, so a rate has an interval only over several rounds."
         )
     notes += [note for record in records for note in list_config_notes(record)]
     notes += [*cpu_notes(a), *map(source_note, records, (first, second))]

@@ -85,9 +85,7 @@ def _download(dataset: HubDataset, root: Path, progress: Progress) -> None:
 
     def select(names: Sequence[str]) -> Sequence[str]:
         if absent := [name for name in dataset.files if name not in names]:
-            raise HubError(
-                f"{dataset.repository} has no {', '.join(absent)}; correct its `files` in the suite"
-            )
+            raise HubError(f"{dataset.repository} has no {', '.join(absent)}; correct `files` in the suite")
         return dataset.files
 
     with download_files(repository, root / dataset.folder, select, progress) as (folder, commit, files):
@@ -164,7 +162,5 @@ def _checked_revision(dataset: HubDataset, root: Path) -> str:
     for name in dataset.files:
         file = folder / name
         if not file.is_file() or sha256(file) != manifest["files"].get(name):
-            raise EvalError(
-                f"{dataset.folder}/{name} was changed or deleted since it was fetched from {source}; {cure}"
-            )
+            raise EvalError(f"{dataset.folder}/{name} was changed or deleted after its download; {cure}")
     return str(manifest["revision"])

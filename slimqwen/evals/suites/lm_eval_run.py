@@ -346,9 +346,7 @@ def _require_chat_template(suite: Suite, tokenizer: Any, weights: Path) -> None:
     from slimqwen.evals.suites.lm_eval_client import render
 
     if tokenizer.chat_template is None:
-        raise EvalError(
-            f"weights/{weights.name} has no chat template, which this suite needs; add chat_template.jinja"
-        )
+        raise EvalError(f"weights/{weights.name} has no chat template, which this suite needs; add one")
     sets_thinking = any(task.thinking is not None for task in suite.tasks)
     if sets_thinking and render(tokenizer, _QUESTION, True) == render(tokenizer, _QUESTION, False):
         raise EvalError(

@@ -67,9 +67,7 @@ class Question(BaseModel):
         if isinstance(self.answer, dict) and not isinstance(self.answer.get("name"), str):
             raise ValueError('an answer that is a tool call is {"name": …, "arguments": {…}}')
         if isinstance(self.answer, dict) and not self.tools:
-            raise ValueError(
-                "an answer that is a tool call needs `tools`; without them the server parses no calls"
-            )
+            raise ValueError("an answer that is a tool call needs `tools`, without which no call is parsed")
         return self
 
     @property

@@ -223,9 +223,7 @@ def drive(server: RunningServer, prompt_tokens: Sequence[int]) -> None:
     tokens = 16
     longest = context - tokens - 1
     if longest < 1:
-        raise ServingError(
-            f"a context of {context} tokens leaves no room for a response; raise VLLM_MAX_MODEL_LEN"
-        )
+        raise ServingError(f"a context of {context} tokens holds no response; raise VLLM_MAX_MODEL_LEN")
     lengths = sorted({min(length, longest) for length in prompt_tokens})
     concurrency = int(server.command.flags.get("max-num-seqs") or _DEFAULT_CONCURRENCY)
 

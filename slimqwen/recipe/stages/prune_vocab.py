@@ -235,9 +235,7 @@ def _tables(
                 f"{source}: {name} {list(info.shape)} cannot be pruned from {rows} rows; prune before quantising"
             )
     if not tables:
-        raise StageError(
-            f"{source} has neither embed_tokens nor lm_head; use the checkpoint of a language model"
-        )
+        raise StageError(f"{source} has neither embed_tokens nor lm_head; choose a language model")
     return tables
 
 

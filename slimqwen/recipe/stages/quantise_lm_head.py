@@ -181,9 +181,7 @@ def inspect_output_head(outline: Outline, parameters: QuantiseLmHeadParameters) 
     tied = (name for name in outline.tensors if name.endswith("embed_tokens.weight"))
     name = _HEAD if _HEAD in outline.tensors else next(tied, None)
     if name is None:
-        yield Fault(
-            f"{outline.name} has neither lm_head nor embed_tokens; use the checkpoint of a language model"
-        )
+        yield Fault(f"{outline.name} has neither lm_head nor embed_tokens; choose a language model")
         return
     info = outline.tensors[name]
     if info.dtype not in ("BF16", "F16", "F32"):

@@ -164,9 +164,7 @@ def summarise_head(facts: Facts) -> str | None:
     if "gain_low" not in facts:  # an older version wrote these facts
         return f"{facts['kept']} head kept; {lengths}"
     low, high = float(facts["gain_low"]), float(facts["gain_high"])  # type: ignore[arg-type]
-    proof = (
-        "" if facts["kept"] == "original" or low > 0 else "; a gain within the noise: kept, but not proven"
-    )
+    proof = "" if facts["kept"] == "original" or low > 0 else "; a gain within noise: kept, not proven"
     return f"{facts['kept']} head kept; {lengths}, difference {low:+.2f} to {high:+.2f} (95 %){proof}"
 
 

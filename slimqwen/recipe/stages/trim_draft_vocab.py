@@ -88,9 +88,7 @@ def trim_draft_vocabulary(
     ranked = _ranked(counts, required)
     size = rows_of(parameters.size, vocab_size)
     if size < len(required):
-        raise StageError(
-            f"{source}: size {size} is less than the {len(required)} ids that are always kept; raise size"
-        )
+        raise StageError(f"{source}: size {size} is less than {len(required)} required ids; raise size")
     ids = np.sort(ranked[:size])
 
     def change(name: str, info: TensorInfo) -> Mapping[str, NewTensor] | None:

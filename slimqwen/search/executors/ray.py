@@ -93,7 +93,7 @@ class RayExecutor:
         except (RuntimeError, ValueError, OSError) as error:
             cause = " ".join(str(error).split())[:200]
             raise SearchError(
-                f"no Ray cluster at {self._address} ({cause}); start one with `ray start --head`"
+                f"no Ray cluster at {self._address} ({cause}); `ray start --head` starts one"
             ) from None
         try:
             self._folder.mkdir(parents=True)

@@ -74,9 +74,7 @@ def test_a_second_run_asks_nobody_and_hashes(served: Hub, tmp_path: Path) -> Non
     assert served.requests == []
 
     (tmp_path / "data/items/rules.jsonl").write_text('{"rule": "no commas"}\n')
-    changed = (
-        r"^data/items/rules.jsonl was changed or deleted since .*; delete data/items and run `make datasets`$"
-    )
+    changed = r"^data/items/rules.jsonl was changed or .*; delete data/items and run `make datasets`$"
     refusal(EvalError, changed, tmp_path)
     with pytest.raises(EvalError, match=changed):
         datasets.require_datasets([WANTED], (), tmp_path)

@@ -223,7 +223,7 @@ def test_a_count_that_vllm_does_not_share_is_an_error() -> None:
         (
             "trained",
             -0.1,
-            "difference -0.10 to +0.30 (95 %); a gain within the noise: kept, but not proven",
+            "difference -0.10 to +0.30 (95 %); a gain within noise: kept, not proven",
         ),
         ("original", -0.1, "difference -0.10 to +0.30 (95 %)"),
     ],
