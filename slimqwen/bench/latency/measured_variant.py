@@ -202,8 +202,8 @@ class MeasuredVariant:
         for number, (prompt, output_tokens) in enumerate(requests, start=1):
             if len(prompt) + output_tokens > self.served.max_model_len:
                 raise BenchError(
-                    f"{self.shared.workload.prompts}, prompt {number}: {len(prompt)} + {output_tokens} tokens, and "
-                    f"{self.variant.name} takes {self.served.max_model_len}: shorten it, or raise VLLM_MAX_MODEL_LEN"
+                    f"{self.shared.workload.prompts}, prompt {number}: {len(prompt)} + {output_tokens} tokens, but "
+                    f"{self.variant.name} takes {self.served.max_model_len}; shorten it, or raise VLLM_MAX_MODEL_LEN"
                 )
 
     def _rate_per_s(self, c: PromptClass) -> float | None:
@@ -251,7 +251,7 @@ class MeasuredVariant:
         return [prefix[:prefix_tokens] + suffix for prefix, suffix in zip(prefixes, suffixes, strict=False)]
 
     def _repeat_text(self) -> Iterator[int]:
-        """Yield the tokens of the workload's text, repeated without end; a new beginning keeps repeats uncached."""
+        """Yield tokens of the workload's text without end, to extend prompts: behind a new beginning none is cached."""
         workload = self.shared.workload
         for text in itertools.cycle(documents(workload.documents, workload.seed, self.variant.root)):
             yield from self.cutter.tokenize(f"{text}\n")

@@ -65,7 +65,7 @@ class Question(BaseModel):
         if self.choices is not None and self.answer not in self.choices:
             raise ValueError("the answer is none of the choices; write the choice itself, not its letter")
         if isinstance(self.answer, dict) and not isinstance(self.answer.get("name"), str):
-            raise ValueError('an answer that is a tool call is {"name": …, "arguments": {…}}')
+            raise ValueError('write an answer that is a tool call as {"name": …, "arguments": {…}}')
         if isinstance(self.answer, dict) and not self.tools:
             raise ValueError("an answer that is a tool call needs `tools`, without which no call is parsed")
         return self
@@ -82,7 +82,7 @@ def read_questions(file: Path, metric: Metric | None) -> list[Question]:
     """Read and check all questions.
 
     Raises:
-        CorpusError: the file cannot be read, or lines cannot be used; names each fault with its first line numbers.
+        CorpusError: the file cannot be read, or lines cannot be used; the message names faults with their lines.
     """
     questions: list[Question] = []
     faults: dict[str, list[int]] = {}
