@@ -79,7 +79,8 @@ class Gate(SplitRecord):
         return [f"experiments/{name}" for name in self.records]
 
     def tables(self, path: Path) -> list[Table]:
-        """One row per finding."""
+        """One row per finding; a note says how many items would decide an inconclusive one."""
+        findings = _read_findings(path)
         columns: dict[str, Callable[[Finding], object]] = {
             "check": lambda row: row.gate,
             "figure": lambda row: row.figure,
@@ -92,10 +93,15 @@ class Gate(SplitRecord):
         notes = (
             f"{', '.join(f'{check}: {verdict}' for check, verdict in self.verdicts.items())}.",
             f"Records: {', '.join(self.records)}.",
+            *(
+                f"{row.figure}: {row.items_needed:,} items would decide."
+                for row in findings
+                if row.items_needed
+            ),
             *([f"{self.caution.capitalize()}."] if self.caution else []),
             provenance.source_note(self, path),
         )
-        return [Table.from_rows(title, _read_findings(path), columns, *notes, text_columns=2)]
+        return [Table.from_rows(title, findings, columns, *notes, text_columns=2)]
 
 
 def _read_findings(path: Path) -> list[Finding]:
@@ -323,6 +329,7 @@ def _quality_findings(first: Path, second: Path) -> Iterator[Finding]:
             limit=-row.judgement.margin,
             verdict=row.judgement.verdict,
             p_value=row.p_value,
+            items_needed=row.judgement.items_needed,
         )
 
 

@@ -15,8 +15,8 @@ from slimqwen.stats.estimates import Difference
 
 VERDICT_NOTE = (
     "Pass: the interval rules out a loss beyond the margin, which the suite's authors wrote into its file before any "
-    "variant was measured. Intervals of right-or-wrong answers are exact. Inconclusive: in brackets, the items still "
-    "needed."
+    "variant was measured. Intervals of right-or-wrong answers are exact. Inconclusive: in brackets, the number of "
+    "items that would decide."
 )
 
 _Items = list[dict[str, Any]]

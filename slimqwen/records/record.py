@@ -61,6 +61,11 @@ class Finding(Block):
         description="One-sided, of the hypothesis that the figure lies on the wrong side of its limit; null or absent "
         "without an interval, absent in old records.",
     )
+    items_needed: Positive | None = Field(
+        default=None,
+        description="Number of items with which the value would pass, of an inconclusive one; null where more items "
+        "would not help, absent in old records.",
+    )
 
 
 class Items(Block):

@@ -150,7 +150,14 @@ def summary_table(root: Path, baseline: str, name: str, folder: str = "experimen
         *provenance.cpu_notes(*records),
         *provenance.shared_source_notes(*zip(*sources, strict=True)),
     )
-    columns = ("measure", baseline, name, "change ± SE, or ratio", "verdict", "sample (items still needed)")
+    columns = (
+        "measure",
+        baseline,
+        name,
+        "change ± SE, or ratio",
+        "verdict",
+        "sample (items that would decide)",
+    )
     return Table(f"{name} and its baseline {baseline}", columns, tuple(rows), notes)
 
 

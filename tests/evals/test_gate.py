@@ -158,6 +158,19 @@ def test_one_check_decides(
     assert {name: each for name, each in record.verdicts.items() if each != "pass"} == {check: verdict}
 
 
+def test_the_page_says_how_many_items_would_decide(one: Variant, checks: Checks) -> None:
+    checks.right = 192
+    path = gate.measure_gate(one, "tinyworld", command=["x"])
+    needed = {
+        each["figure"]: each["items_needed"] for each in store.read_items(path) if each.get("items_needed")
+    }
+    assert needed
+    notes = store.read_record(path, Gate).tables(path)[0].notes
+    for figure, count in needed.items():
+        assert count > 200
+        assert f"{figure}: {count:,} items would decide." in notes
+
+
 def test_the_p_value_of_a_gate_is_that_of_its_weakest_figure(one: Variant, checks: Checks) -> None:
     path = gate.measure_gate(one, "tinyworld", command=["x"])
     p_values = [item["p_value"] for item in store.read_items(path) if item.get("p_value") is not None]
