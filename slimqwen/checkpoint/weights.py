@@ -136,7 +136,7 @@ class Weight:
 
     def _unpacked_rows(self, first: int, last: int) -> "Tensor":
         if self.carrier.dtype != "I32" or "weight_g_idx" in self.parts:
-            raise self._unreadable("not packed as integers in consecutive groups")
+            raise self._unreadable("packed otherwise than as integers in consecutive groups")
         self._require("weight_scale", "weight_shape")
         words, scales = (
             self.parts[f"weight_{part}"].rows(first, last).read() for part in ("packed", "scale")
