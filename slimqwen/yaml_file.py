@@ -1,4 +1,4 @@
-"""YAML files that a person writes: their content and its lines, and each fault with file, line and the nearest name."""
+"""YAML files that people write: reads them with line numbers, and reports faults with file, line and nearest name."""
 
 import difflib
 from collections.abc import Collection, Hashable, Iterator
@@ -17,12 +17,13 @@ YamlPath = tuple[int | str, ...]
 
 @dataclass(frozen=True)
 class YamlText:
-    """The content of a file or of a part of it, and the lines that it stands in.
+    """The content of a YAML file or of a part of it, with line numbers.
 
     Attributes:
-        file: as messages name it.
-        node: where the content stands; None for an empty file.
-        error: class of the errors about it.
+        file: the file as messages name it.
+        content: the content as Python values.
+        node: the node of the content, which has the line numbers; None for an empty file.
+        error: class of the errors about the file.
     """
 
     file: Path
@@ -31,7 +32,7 @@ class YamlText:
     error: type[SlimqwenError]
 
     def part(self, key: str) -> "YamlText":
-        """The value of a key.
+        """The part of the text that is the value of a key.
 
         Raises:
             SlimqwenError: of the class `error`; there is no such key.
@@ -41,10 +42,10 @@ class YamlText:
         return YamlText(self.file, self.content[key], self._find((key,))[1], self.error)
 
     def validate(self, form: type[Content], content: Any) -> Content:
-        """What pydantic makes of content that stands in this text.
+        """Validate content of this text with pydantic, and return it as an object of `form`.
 
         Raises:
-            SlimqwenError: of the class `error`; all faults at once.
+            SlimqwenError: of the class `error`; the message names all faults.
         """
         try:
             return TypeAdapter(form).validate_python(content)
@@ -52,13 +53,13 @@ class YamlText:
             raise self.error.of_faults(self.list_faults(error, (), form)) from None
 
     def list_faults(self, error: ValidationError, path: YamlPath, form: object) -> list[str]:
-        """One line for each of the problems that pydantic found in the value at a path, with its cure.
+        """A line with location and cure for each problem that pydantic found in the value at `path`.
 
         Args:
-            form: what the value was validated as; its keys are those that are known.
+            form: type as which the value was validated, whose keys are the known ones.
         """
         problems = error.errors()
-        # A misspelt key is often the reason for a missing one, which then goes without saying.
+        # A misspelt key is often the reason for a missing one, which is then not reported.
         unknown = {problem["loc"][:-1] for problem in problems if problem["type"] == "extra_forbidden"}
         faults = []
         for problem in problems:
@@ -83,11 +84,11 @@ class YamlText:
         return list(dict.fromkeys(faults))
 
     def place(self, path: YamlPath) -> str:
-        """file:line of the innermost part of a path that exists in the text."""
+        """file:line of the innermost part of `path` that exists in the text."""
         return f"{self.file}:{self._find(path)[0] + 1}"
 
     def places(self, path: YamlPath) -> dict[str, str]:
-        """file:line of the value at a path, by the name "", and of the keys inside it, by their dotted names."""
+        """file:line of the value at `path`, under the name "", and of the keys inside it by their dotted names."""
         places = {"": self.place(path)}
         pending = [("", self._find(path)[1])]
         while pending:
@@ -98,7 +99,7 @@ class YamlText:
         return places
 
     def _find(self, path: YamlPath) -> tuple[int, yaml.Node | None]:
-        """Line, from 0, and value of the innermost part of a path that exists."""
+        """Line, counted from 0, and node of the innermost part of `path` that exists."""
         node = self.node
         line = node.start_mark.line if node else 0
         for part in path:
@@ -111,16 +112,16 @@ class YamlText:
                     line, node = pair[0].start_mark.line, pair[1]
                 elif isinstance(part, str):
                     break
-                # Else the reader has made a list of one entry.
+                # Any other index is that of the only entry of a list which the reader made of a single value.
         return line, node
 
 
 def read_yaml(file: Path, *, shown: Path | None = None, error: type[SlimqwenError], missing: str) -> YamlText:
-    """Read a YAML file whose keys all differ.
+    """Read a YAML file; a key that is written twice is an error.
 
     Args:
         shown: the file as messages name it; None for its path.
-        error: class of the errors about it.
+        error: class of the errors about the file.
         missing: fault and cure in the message for a missing file.
 
     Raises:
@@ -147,20 +148,20 @@ def read_yaml(file: Path, *, shown: Path | None = None, error: type[SlimqwenErro
 
 
 def nearest_name(name: str, names: Collection[str]) -> str:
-    """The end of a message about an unknown name: the nearest of the known ones, or all of them."""
+    """End of a message about an unknown name, which suggests the nearest known name or lists all of them."""
     similar = difflib.get_close_matches(name, names, n=1)
     return f"did you mean {similar[0]}?" if similar else f"known are {', '.join(sorted(names))}"
 
 
 class _UniqueKeysLoader(yaml.SafeLoader):
-    """A loader that refuses a key written twice; plain YAML would drop the first value."""
+    """A YAML loader that refuses a key that is written twice, of which plain YAML would drop the first value."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
-        """Build a mapping whose keys all differ."""
+        """Build a mapping; an error if a key is written twice."""
         seen = set()
         for key, _ in node.value:
             if not isinstance(key, yaml.ScalarNode):
-                continue  # refused below
+                continue  # `super` refuses it
             if key.value in seen:
                 raise yaml.MarkedYAMLError(
                     problem=f"{key.value} is written twice", problem_mark=key.start_mark
@@ -170,7 +171,7 @@ class _UniqueKeysLoader(yaml.SafeLoader):
 
 
 def _keys_at(form: object, path: YamlPath) -> list[str]:
-    """The keys that a form knows at a path."""
+    """The keys that `form`, a type for validation, knows at a path."""
     models = list(_models_in(form))
     for part in path:
         inner = [
@@ -185,7 +186,7 @@ def _keys_at(form: object, path: YamlPath) -> list[str]:
 
 
 def _models_in(annotation: object) -> Iterator[type[BaseModel]]:
-    """The models in an annotation such as `tuple[Model, ...] | None`."""
+    """Yield the pydantic models in a type annotation such as `tuple[Model, ...] | None`."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         yield annotation
     for argument in get_args(annotation):

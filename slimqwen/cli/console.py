@@ -55,7 +55,7 @@ _LINE_S = 60.0
 """Seconds between two progress lines about one activity, if output goes to a file."""
 
 _COUNTED = 10_000
-"""Largest total that a line shows as a number: of layers or texts, not of bytes."""
+"""Largest total that a progress line shows as a number, as of layers or texts; larger ones, as of bytes, as a share."""
 
 _UNEXPECTED, _REFUSED, _REFUSED_BY_JUDGE, _INTERRUPTED, _TERMINATED = 1, 2, 3, 130, 143
 

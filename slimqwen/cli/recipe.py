@@ -196,7 +196,7 @@ def _show_dry_run(variant: Variant) -> None:
 
 
 def _list_evaluation_faults(variant: Variant) -> list[str]:
-    """What the gate of the recipe's result would find wrong with its own evaluation, a line each."""
+    """Faults, a line each, of the own evaluation by which the gate will judge the recipe's result."""
     from slimqwen.records.settings import find_own_evaluation
 
     folder = find_own_evaluation(variant)

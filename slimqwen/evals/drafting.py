@@ -138,14 +138,15 @@ def cut_class_tokens(
     root: Path,
     split: Split | None = None,
 ) -> dict[str, list[prompts.Tokens]]:
-    """Prompts of each class in the token ids of the tokenizer that cuts them from the settings' documents.
+    """Cut prompts of each class from the settings' documents, in token ids of the tokenizer that cuts.
 
     Args:
-        max_tokens: longest prompt.
-        split: side of the split that the documents are on; None for both.
+        tokenize: function from a text to token ids.
+        max_tokens: longest prompt, tokens.
+        split: side of the split whose documents are used; None for both sides.
 
     Raises:
-        CorpusError: the documents are missing, malformed or used up.
+        CorpusError: the documents are missing, malformed or too few.
     """
     documents = prompts.documents(settings.documents, settings.seed, root)
     cutter = prompts.PromptCutter(

@@ -61,7 +61,8 @@ class Fidelity(SplitRecord):
     limits: FidelityLimits
     unchanged: Unchanged | None = Field(description="null if checkpoint or dtypes are not the baseline's.")
     texts_available: Positive | None = Field(
-        default=None, description="Texts in the file, of which the first were read; absent if all were."
+        default=None,
+        description="Number of texts in the file, of which only the first were read; absent if all were read.",
     )
     modes: dict[str, Figures] = Field(min_length=1)
     verdicts: dict[str, dict[str, Verdict]] = Field(description="Verdict of each figure in each mode.")
@@ -83,8 +84,8 @@ class Fidelity(SplitRecord):
         ]
         if self.texts_available:
             notes.append(
-                f"The first {first.texts} of {self.texts_available:,} texts; most_texts in the section fidelity of "
-                "gate.yaml sets how many."
+                f"The first {first.texts} of {self.texts_available:,} texts were read; most_texts in the section "
+                "fidelity of gate.yaml sets how many."
             )
         notes += [
             f"{mode}: over HTTP; KL over the likeliest {figures.top_k} tokens, with all other tokens as one bucket."

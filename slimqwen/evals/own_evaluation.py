@@ -1,4 +1,4 @@
-"""The files of an own evaluation, checked before a recipe works for hours on what they will judge."""
+"""Checks the files of an own evaluation before a recipe spends hours on a checkpoint that they will judge."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -17,13 +17,13 @@ from slimqwen.variant import Variant
 
 
 def list_faults(variant: Variant, folder: Path) -> list[str]:
-    """What is wrong with an own evaluation, a line each: its settings, texts, questions and prompts.
+    """List the faults of an own evaluation, a line each, in its settings, texts, questions and prompts.
 
-    It starts no engine, and the variant's own checkpoint need not exist.
+    No engine is started, and the variant's own checkpoint need not exist.
 
     Args:
-        variant: what it will judge.
-        folder: as `settings.find_own_evaluation`.
+        variant: variant that the own evaluation will judge.
+        folder: folder of the own evaluation.
     """
     root, faults = variant.root, []
     prompts = folder / "prompts.jsonl"
@@ -43,11 +43,11 @@ def list_faults(variant: Variant, folder: Path) -> list[str]:
             check()
         except SlimqwenError as error:
             faults += error.faults
-    return list(dict.fromkeys(faults))  # two checks read one file
+    return list(dict.fromkeys(faults))  # two checks may read the same file
 
 
 def _cut_prompts_of_drafts(variant: Variant, settings: AcceptanceSettings) -> None:
-    """Cut the prompts of acceptance as the gate will; a CorpusError where the documents are too few tokens."""
+    """Cut the prompts of the acceptance check as the gate will; a CorpusError if the documents have too few tokens."""
     if variant.baseline is None:
         return
     weights = variants.load(variant.baseline, variant.root).weights
@@ -59,7 +59,7 @@ def _cut_prompts_of_drafts(variant: Variant, settings: AcceptanceSettings) -> No
     served = variant.settings.get("VLLM_MAX_MODEL_LEN")
     if served and served.value.isdigit():
         context = min(context, int(served.value))
-    # The gate leaves room for the drafted tokens too: a handful, which is not known before vLLM reads the flags.
+    # The gate also leaves room for a few drafted tokens, whose number is not known before vLLM reads the flags.
     cut_class_tokens(
         settings,
         lambda text: list(tokenizer.encode(text, add_special_tokens=False).ids),

@@ -65,7 +65,7 @@ class ReferenceTexts:
 
     Attributes:
         texts: the texts of the settings, then one text that joins them up to the context length.
-        available: texts in the settings' file, or on a side of the split; all are read unless `most_texts` is smaller.
+        available: number of texts in the settings' file or on the split's side; `most_texts` may let fewer be read.
         batch: texts that are read at once.
     """
 

@@ -100,7 +100,7 @@ def parse_recipe(file: Path, stages: Mapping[str, Stage] = STAGES) -> Recipe:
     Raises:
         RecipeError: the file cannot be read, is not YAML, or lacks one of a recipe's three keys.
     """
-    text = read_yaml(file, error=RecipeError, missing="is missing; write a recipe there")
+    text = read_yaml(file, error=RecipeError, missing="is missing; write a recipe into that file")
     document = text.validate(_Document, text.content)
     steps: list[Step] = []
     faults: list[str] = []

@@ -101,7 +101,7 @@ def run_recipe(
             with another digest.
         resolve: function from a recipe's base to its checkpoint folder, which it checks.
         stages: number of stages to run, from the first; None for the whole recipe.
-        progress: receives (activity, done, total) of each stage, which the activity names first.
+        progress: receives (activity, done, total) of each stage; the activity begins with the stage's name.
         is_embedded: whether the base is the embedded model or was made from it (`Outline`).
 
     Returns:

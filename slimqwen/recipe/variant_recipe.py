@@ -41,7 +41,7 @@ def run_recipe(
         stages: number of stages to run, from the first; None for all.
 
     Args:
-        other_faults: what else keeps it from running, such as faults of what will judge its result, a line each.
+        other_faults: further faults, a line each, for which the recipe is refused, such as those of its evaluation.
 
     Raises:
         RecipeError: the recipe has faults, all of which are named before anything runs; or as `runner.run_recipe`.

@@ -1,7 +1,7 @@
-"""Settings of a measurement: the YAML files eval/<folder>/<name>.yaml with prompts, sizes and limits.
+"""Settings of measurements, read from YAML files eval/<folder>/<name>.yaml: prompts, sizes and limits.
 
 An own evaluation is a folder eval/own/<name>/ with texts, questions and prompts; eval/own.yaml has the settings that
-its files leave out.
+the YAML files of the folder leave out.
 """
 
 import json
@@ -16,9 +16,9 @@ from slimqwen.errors import SlimqwenError
 from slimqwen.variant import Variant
 from slimqwen.yaml_file import YamlText, read_yaml
 
-# The settings were once called a plan, which now is a prediction of vLLM alone; records keep the old name.
+# Settings were once called a plan, which now means a prediction of vLLM; records keep the old name.
 SettingsName = Annotated[str, Field(min_length=1, validation_alias="plan", serialization_alias="plan")]
-"""The field of a record that names the settings of its measurement."""
+"""Type of a record's field that names the settings of the measurement."""
 
 
 OWN = Path("eval") / "own"
@@ -26,16 +26,17 @@ OWN = Path("eval") / "own"
 
 
 class SettingsError(SlimqwenError):
-    """A file of eval/ that is missing or cannot be used."""
+    """A settings file of eval/ is missing or cannot be used."""
 
 
 class Settings(BaseModel):
-    """Base of the settings of all measurements.
+    """Base class of the settings of all measurements.
 
     Attributes:
-        folder: folder of eval/.
-        section: top-level key of a file that holds them; empty for the whole file.
-        own_file: file of an own evaluation that holds them, without its suffix; empty if they have no such file.
+        folder: folder of eval/ with the files of these settings.
+        section: top-level key of the file under which these settings are; empty for the whole file.
+        own_file: name, without suffix, of the file of an own evaluation for these settings; empty for none.
+        name: name of the file without its suffix, or of the own evaluation.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -51,7 +52,7 @@ class Settings(BaseModel):
         """Read eval/<folder>/<name>.yaml of a repository, or the settings of the own evaluation eval/own/<name>/.
 
         Args:
-            name: name of the file without its suffix, or of the folder.
+            name: name of the file without its suffix, or of the own evaluation's folder.
 
         Raises:
             SettingsError: the file or its section is missing, or fields are missing or wrong.
@@ -64,12 +65,12 @@ class Settings(BaseModel):
         if cls.own_file:
             known += sorted(path.name for path in (root / OWN).glob("*/"))
             missing += f", nor does {OWN / name}"
-        cure = f"choose one of: {', '.join(known)}, or write that file" if known else "write it"
+        cure = f"choose one of: {', '.join(known)}, or write it like one of these" if known else "write it"
         return cls._from_text(read_settings(file, root, missing=f"{missing}; {cure}"), name)
 
     @classmethod
     def _load_own(cls, name: str, root: Path) -> Self:
-        """The settings of eval/own/<name>/: the fields that its own file sets, all others from eval/own.yaml."""
+        """Read the settings of eval/own/<name>/: fields that its file sets, and all others from eval/own.yaml."""
         file, own = root / f"{OWN}.yaml", root / OWN / name / f"{cls.own_file}.yaml"
         text = read_settings(file, root).part(cls.own_file)
         defaults = json.loads(re.sub(r"\bNAME\b", name, json.dumps(text.content)))
@@ -81,21 +82,21 @@ class Settings(BaseModel):
 
     @classmethod
     def _from_text(cls, text: YamlText, name: str) -> Self:
-        """The settings in a file, or in the part of eval/own.yaml; a subclass may read them from other keys."""
+        """Make the settings from the text of a file or of a part of eval/own.yaml; subclasses may use other keys."""
         if cls.section:
             text = text.part(cls.section)
         content = text.content
         return text.validate(cls, {**content, "name": name} if isinstance(content, dict) else content)
 
     def file(self, root: Path) -> Path:
-        """The YAML file that these settings were read from; eval/own.yaml for an own evaluation without one."""
+        """The YAML file from which these settings were read; eval/own.yaml if the own evaluation has no such file."""
         file = root / "eval" / self.folder / f"{self.name}.yaml"
         own = root / OWN / self.name / f"{self.own_file}.yaml"
         return file if file.is_file() or not self.own_file else own if own.is_file() else root / f"{OWN}.yaml"
 
 
 def _replace_fields(content: Any, replacements: Any) -> Any:
-    """Content with the fields of replacements, mappings field by field."""
+    """`content` with the fields of `replacements`; nested mappings are merged field by field."""
     if not isinstance(content, dict) or not isinstance(replacements, dict):
         return replacements
     replaced = {name: _replace_fields(content.get(name), value) for name, value in replacements.items()}
@@ -103,17 +104,17 @@ def _replace_fields(content: Any, replacements: Any) -> Any:
 
 
 def find_own_evaluation(variant: Variant) -> Path | None:
-    """The folder of the own evaluation that a variant is bound to; None where a published suite judges it."""
+    """The folder of the own evaluation that a variant's EVALUATION names; None if it names none."""
     name = variant.settings.get("EVALUATION")
     folder = variant.root / OWN / name.value if name else None
     return folder if folder and folder.is_dir() else None
 
 
 def read_settings(file: Path, root: Path, *, missing: str = "") -> YamlText:
-    """Read a YAML file of a repository; messages name it relative to that.
+    """Read a YAML file of a repository; messages name the file relative to `root`, the repository.
 
     Args:
-        missing: fault and cure in the message for a missing file; empty for one that git has.
+        missing: fault and cure in the message for a missing file; empty for a file that git can restore.
 
     Raises:
         SettingsError: the file is missing, or is not YAML.

@@ -121,7 +121,7 @@ def test_a_stage_whose_text_is_lost_on_the_way_is_refused(
 
 
 def test_a_missing_recipe_is_an_error(tmp_path: Path) -> None:
-    with pytest.raises(RecipeError, match=r"recipe\.yaml is missing; write a recipe there"):
+    with pytest.raises(RecipeError, match=r"recipe\.yaml is missing; write a recipe into that file"):
         recipe_file.read_recipe(tmp_path / "recipe.yaml")
 
 
