@@ -251,7 +251,7 @@ class MeasuredVariant:
         return [prefix[:prefix_tokens] + suffix for prefix, suffix in zip(prefixes, suffixes, strict=False)]
 
     def _repeat_text(self) -> Iterator[int]:
-        """Yield tokens of the workload's text without end, to extend prompts: behind a new beginning none is cached."""
+        """Yield tokens of the workload's text without end, to extend prompts; no cache has them after a new prefix."""
         workload = self.shared.workload
         for text in itertools.cycle(documents(workload.documents, workload.seed, self.variant.root)):
             yield from self.cutter.tokenize(f"{text}\n")

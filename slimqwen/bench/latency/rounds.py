@@ -154,7 +154,7 @@ def _with_settings(variant: Variant, workload: Workload) -> Variant:
         if row.key in workload.config:
             raise BenchError(
                 f"{workload.name}: {variant.name} cannot be served with this workload's settings here: "
-                f"{row.key}={row.value}: {row.why}"
+                f"{row.key}={row.value}: {row.why}; choose another --workload"
             )
     checks.refuse_trouble(command, start.match_flag_trouble(command).dies)
     return changed_variant
