@@ -206,7 +206,7 @@ def inspect_pruning(outline: Outline, parameters: PruneVocabParameters) -> Itera
     tokens, size = outline.num_tokens, rows_of(parameters.size, outline.text["vocab_size"])
     if tokens is not None and size > tokens:
         yield Fault(
-            f"the vocabulary of {outline.name} has {tokens} tokens, not more than {size}; choose a smaller size",
+            f"the vocabulary of {outline.name} has only {tokens} tokens, but size is {size}; choose a smaller size",
             "size",
         )
     yield from inspect_text(outline, "corpus", parameters.corpus)
