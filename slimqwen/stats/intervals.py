@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import scipy  # its parts are imported when they are used: they take a second
 from numpy.typing import ArrayLike, NDArray
-from scipy import stats
 
 from slimqwen.errors import SlimqwenError
 from slimqwen.stats.estimates import CONFIDENCE_LEVEL, Difference, Estimate, Ratio
@@ -130,7 +130,7 @@ def mcnemar(first: Sequence[bool], second: Sequence[bool]) -> Discordance:
     only_first = sum(a and not b for a, b in pairs)
     only_second = sum(b and not a for a, b in pairs)
     discordant = only_first + only_second
-    p_value = float(stats.binomtest(only_first, discordant).pvalue) if discordant else 1.0
+    p_value = float(scipy.stats.binomtest(only_first, discordant).pvalue) if discordant else 1.0
     return Discordance(only_first, only_second, p_value)
 
 
@@ -152,7 +152,7 @@ def ratio_of_medians(numerator: ArrayLike, denominator: ArrayLike) -> Ratio:
 
 def student_half_width(standard_error: float, degrees_of_freedom: float) -> float:
     """Half the width of Student's t interval at `CONFIDENCE_LEVEL`."""
-    return float(stats.t.ppf((1 + CONFIDENCE_LEVEL) / 2, degrees_of_freedom)) * standard_error
+    return float(scipy.stats.t.ppf((1 + CONFIDENCE_LEVEL) / 2, degrees_of_freedom)) * standard_error
 
 
 def ratio_by_round(
@@ -210,7 +210,7 @@ def ratio_of_rounds(numerator: ArrayLike, denominator: ArrayLike, *, in_turns: b
         a, b = np.subtract(*_paired_arrays(a, b)), np.zeros(1)
     log_ratio = low = high = float(a.mean() - b.mean())
     if a.std() or b.std():  # if all rounds agree, the interval has no width
-        test = stats.ttest_1samp(a, 0) if in_turns else stats.ttest_ind(a, b, equal_var=False)
+        test = scipy.stats.ttest_1samp(a, 0) if in_turns else scipy.stats.ttest_ind(a, b, equal_var=False)
         low, high = map(float, test.confidence_interval(CONFIDENCE_LEVEL))
     return Ratio(math.exp(log_ratio), math.exp(low), math.exp(high))
 
@@ -251,7 +251,7 @@ def p_value(
     distance = value - limit if higher_is_better else limit - value
     if standard_error == 0:
         return float(distance < 0)
-    return float(stats.t.sf(distance / standard_error, count - 1))
+    return float(scipy.stats.t.sf(distance / standard_error, count - 1))
 
 
 def paired_ratio_p_value(
@@ -291,7 +291,7 @@ def bootstrap_interval(
         paired: whether the samples are resampled together.
         batch: resamples computed at once, which decides memory and the order of draws.
     """
-    interval = stats.bootstrap(
+    interval = scipy.stats.bootstrap(
         samples,
         statistic,
         paired=paired,

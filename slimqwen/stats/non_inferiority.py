@@ -5,8 +5,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
+import scipy  # its parts are imported when they are used: they take a second
 from numpy.typing import ArrayLike
-from scipy import optimize, stats
 
 from slimqwen.stats.estimates import CONFIDENCE_LEVEL, Difference, Estimate
 from slimqwen.stats.intervals import Discordance, Floats, student_half_width
@@ -90,7 +90,7 @@ def paired_proportion_p_value(discordance: Discordance, count: int, margin: floa
         return 1.0
     if distance_to_margin(_LEAST_EXPONENT) > 0:
         return float(10**_LEAST_EXPONENT)
-    return float(10 ** optimize.brentq(distance_to_margin, _LEAST_EXPONENT, 0))
+    return float(10 ** scipy.optimize.brentq(distance_to_margin, _LEAST_EXPONENT, 0))
 
 
 def judge_floor(estimate: Estimate, floor: float, *, right: int | None) -> Verdict:
@@ -105,7 +105,7 @@ def judge_floor(estimate: Estimate, floor: float, *, right: int | None) -> Verdi
         half_width = student_half_width(estimate.standard_error, estimate.count - 1)
         low, high = estimate.value - half_width, estimate.value + half_width
     else:
-        interval = stats.binomtest(right, estimate.count).proportion_ci(CONFIDENCE_LEVEL)
+        interval = scipy.stats.binomtest(right, estimate.count).proportion_ci(CONFIDENCE_LEVEL)
         low, high = float(interval.low), float(interval.high)
     return Verdict.from_interval(low, high, floor, higher_is_better=True, limit_passes=False)
 
@@ -131,7 +131,7 @@ def items_to_decide(margin: float, discordance: float) -> int:
         low, high = _share_bounds(gained, items, ALPHA)
         passing = low[:, None] - high[None, :] > -margin
         # The number of gained items, and the number of lost ones among the others.
-        probability = stats.binom.pmf(gained, items, discordance / 2)[:, None] * stats.binom.pmf(
+        probability = scipy.stats.binom.pmf(gained, items, discordance / 2)[:, None] * scipy.stats.binom.pmf(
             gained[None, :], items - gained[:, None], discordance / (2 - discordance)
         )
         return float(probability[passing].sum()) >= POWER
@@ -146,7 +146,7 @@ def items_to_decide_mean(margin: float, deviation: float) -> int:
         margin: the largest loss that still counts as equal, above 0.
         deviation: standard deviation of the items' paired differences, in the unit of the margin.
     """
-    quantile_sum = float(stats.norm.ppf((1 + CONFIDENCE_LEVEL) / 2) + stats.norm.ppf(POWER))
+    quantile_sum = float(scipy.stats.norm.ppf((1 + CONFIDENCE_LEVEL) / 2) + scipy.stats.norm.ppf(POWER))
     return max(2, math.ceil((quantile_sum * deviation / margin) ** 2))
 
 
@@ -159,8 +159,8 @@ def _interval(gained: float, lost: float, count: float, alpha: float = ALPHA) ->
 def _share_bounds(numbers: ArrayLike, count: float, alpha: float) -> tuple[Floats, Floats]:
     """Exact lower and upper ends of the shares `numbers` / `count`, each at half of `alpha`: two are combined."""
     successes = np.asarray(numbers, dtype=np.float64)
-    low = stats.beta.ppf(alpha / 2, successes, count - successes + 1)
-    high = stats.beta.ppf(1 - alpha / 2, successes + 1, count - successes)
+    low = scipy.stats.beta.ppf(alpha / 2, successes, count - successes + 1)
+    high = scipy.stats.beta.ppf(1 - alpha / 2, successes + 1, count - successes)
     # The ends of no item and of all items are not defined.
     return np.nan_to_num(low, nan=0.0), np.nan_to_num(high, nan=1.0)
 

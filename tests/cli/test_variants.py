@@ -11,7 +11,6 @@ from slimqwen import variant
 from slimqwen.cli import variants
 from slimqwen.cli.app import app
 from slimqwen.errors import SlimqwenError
-from slimqwen.evals import own_evaluation as own_evaluation  # its import is not timed
 from slimqwen.hub import HubError
 from slimqwen.recipe.recipe_file import RecipeError
 from slimqwen.recipe.registry import STAGES

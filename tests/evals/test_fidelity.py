@@ -267,7 +267,7 @@ def test_no_more_texts_are_read_than_the_settings_say(settings):
 @pytest.mark.parametrize(
     ("lines", "message"),
     [
-        (['{"id": "a"}'], "line 1: no text"),
+        (['{"id": "a"}'], "line 1: neither a text nor a chat"),
         (['{"id": "a", "text": "A boat."}', '{"id": "b", "text": ""}'], "line 2: no text"),
         (["A boat."], "line 1: not JSON"),
         (['{"text": "A boat."}'], "1 of 1 texts; add texts"),
