@@ -52,7 +52,9 @@ def serve(
     shell = {key: value for key, value in os.environ.items() if key.startswith("VLLM_")}
     with errors.status("reading vLLM's flags"):
         command = ServerCommand.resolve(variant, port=port, platform=platform)
-    ignored = (key for key, value in shell.items() if is_stray(key) and command.environment.get(key) != value)
+    lines = {key: setting.value for key, setting in variant.settings.items()}
+    served = lines | ({"VLLM_PORT": str(port)} if port else {}) | dict(command.environment)
+    ignored = (key for key, value in shell.items() if is_stray(key) and served.get(key) != value)
     # This program sets VLLM_LOGGING_LEVEL when it starts.
     if unused := sorted(key for key in ignored if key != "VLLM_LOGGING_LEVEL"):
         errors.print(

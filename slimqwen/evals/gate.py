@@ -155,9 +155,9 @@ def measure_gate(
 def _measure_quality(checks: GateChecks, scored: Mapping[Limit, Sequence[Path | None]]) -> list[Path]:
     """Return quality records of baseline and variant, of a sample or of all items; reuse those that hold.
 
-    All items are used if both have a record of all items, or if the sample leaves a task inconclusive. One look at a
-    task's interval passes a variant that is worse by exactly the margin in at most 2.5 % of runs. The sample and then
-    all items are two looks, either of which can pass it: together in at most 5 % of runs (Bonferroni's bound).
+    All items are used if both have a record of all items, or if a sample of fewer leaves a task inconclusive. One look
+    at a task's interval passes a variant that is worse by exactly the margin in at most 2.5 % of runs. The sample and
+    then all items are two looks, either of which can pass it: together in at most 5 % of runs (Bonferroni's bound).
 
     Args:
         scored: reusable records of baseline and variant, by limit; without the key AUTO, no sample may decide.
@@ -171,7 +171,12 @@ def _measure_quality(checks: GateChecks, scored: Mapping[Limit, Sequence[Path | 
         return complete(None)
     samples = complete(AUTO)
     verdict = overall([finding.verdict for finding in _quality_findings(*samples)])
-    return complete(None) if verdict == Verdict.INCONCLUSIVE else samples
+    more = any(
+        score.item_count < score.available_count
+        for path in samples
+        for score in store.read_record(path, Quality).tasks.values()
+    )
+    return complete(None) if verdict == Verdict.INCONCLUSIVE and more else samples
 
 
 def _write_gate_record(checks: GateChecks, evidence: Mapping[Check, Sequence[Path]], started: str) -> Path:

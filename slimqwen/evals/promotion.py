@@ -89,9 +89,11 @@ def _passing_gate(variant: Variant) -> tuple[Path, Gate]:
             checks = ", ".join(
                 f"{check}: {verdict}" for check, verdict in record.verdicts.items() if verdict != Verdict.PASS
             )
+            inconclusive = record.verdict == Verdict.INCONCLUSIVE
+            cure = "give its checks the items that its page asks for" if inconclusive else "fix the variant"
             raise EvalError(
                 f"the newest gate record of {variant.name} in its present state says {record.verdict} "
-                f"({checks}; {location}); fix the variant, and promote it after {command} passes"
+                f"({checks}; {location}); {cure}, and promote it after {command} passes"
             )
         for cited in _evidence(variant, record):
             if not cited.is_file() or provenance.changed_data(

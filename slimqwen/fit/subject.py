@@ -1,5 +1,6 @@
 """The checkpoint that the MODEL of `slimqwen fit` names: config.json and tensors, without the tensors' content."""
 
+import difflib
 import re
 import tempfile
 from collections import Counter
@@ -120,7 +121,11 @@ def find_subject(model: str, root: Path) -> Subject:
         return Subject(model, "config.json alone", config, with_first_experts(published_tensors(config)))
     if shape := shapes.published_shape(root, model):
         return _of_shape(shape, model)
-    if model.count("/") == 1 and not path.is_absolute():
+    if "/" in model and path.parent.is_dir():
+        near = difflib.get_close_matches(path.name, [each.name for each in path.parent.iterdir()], n=1)
+        suggestion = f"; did you mean {path.with_name(near[0])}?" if near else ""
+        raise SubjectError(f"there is no {path.name} in the folder {path.parent}{suggestion}")
+    if model.count("/") == 1:
         return _of_hub(model)
     known = ", ".join(sorted(file.stem for file in (root / shapes.FOLDER).glob("*.json")))
     raise SubjectError(

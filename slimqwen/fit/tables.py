@@ -161,7 +161,7 @@ def suggest_start(subject: Subject, root: Path) -> str:
     # The `source` of a committed shape begins with the name of its repository.
     checkpoint = subject.name if "/" in subject.name else re.split("[,: ]", subject.source)[0]
     flags = "qwen3.5-4b-best" if subject.has_mtp else "qwen3.5-4b"
-    command = f"slimqwen variant new --name mine --checkpoint {checkpoint.removesuffix('/config.json')}"
+    command = f"slimqwen variant new --name base --checkpoint {checkpoint.removesuffix('/config.json')}"
     return f"Start from a new baseline: `{command}`; flags for a GPU are in experiments/{flags}/config.env"
 
 

@@ -99,7 +99,9 @@ class CheckpointFacts:
         )
         tools = "takes tools" if self.takes_tools else "without tools"
         if self.thinks:
-            tools += "; VLLM_REASONING_PARSER=qwen3 in config.env puts the thinking into a separate field"
+            tools += (
+                "; add VLLM_REASONING_PARSER=qwen3 to config.env to get the thinking in a field of its own"
+            )
         yield "chat template", f"{self.template_file.name}, {tools}" if self.template_file else "none"
 
     def settings(self) -> dict[str, str]:

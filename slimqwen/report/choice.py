@@ -45,6 +45,8 @@ class Choice:
             ]
         if (other := self.candidate) is not None:
             doubts, missing = list(other.doubts), _missing_evidence(other)
+            if other.standing == "inconclusive":
+                doubts.insert(0, "its gate is inconclusive")
             if not doubts and not missing and other.timed and other.timed.speed:
                 doubts = [f"{other.timed.speed.ratio} as fast"]
             if doubts:

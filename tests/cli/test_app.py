@@ -78,6 +78,9 @@ def test_variables_of_the_shell_that_do_not_serve_a_variant_are_named(run_here, 
     assert (code, "--port 8080" in said) == (0, True)
     assert "VLLM_PORT" in warned
     assert "--port N sets a port" in warned
+    monkeypatch.setenv("VLLM_PORT", "8080")
+    _, _, warned = run_here("serve", "--variant", "tiny", "--dry-run")
+    assert "VLLM_PORT" not in warned, "that is its port"
 
 
 def test_the_command_of_a_missing_checkpoint_is_shown_with_what_makes_it(run_here):

@@ -30,7 +30,7 @@ def test_a_model_that_does_not_fit_ends_with_one_and_the_first_recipe_that_makes
         "One sequence: 0.85 GB of states and 68 KiB per token, 3.18 GB in all; vLLM may use 90% of 23.69 GiB.",
         "Format: bfloat16; stages that support it: all. MTP head: present, 16 bits.",
         "with 4 drafts at the published acceptance length 3.97. Computed, not timed.",
-        "Start from a new baseline: `slimqwen variant new --name mine --checkpoint Qwen/Qwen3.5-27B`; flags",
+        "Start from a new baseline: `slimqwen variant new --name base --checkpoint Qwen/Qwen3.5-27B`; flags",
     ):
         assert line in said
     assert "Known trouble" not in said
@@ -72,7 +72,7 @@ def test_without_a_gpu_all_of_them_are_shown(fit):
     assert (
         said.rstrip()
         .splitlines()[-1]
-        .startswith("Start from a new baseline: `slimqwen variant new --name mine --checkpoint Qwen")
+        .startswith("Start from a new baseline: `slimqwen variant new --name base --checkpoint Qwen")
     )
 
 
@@ -83,6 +83,7 @@ def test_without_a_gpu_all_of_them_are_shown(fit):
         (["tiny", "--gpu", "rtx3090"], "there is no GPU 'rtx3090' in eval/devices.yaml; choose rtx-3090"),
         (["qwen3-4b", "--context", "99999"], "made for contexts of 1 to 40,960 tokens"),
         (["owner/name"], "forbids asking the hub"),
+        (["weights/tinny"], "there is no tinny in the folder weights; did you mean weights/tiny?"),
     ],
 )
 def test_what_cannot_be_answered_is_one_line(fit, words: list[str], said: str):

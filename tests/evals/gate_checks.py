@@ -44,6 +44,7 @@ class Checks:
         self.noise_ratio: float | None = None
         self.accepted = 8
         self.right = 200
+        self.available = 800
         self.margin = 0.04
         self.wrong: dict[tuple[str, str | None], int] = {}
         self.engine_is: Literal["fine", "wrong", "dead", "idle"] = "fine"
@@ -94,7 +95,8 @@ class Checks:
         right = self.right if one.name != "tiny" else 200
         example = self.example("quality", one, suite=suite.name, limit=limit)
         task = next(iter(example["tasks"]))
-        score = example["tasks"][task] | {"non_inferiority_margin": self.margin}
+        counts = {"item_count": 400, "available_count": self.available}
+        score = example["tasks"][task] | counts | {"non_inferiority_margin": self.margin}
         items = [
             {"task": task, "item": str(n), "value": float(n < right), "weight": 1, "cluster": None}
             for n in range(400)

@@ -206,6 +206,13 @@ def test_where_a_sample_cannot_tell_the_gate_goes_on_with_all_items(one: Variant
     assert checks.asked == []
 
 
+def test_where_the_sample_was_of_all_items_none_is_asked_again(one: Variant, checks: Checks) -> None:
+    checks.right, checks.available = 192, 400
+    record = store.read_record(gate.measure_gate(one, "tinyworld", command=["x"]), Gate)
+    assert record.verdicts["quality"] == "inconclusive"
+    assert [name for check, name in checks.asked if check == "quality"] == ["tiny", "small"]
+
+
 def test_where_a_sample_fails_the_other_items_are_not_asked(one: Variant, checks: Checks) -> None:
     checks.right = 100
     gate.measure_gate(one, "tinyworld", command=["x"])
