@@ -145,7 +145,7 @@ def test_what_a_start_costs_is_one_line_each_with_the_cure(resolve, record, capf
 
 
 def test_a_required_plan_that_is_missing_refuses_the_start(resolve):
-    with pytest.raises(ServingError, match=r"REQUIRE_PLAN=1, and no plan of v on a10g"):
+    with pytest.raises(ServingError, match=r"REQUIRE_PLAN=1, but no plan of v on a10g"):
         find_recorded_plan(resolve("REQUIRE_PLAN=1"))
 
 
@@ -196,7 +196,7 @@ def test_require_plan_is_refused_before_anything_starts(resolve, tmp_path):
         timeout=300,
     )
     assert ended.returncode == 2, ended.stderr
-    assert ended.stderr.strip().splitlines()[-1].startswith("error: REQUIRE_PLAN=1, and no plan of v on cpu")
+    assert ended.stderr.strip().splitlines()[-1].startswith("error: REQUIRE_PLAN=1, but no plan of v on cpu")
 
 
 def with_libraries(command, *names):

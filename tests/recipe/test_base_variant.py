@@ -49,7 +49,7 @@ def test_the_context_is_the_checkpoints_own_where_that_is_short_and_tools_are_th
     assert ("chat template", "chat_template.jinja, takes tools") in facts.lines()
     (folder / "chat_template.jinja").write_text(f"{body}<think>")
     assert (
-        "without tools; VLLM_REASONING_PARSER=qwen3"
+        "without tools; add VLLM_REASONING_PARSER=qwen3"
         in dict(CheckpointFacts.read(folder).lines())["chat template"]
     )
     (folder / "chat_template.jinja").unlink()

@@ -362,7 +362,7 @@ def test_space_is_counted_over_all_stages_and_memory_for_each(
     big = replace(cost, needs=Needs(free // 2 + 2**30, free + 2**30))
     memory, *rest, disk = lacking_space([big, big, big], tmp_path / "store")
     assert memory.startswith(
-        "recipe.yaml:4: quantise_lm_head needs about 11.0 GiB of memory, 10.0 GiB are free; end other programs"
+        "recipe.yaml:4: quantise_lm_head needs about 11.0 GiB of memory, but 10.0 GiB are free; end other programs"
     )
     assert "needs about 2.0 GiB of disk more than are free" in rest[1]
     assert disk == memory

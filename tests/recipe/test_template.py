@@ -64,11 +64,11 @@ def test_parameters_say_what_they_mean_and_allow():
     calibrate = {each.name: each for each in list_parameters(STAGES["calibrate"].parameters)}
     assert calibrate["group_size"].allowed == "32 | 64 | 128"
     assert calibrate["group_size"].value == 32
-    assert calibrate["group_size"].meaning == "4-bit weights of a row that share a scale"
+    assert calibrate["group_size"].meaning == "number of 4-bit weights in a row that share a scale"
     assert calibrate["layer_error_ratio"].allowed == "more than 0"
     corpus = {each.name: each for each in calibrate["corpus"].parts}
     assert list(corpus) == ["path", "seed", "sequences", "length"]
-    assert corpus["seed"].meaning == "seed of the order of its documents"
+    assert corpus["seed"].meaning == "seed of the order of the text's documents"
     depth = next(list_parameters(STAGES["redistill_mtp"].parameters))
     assert (depth.name, depth.allowed) == ("depth", "at least 1, at most 8")
 

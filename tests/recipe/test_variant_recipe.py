@@ -65,7 +65,7 @@ def test_a_stage_is_found_by_the_first_of_its_name(repository):
     subject = changed_variant(repository, twice)
     assert variant_recipe.stages_until(subject, "quantise_lm_head") == 2
     with pytest.raises(
-        RecipeError, match="no stage nope; it has sample_outputs, quantise_lm_head, quantise_lm_head"
+        RecipeError, match="no stage nope; choose one of sample_outputs, quantise_lm_head, quantise_lm_head"
     ):
         variant_recipe.stages_until(subject, "nope")
 

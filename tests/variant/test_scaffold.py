@@ -47,7 +47,7 @@ def test_a_variant_without_a_recipe_serves_what_its_base_serves(repository):
     assert f"**Hypothesis.** {HYPOTHESIS}" in (folder / "README.md").read_text()
     # The list of variants, and the page's own tables: without records they name the commands that make some.
     assert markdown.update_tables(repository) == [repository / "README.md", folder / "README.md"]
-    assert (folder / "README.md").read_text().count("` makes one.") == 2
+    assert (folder / "README.md").read_text().count("; run `slimqwen ") == 2
 
 
 def test_the_base_of_a_baseline_is_the_baseline(repository):

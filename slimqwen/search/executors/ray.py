@@ -11,6 +11,7 @@ import os
 import platform
 import secrets
 import shutil
+import signal
 import socket
 import time
 from collections.abc import Mapping
@@ -81,6 +82,7 @@ class RayExecutor:
             import ray
         except ImportError:
             raise SearchError("Ray is not installed; install it with `make install EXTRAS=ray`") from None
+        ends_search = signal.getsignal(signal.SIGTERM)
         try:
             self._connect_socket()
             ray.init(
@@ -95,6 +97,8 @@ class RayExecutor:
             raise SearchError(
                 f"no Ray cluster at {self._address} ({cause}); `ray start --head` starts one"
             ) from None
+        # Ray's own handler prints a native stack trace and aborts.
+        signal.signal(signal.SIGTERM, ends_search)
         try:
             self._folder.mkdir(parents=True)
             self._require_alike(self._look_at_nodes())

@@ -491,5 +491,5 @@ def test_own_prompts_are_sent_whole_in_every_round_with_their_own_lengths(
 def test_an_own_prompt_longer_than_the_context_is_named(measure, add_served, stand_in, own_prompts, tmp_path):
     file = tmp_path / "eval" / "own" / "mine" / "prompts.jsonl"
     file.write_text('{"prompt": "Q"}\n' + json.dumps({"prompt": "town " * 125}))
-    with pytest.raises(BenchError, match=r"prompts\.jsonl, prompt 2: 125 \+ 6 tokens, and tiny takes 128"):
+    with pytest.raises(BenchError, match=r"prompts\.jsonl, prompt 2: 125 \+ 6 tokens, but tiny takes 128"):
         measure(add_served("tiny", stand_in()), workload=own_prompts)

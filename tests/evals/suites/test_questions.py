@@ -138,7 +138,7 @@ def test_every_unusable_line_is_named_at_once(tmp_path):
         "lines 2, 8, 9 and 3 more: give either prompt or messages",
         "line 3: answer: Field required",
         "line 4: the answer is none of the choices; write the choice itself, not its letter",
-        "line 5: an answer that is a tool call",
+        "line 5: write an answer that is a tool call as {",
         "line 6: an answer that is a tool call needs `tools`",
         'line 7: answer: write it as text, such as "3", or as {"name": …',
     ):

@@ -491,7 +491,7 @@ def test_too_little_text_is_refused_with_both_counts(source: Path, tmp_path: Pat
     # Rows have more bytes than their texts have tokens.
     rows = tmp_path / "short.jsonl"
     rows.write_text('{"text": "short"}\n' * 3)
-    with pytest.raises(CorpusError, match=r"has \d+ tokens, 2 sequences of 16 need 32"):
+    with pytest.raises(CorpusError, match=r"has \d+ tokens, but 2 sequences of 16 need 32"):
         calibrate_here(source, tmp_path / "again", corpus=CalibrationText(path=rows, sequences=2, length=16))
 
 

@@ -254,7 +254,7 @@ def test_a_checkpoint_without_sampled_outputs_names_the_stage_that_is_missing(tm
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ('{"text": "A short text."}\n', "gives 1 different prompts, 64 are needed"),
+        ('{"text": "A short text."}\n', "gives 1 different prompts, but 64 are needed"),
         ("no json\n", "line 1: not JSON"),
     ],
 )

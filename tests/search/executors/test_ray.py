@@ -1,5 +1,7 @@
 """Ray for real on this machine: a head without CPUs and two nodes with a logical GPU each."""
 
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -69,6 +71,30 @@ def test_tasks_run_on_nodes_with_their_resources_and_each_end_is_reported(
     assert failures["refused"].reason == "no such thing; name another"
     assert "SIGSEGV" in failures["crash"].reason
     assert not list((tmp_path / ".cache" / "cluster").iterdir())
+
+
+TERMINATED = """
+import os, signal, sys
+from pathlib import Path
+from slimqwen.search.executors.ray import RayExecutor
+
+def interrupt(*_):
+    raise KeyboardInterrupt
+
+signal.signal(signal.SIGTERM, interrupt)
+try:
+    with RayExecutor(Path(sys.argv[1]), sys.argv[2]):
+        os.kill(os.getpid(), signal.SIGTERM)
+except KeyboardInterrupt:
+    sys.exit(7)
+"""
+
+
+def test_sigterm_ends_a_search_as_it_would_without_ray(cluster: Any, tmp_path: Path) -> None:
+    words = [sys.executable, "-c", TERMINATED, str(tmp_path), cluster.address]
+    ended = subprocess.run(words, capture_output=True, text=True, timeout=300)
+    assert ended.returncode == 7, ended.stderr
+    assert "SIGTERM received" not in ended.stderr
 
 
 def test_a_check_that_dies_on_a_node_ends_its_finalist_and_not_the_proof(
