@@ -1,8 +1,5 @@
 """The base class of all errors that a person is meant to read."""
 
-from collections.abc import Sequence
-from typing import Self
-
 
 class SlimqwenError(Exception):
     """An expected failure in one line: the cause, then the cure.
@@ -11,15 +8,16 @@ class SlimqwenError(Exception):
     Any other exception is a defect: it prints the cause and the log that has the traceback, and exits with code 1 (3).
     """
 
-    @classmethod
-    def of_faults(cls, faults: Sequence[str]) -> Self:
-        """An error of one line for one fault, else with a line for each: the only error of more than one line."""
-        if len(faults) == 1:
-            return cls(faults[0])
-        return cls("\n  ".join([f"{len(faults)} faults, nothing has run:", *faults]))
+    def __init__(self, *faults: str) -> None:
+        """An error of one fault; of several, its text is a line for each, the only text of more than one line."""
+        super().__init__(*faults)
+
+    def __str__(self) -> str:
+        if len(self.args) == 1:
+            return str(self.args[0])
+        return "\n  ".join([f"{len(self.args)} faults, nothing has run:", *self.args])
 
     @property
     def faults(self) -> list[str]:
         """Its faults, a line each."""
-        first, *rest = str(self).split("\n  ")
-        return rest or [first]
+        return list(self.args)

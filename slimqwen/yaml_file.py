@@ -50,7 +50,7 @@ class YamlText:
         try:
             return TypeAdapter(form).validate_python(content)
         except ValidationError as error:
-            raise self.error.of_faults(self.list_faults(error, (), form)) from None
+            raise self.error(*self.list_faults(error, (), form)) from None
 
     def list_faults(self, error: ValidationError, path: YamlPath, form: object) -> list[str]:
         """A line with location and cure for each problem that pydantic found in the value at `path`.

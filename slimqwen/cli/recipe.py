@@ -190,7 +190,7 @@ def _show_dry_run(variant: Variant) -> None:
     say("Memory and disk are upper bounds; computed times are right within a factor of about three.")
     say(f"Times are for {inspection.describe_processor()}.")
     if faults:
-        raise RecipeError.of_faults(faults)
+        raise RecipeError(*faults)
     for line in variant_recipe.lacking_space(costs, variant.root / "weights" / "store"):
         say(line)
 

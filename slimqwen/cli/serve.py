@@ -53,7 +53,7 @@ def serve(
     with errors.status("reading vLLM's flags"):
         command = ServerCommand.resolve(variant, port=port, platform=platform)
     lines = {key: setting.value for key, setting in variant.settings.items()}
-    served = lines | ({"VLLM_PORT": str(port)} if port else {}) | dict(command.environment)
+    served = {**lines, **command.environment, "VLLM_PORT": str(command.port)}
     ignored = (key for key, value in shell.items() if is_stray(key) and served.get(key) != value)
     # This program sets VLLM_LOGGING_LEVEL when it starts.
     if unused := sorted(key for key in ignored if key != "VLLM_LOGGING_LEVEL"):

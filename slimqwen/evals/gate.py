@@ -171,12 +171,14 @@ def _measure_quality(checks: GateChecks, scored: Mapping[Limit, Sequence[Path | 
         return complete(None)
     samples = complete(AUTO)
     verdict = overall([finding.verdict for finding in _quality_findings(*samples)])
-    more = any(
+    if verdict != Verdict.INCONCLUSIVE:
+        return samples
+    left_out = any(
         score.item_count < score.available_count
         for path in samples
         for score in store.read_record(path, Quality).tasks.values()
     )
-    return complete(None) if verdict == Verdict.INCONCLUSIVE and more else samples
+    return complete(None) if left_out else samples
 
 
 def _write_gate_record(checks: GateChecks, evidence: Mapping[Check, Sequence[Path]], started: str) -> Path:

@@ -62,7 +62,7 @@ class Family:
         return "experts" in self.linears
 
     def layer_types(self, text: Mapping[str, Any]) -> tuple[str, ...]:
-        """The kind of attention of each layer; the rule here stands in for configs that do not list the kinds."""
+        """The kind of attention of each layer: as config.json lists it, else by its interval of full attention."""
         if listed := text.get("layer_types"):
             return tuple(listed)
         interval = text.get("full_attention_interval", 4) if LINEAR_ATTENTION in self.linears else 1

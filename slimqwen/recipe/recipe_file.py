@@ -90,7 +90,7 @@ def read_recipe(file: Path, stages: Mapping[str, Stage] = STAGES) -> Recipe:
     """
     recipe = parse_recipe(file, stages)
     if recipe.faults:
-        raise RecipeError.of_faults(recipe.faults)
+        raise RecipeError(*recipe.faults)
     return recipe
 
 

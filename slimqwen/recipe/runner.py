@@ -123,7 +123,7 @@ def run_recipe(
     except SlimqwenError as error:
         if not recipe.faults:
             raise
-        raise RecipeError.of_faults([*recipe.faults, *error.faults]) from None
+        raise RecipeError(*recipe.faults, *error.faults) from None
     _require_sound(recipe, steps, Outline.read(source, is_embedded=is_embedded), weights)
     with hold_lock(store / ".lock", shared=True, reason="the store is being cleaned", progress=progress):
         for number, step in enumerate(steps, start=1):
@@ -218,13 +218,13 @@ def _require_sound(recipe: Recipe, steps: Sequence[Step], base: Outline, weights
     store = weights / "store"
     faults, costs = inspect_steps(steps, base, store)
     if recipe.faults or faults:
-        raise RecipeError.of_faults(recipe.faults + faults)
+        raise RecipeError(*recipe.faults, *faults)
     if lacking_space(costs, store):
         # A reused output needs no memory or disk.
         forecasts = forecast_recipe(replace(recipe, steps=tuple(steps)), weights, lambda _: base.folder)
         new = [cost for cost, forecast in zip(costs, forecasts, strict=True) if not forecast.reused]
         if lines := lacking_space(new, store):
-            raise RecipeError.of_faults(lines)
+            raise RecipeError(*lines)
 
 
 def _ensure(step: Step, source: Path, store: Path, progress: Progress) -> Outcome:

@@ -39,8 +39,6 @@ def run_recipe(
 
     Args:
         stages: number of stages to run, from the first; None for all.
-
-    Args:
         other_faults: further faults, a line each, for which the recipe is refused, such as those of its evaluation.
 
     Raises:

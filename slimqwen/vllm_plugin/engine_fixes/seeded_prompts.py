@@ -5,7 +5,7 @@ generator to its state before (`_bookkeeping_sync` in `vllm/v1/worker/gpu_model_
 generator's offset, which a generator on a CPU does not have: "CPU Generator does not use offset" ends the engine, at
 every request with a seed and a prompt longer than `max_num_batched_tokens`.
 
-With this fix a token that will be discarded is drawn without the request's generator, which needs no reset then.
+With this fix, vLLM samples such a token without the request's generator, so the generator needs no reset.
 
 Remove this fix when vLLM resets the generator of a CPU by its state, or draws nothing for such a token.
 """

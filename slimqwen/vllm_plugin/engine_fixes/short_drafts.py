@@ -1,7 +1,7 @@
 """Keep the state of Gated DeltaNet's convolution right when a step has fewer than K drafted tokens, on a CPU.
 
 Near the end of its context a request gets fewer than K drafted tokens. `_spec_forward` in
-`vllm/model_executor/layers/mamba/ops/cpu/gdn_attention.py` assumes that there are always K, in both of its branches:
+`vllm/model_executor/layers/mamba/ops/cpu/gdn_attention.py` assumes K for every request, in both of its branches:
 
 - The torch branch puts fewer tokens in the wrong columns of the buffer, so that the next step reads a wrong history. If
   the step before accepted more tokens than this step has, the engine dies: "The size of tensor a (7) must match the
