@@ -1,4 +1,7 @@
-"""The base class of all errors that a person is meant to read."""
+"""The base class of all errors that a person is meant to read, and the suggestion at the end of some of them."""
+
+import difflib
+from collections.abc import Collection
 
 
 class SlimqwenError(Exception):
@@ -21,3 +24,16 @@ class SlimqwenError(Exception):
     def faults(self) -> list[str]:
         """Its faults, a line each."""
         return list(self.args)
+
+
+def suggest_name(unknown: str, names: Collection[str], otherwise: str | None = None) -> str:
+    """End of a message about an unknown name: the nearest known name, or two that are as near.
+
+    If none is near, it is `otherwise`, or a list of all names.
+    """
+    near = difflib.get_close_matches(unknown, names, n=2)
+    ratios = [difflib.SequenceMatcher(None, each, unknown).ratio() for each in near]
+    nearest = [each for each, ratio in zip(near, ratios, strict=True) if ratio == ratios[0]]
+    if nearest:
+        return f"did you mean {' or '.join(nearest)}?"
+    return otherwise or f"known are {', '.join(sorted(names))}"

@@ -1,7 +1,6 @@
 """YAML files that people write: reads them with line numbers, and reports faults with file, line and nearest name."""
 
-import difflib
-from collections.abc import Collection, Hashable, Iterator
+from collections.abc import Hashable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar, get_args
@@ -9,7 +8,7 @@ from typing import Any, TypeVar, get_args
 import yaml
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
-from slimqwen.errors import SlimqwenError
+from slimqwen.errors import SlimqwenError, suggest_name
 
 Content = TypeVar("Content")
 YamlPath = tuple[int | str, ...]
@@ -67,7 +66,7 @@ class YamlText:
             name = ".".join(part for part in inner if isinstance(part, str)) or "the file"
             if problem["type"] == "extra_forbidden":
                 fault = (
-                    f"unknown key {inner[-1]!r}; {nearest_name(str(inner[-1]), _keys_at(form, inner[:-1]))}"
+                    f"unknown key {inner[-1]!r}; {suggest_name(str(inner[-1]), _keys_at(form, inner[:-1]))}"
                 )
             elif problem["type"] == "missing":
                 if inner[:-1] in unknown:
@@ -145,12 +144,6 @@ def read_yaml(file: Path, *, shown: Path | None = None, error: type[SlimqwenErro
         ) from None
     except (yaml.YAMLError, ValueError) as fault:
         raise error(f"{shown}: not usable YAML: {' '.join(str(fault).split())}; correct it") from None
-
-
-def nearest_name(name: str, names: Collection[str]) -> str:
-    """End of a message about an unknown name, which suggests the nearest known name or lists all of them."""
-    similar = difflib.get_close_matches(name, names, n=1)
-    return f"did you mean {similar[0]}?" if similar else f"known are {', '.join(sorted(names))}"
 
 
 class _UniqueKeysLoader(yaml.SafeLoader):

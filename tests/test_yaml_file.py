@@ -6,7 +6,6 @@ from typing import Literal
 import pytest
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from slimqwen import yaml_file
 from slimqwen.errors import SlimqwenError
 from slimqwen.yaml_file import YamlText, read_yaml
 
@@ -141,8 +140,3 @@ def test_a_file_that_cannot_be_read_is_an_error_of_one_line(
 def test_a_folder_in_its_place_is_told(tmp_path: Path) -> None:
     with pytest.raises(FileError, match=r"cannot be read \(Is a directory\); make it readable"):
         read_yaml(tmp_path, error=FileError, missing="is missing")
-
-
-def test_an_unknown_name_is_answered_with_the_nearest_or_all() -> None:
-    assert yaml_file.nearest_name("calibrat", ["prune", "calibrate"]) == "did you mean calibrate?"
-    assert yaml_file.nearest_name("xyz", ["prune", "calibrate"]) == "known are calibrate, prune"

@@ -1,6 +1,5 @@
 """The checkpoint that the MODEL of `slimqwen fit` names: config.json and tensors, without the tensors' content."""
 
-import difflib
 import re
 import tempfile
 from collections import Counter
@@ -14,7 +13,7 @@ from slimqwen import checkpoint
 from slimqwen import variant as variants
 from slimqwen.checkpoint.config import quantisation, read_json_object
 from slimqwen.checkpoint.tensors import INDEX, list_tensors, tensor_bytes
-from slimqwen.errors import SlimqwenError
+from slimqwen.errors import SlimqwenError, suggest_name
 from slimqwen.hub import HubError, Repository, download_files
 from slimqwen.models.families import Family, find_family
 from slimqwen.models.published import published_tensors
@@ -122,9 +121,8 @@ def find_subject(model: str, root: Path) -> Subject:
     if shape := shapes.published_shape(root, model):
         return _of_shape(shape, model)
     if "/" in model and path.parent.is_dir():
-        near = difflib.get_close_matches(path.name, [each.name for each in path.parent.iterdir()], n=1)
-        suggestion = f"; did you mean {path.with_name(near[0])}?" if near else ""
-        raise SubjectError(f"there is no {path.name} in the folder {path.parent}{suggestion}")
+        hint = suggest_name(model, list(map(str, path.parent.iterdir())), "name one that is there")
+        raise SubjectError(f"there is no {path.name} in the folder {path.parent}; {hint}")
     if model.count("/") == 1:
         return _of_hub(model)
     known = ", ".join(sorted(file.stem for file in (root / shapes.FOLDER).glob("*.json")))

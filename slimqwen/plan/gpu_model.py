@@ -1,13 +1,12 @@
 """GPU models as their drivers describe them: the part `driver` of eval/devices.yaml."""
 
-import difflib
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from slimqwen.errors import SlimqwenError
+from slimqwen.errors import SlimqwenError, suggest_name
 from slimqwen.records.settings import read_settings
 
 Device = TypeVar("Device")
@@ -73,11 +72,11 @@ def read_devices(root: Path, form: type[Devices], *, leave_out: Collection[str] 
 
 
 def find_device(devices: Mapping[str, Device], name: str) -> Device:
-    """The device with a short name; raises a GpuModelError with similar names if there is none."""
+    """The device with a short name; raises a GpuModelError with a similar name if there is none."""
     if name in devices:
         return devices[name]
-    hint = ", ".join(difflib.get_close_matches(name, devices, cutoff=0.4)) or ", ".join(devices)
-    raise GpuModelError(f"there is no GPU {name!r} in {FILE}; choose {hint}")
+    hint = suggest_name(name, devices)
+    raise GpuModelError(f"there is no GPU {name!r} in {FILE}; {hint}")
 
 
 def find_name(shown: str, root: Path) -> str | None:

@@ -18,10 +18,10 @@ from typing import Annotated, Any
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from slimqwen import variant as variants
-from slimqwen.errors import SlimqwenError
+from slimqwen.errors import SlimqwenError, suggest_name
 from slimqwen.recipe.registry import STAGES
 from slimqwen.recipe.stage import Fault, Stage
-from slimqwen.yaml_file import YamlPath, nearest_name, read_yaml
+from slimqwen.yaml_file import YamlPath, read_yaml
 
 
 class RecipeError(SlimqwenError):
@@ -153,7 +153,7 @@ def find_base_variant(base: str, root: Path) -> str:
 def stage_fault(name: str, previous: str, stages: Mapping[str, Stage] = STAGES) -> str | None:
     """Why a stage must not come right after `previous` (empty for the first stage); None if it may."""
     if name not in stages:
-        return f"no stage {name!r}; {nearest_name(name, stages)}"
+        return f"no stage {name!r}; {suggest_name(name, stages)}"
     follows = stages[name].follows
     if previous in stages and stages[previous].last:
         return f"no stage may follow {previous}; put {previous} last"

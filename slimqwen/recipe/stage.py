@@ -1,5 +1,7 @@
 """The interface of a recipe stage: a pure function from one checkpoint folder to another, and its content key."""
 
+import ast
+import hashlib
 import importlib.util
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -8,7 +10,6 @@ from typing import Any, Protocol, Self, TypeVar
 
 from pydantic import BaseModel, ConfigDict
 
-from slimqwen.checkpoint.files import sha256
 from slimqwen.errors import SlimqwenError
 from slimqwen.models.outline import Outline
 from slimqwen.models.shape import Packing
@@ -121,7 +122,7 @@ class Stage:
         reshape: (shape, parameters) -> dimensions of the output, for the stages after it, plans and rooflines.
         follows: stages that write a file which this stage reads; one of them has to come right before it.
         data: parameters -> digest of every outside input by name.
-        code: modules whose source affects the result, in addition to the module that defines `run`.
+        code: modules whose source affects the result beside the module of `run`; comments and docstrings do not count.
         packages: distributions whose versions affect the result.
         environment: variables of the stage's process.
         last: whether no stage may follow, because a change of the checkpoint would invalidate the result.
@@ -160,8 +161,19 @@ def require_fit(faults: Iterable[Fault]) -> None:
 
 
 def source_digest(module: str) -> str:
-    """SHA-256 of a module's source file, found without executing the module."""
+    """SHA-256 of a module's source without its comments and docstrings, found without executing the module."""
     spec = importlib.util.find_spec(module)
     assert spec is not None
     assert spec.origin is not None
-    return sha256(Path(spec.origin))
+    return hashlib.sha256(
+        ast.dump(_WithoutDocstrings().visit(ast.parse(Path(spec.origin).read_bytes()))).encode()
+    ).hexdigest()
+
+
+class _WithoutDocstrings(ast.NodeTransformer):
+    """Drops every string that stands as a statement: a corrected docstring must not make hours of calibration anew."""
+
+    def visit_Expr(self, node: ast.Expr) -> ast.Expr | None:
+        """The statement, or None if it is a string."""
+        is_string = isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
+        return None if is_string else node

@@ -8,7 +8,6 @@ classes (vllm/config/*.py) check ranges.
 import argparse
 import contextlib
 import dataclasses
-import difflib
 import functools
 import io
 import json
@@ -20,6 +19,7 @@ from unittest.mock import patch
 
 from pydantic import BaseModel, ConfigDict, ValidationError, create_model
 
+from slimqwen.errors import suggest_name
 from slimqwen.serving import in_process
 from slimqwen.variant import OWN_KEYS, ConfigError, Setting, Variant
 
@@ -149,12 +149,8 @@ def _require_known(setting: Setting) -> None:
     known = (*OWN_KEYS, *options(), *vllm.envs.environment_variables)
     if key in known or _TORCH_VARIABLE.fullmatch(key):
         return
-    matches = difflib.get_close_matches(key, known, n=1)
-    hint = (
-        f"did you mean {matches[0]}?"
-        if matches
-        else "`python -m vllm.entrypoints.launchers.api_server.entry --help` lists the flags"
-    )
+    flags = "`python -m vllm.entrypoints.launchers.api_server.entry --help` lists the flags"
+    hint = suggest_name(key, known, flags)
     raise ConfigError(
         f"{setting.location}: {key} is neither a flag nor an environment variable of vLLM; {hint}"
     )
@@ -224,9 +220,8 @@ def _check_object(setting: Setting, config_class: str | None, value: Any) -> Non
     fields = owner.__pydantic_fields__
     for key, part in value.items():
         if key not in fields:
-            matches = difflib.get_close_matches(key, list(fields), n=1)
-            hint = f"; did you mean {matches[0]!r}?" if matches else ""
-            raise _refusal(setting, f"{key!r} is unknown{hint}")
+            hint = suggest_name(key, fields, f"vllm.config.{config_class} has all of them")
+            raise _refusal(setting, f"{key!r} is unknown; {hint}")
         try:
             _validator(owner, key)(value=part)
         except ValidationError as error:

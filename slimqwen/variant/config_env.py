@@ -4,7 +4,6 @@ BASE=<variant> inherits that variant's lines; a later key overrides, `KEY=` unse
 variables of vLLM are interpreted by `slimqwen.serving.flags`.
 """
 
-import difflib
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -13,7 +12,7 @@ from types import MappingProxyType
 
 from dotenv.parser import parse_stream
 
-from slimqwen.errors import SlimqwenError
+from slimqwen.errors import SlimqwenError, suggest_name
 
 OWN_KEYS: Mapping[str, str] = MappingProxyType(
     {
@@ -169,8 +168,7 @@ def _lineage(name: str, root: Path) -> dict[str, dict[str, Setting]]:
 
 
 def _unknown_variant(name: str, base: Setting | None, root: Path) -> str:
-    similar = difflib.get_close_matches(name, names(root), n=1)
-    hint = f"did you mean {similar[0]}?" if similar else "`slimqwen variant list` shows them all"
+    hint = suggest_name(name, names(root), "`slimqwen variant list` shows them all")
     location = f"{base.location}: BASE={name}: " if base else ""
     return f"{location}there is no variant {name!r} under experiments/; {hint}"
 

@@ -20,7 +20,7 @@ def test_every_gpu_of_the_default_table_is_listed():
 
 def test_an_unknown_gpu_lists_those_that_there_are():
     with pytest.raises(
-        gpu_model.GpuModelError, match=r"there is no GPU 'a11g' in eval/devices\.yaml; choose a10g,?"
+        gpu_model.GpuModelError, match=r"there is no GPU 'a11g' in eval/devices\.yaml; did you mean a10g\?"
     ):
         gpu_model.load_gpu_model(ROOT, "a11g")
 

@@ -160,7 +160,7 @@ def test_every_ingredient_changes_the_key(
         "input": lambda: (workshop.base / "tokenizer.json").write_text("[]"),
         "parameters.limit": lambda: parameters.update(limit=254),
         "data.file": lambda: data.write_text("Data"),
-        "code.more_code": lambda: more_code.write_text("X = 1 \n"),
+        "code.more_code": lambda: more_code.write_text("X = 2\n"),
         "version.pydantic": lambda: monkeypatch.setattr(importlib.metadata, "version", lambda name: "99"),
     }
     change[ingredient]()
@@ -168,6 +168,20 @@ def test_every_ingredient_changes_the_key(
     assert (after.key != before, after.reused) == (True, False)
     assert [change.ingredient for change in after.changes] == [ingredient]
     assert ingredient in after.reason
+
+
+def test_comments_and_docstrings_do_not_change_the_key(workshop: Workshop, more_code: Path) -> None:
+    def key() -> str:
+        return workshop.status(workshop.recipe({"add_with_more_code": {"amount": 1}}))[0].key
+
+    more_code.write_text("X = 1\n\n\ndef double():\n    return 2 * X\n")
+    before = key()
+    more_code.write_text(
+        '"""A module."""\nX = 1  # one\n"""A value."""\n\ndef double():\n    """Its double."""\n    return 2 * X\n'
+    )
+    assert key() == before
+    more_code.write_text("X = 1\n\n\ndef double():\n    return 3 * X\n")
+    assert key() != before
 
 
 def test_where_a_data_file_lies_does_not_change_the_key(workshop: Workshop) -> None:

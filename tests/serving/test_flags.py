@@ -114,7 +114,7 @@ def test_draft_depths_by_batch_size_are_passed_on(resolve):
         ("VLLM_SPECULATIVE_CONFIG={", r"is not JSON"),
         (
             "VLLM_SPECULATIVE_CONFIG='{\"num_speculative_token\": 4}'",
-            r"did you mean 'num_speculative_tokens'\?",
+            r"did you mean num_speculative_tokens\?",
         ),
         (
             "VLLM_SPECULATIVE_CONFIG='{\"num_speculative_tokens\": -4}'",
@@ -123,7 +123,7 @@ def test_draft_depths_by_batch_size_are_passed_on(resolve):
         (depth_schedule("[[1, 8]]"), r"num_speculative_tokens_per_batch_size.*[Mm]issing|Field required"),
         (depth_schedule("[[1, 2, 7], [3, 8, 2]]"), r"asks for 7 drafts.*raise num_speculative_tokens to 7"),
         (depth_schedule('{"1": 4}'), r"num_speculative_tokens_per_batch_size: .*valid list"),
-        ("VLLM_COMPILATION_CONFIG='{\"pass_conf\": {}}'", r"did you mean 'pass_config'\?"),
+        ("VLLM_COMPILATION_CONFIG='{\"pass_conf\": {}}'", r"did you mean pass_config\?"),
         ('VLLM_COMPILATION_CONFIG=\'{"pass_config": {"fuse_everything": true}}\'', r"fuse_everything"),
     ],
 )
