@@ -179,7 +179,7 @@ class Watch:
 
         Args:
             pid: process of a server that another process started; its process tree counts as the measurement's own.
-            counters: reads the metrics of the server by name, none if the server is gone; None without a server.
+            counters: reads the server's metrics by name, empty if the server is gone; None without a server.
         """
         delays_before, before = _server_delays(counters), _Clocks.now(pid)
         yield

@@ -96,7 +96,7 @@ class StartUp(Record):
     @model_validator(mode="after")
     def _has_starts(self) -> Self:
         if not (self.eager or self.cold):
-            raise ValueError("a record needs cold or eager starts")
+            raise ValueError("a record needs starts of kind cold or eager")
         return self
 
     @property

@@ -99,7 +99,7 @@ def compare_drafts(
     shared = sorted(groups[0].keys() & groups[1].keys())
     if len(shared) < 2:
         raise NotComparableError(
-            f"fewer than two groups of greedy prompts were measured for both at K = {depth}; measure both again"
+            f"the two variants share fewer than two groups of greedy prompts at K = {depth}; measure both again"
         )
     (first_lengths, first_drafts), (second_lengths, second_drafts) = (
         acceptance_lengths([side[key] for key in shared]) for side in groups

@@ -74,8 +74,8 @@ class Response:
     """The greedy continuation of a prompt.
 
     Attributes:
-        log_probabilities: for each position, natural logarithms by token id of the likeliest tokens; empty unless
-            requested.
+        log_probabilities: for each position, natural log-probabilities of the likeliest tokens, by token id; empty
+            unless requested.
     """
 
     tokens: Tokens

@@ -59,7 +59,7 @@ class Gate(SplitRecord):
 
     @property
     def caution(self) -> str:
-        """A warning about limits that were changed after a result had been seen, and about missing verdicts."""
+        """A warning about limits that were changed after the variant had been judged; empty if there are none."""
         changes = "; ".join(self.changed_limits)
         return changes and f"limits changed after the variant had been judged: {changes}"
 

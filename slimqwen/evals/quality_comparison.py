@@ -14,9 +14,9 @@ from slimqwen.stats import intervals, non_inferiority
 from slimqwen.stats.estimates import Difference
 
 VERDICT_NOTE = (
-    "Pass: the interval rules out a loss beyond the margin, which the suite's authors wrote into its file before any "
-    "variant was measured. Intervals of right-or-wrong answers are exact. Inconclusive: in brackets, the number of "
-    "items that would decide."
+    "Pass: the interval rules out a loss beyond the margin, which was written into the suite's file before any variant "
+    "was measured. Intervals of right-or-wrong answers are exact. In brackets after an inconclusive result: the number "
+    "of items that would decide."
 )
 
 _Items = list[dict[str, Any]]

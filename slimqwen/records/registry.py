@@ -1,4 +1,4 @@
-"""The record kinds: every subclass of `Record` that a module of the packages in `_PACKAGES` defines.
+"""The record kinds: every subclass of `Record` that a module of the packages in `PACKAGES` defines.
 
 Only modules whose source text names a base class of records are imported, so that reading a record loads no engine.
 """

@@ -116,7 +116,7 @@ def parse(path: Path) -> dict[str, Any]:
         raise RecordError(f"{short_path(path)}: {error.strerror}") from error
     except (ValueError, RecursionError) as error:
         raise RecordError(
-            f"{short_path(path)}: not JSON ({error}); restore it with `git checkout`"
+            f"{short_path(path)}: not JSON ({error}); restore it from git, or delete it"
         ) from error
     if not isinstance(fields, dict):
         raise RecordError(f"{short_path(path)}: not a JSON object")

@@ -25,7 +25,7 @@ class Peaks(Block):
 
 
 class GpuSheet(Block):
-    """A GPU's data sheet; the first lines of eval/devices.yaml explain each field."""
+    """A GPU's data sheet; the first lines of eval/devices.yaml explain its figures."""
 
     name: str
     nvidia_smi: tuple[str, ...] = Field(min_length=1, description="product names that nvidia-smi prints")

@@ -45,9 +45,9 @@ class Budget:
         return cls(name, gate.fidelity, acceptance, gate.split("search", base.root))
 
     def is_met_by(self, trial: SearchTrial) -> bool:
-        """Whether the whole intervals of a trial's figures are within the limits on the search's items.
+        """Whether a trial keeps its limits: KL and acceptance with their whole interval, the others with their value.
 
-        This is stricter than a rung, which passes a candidate whose interval only reaches over a limit; few of those
+        This is stricter than a rung, which also passes a candidate whose interval contains the limit; few of those
         would pass a proof.
         """
         kl, share = trial.kl_nats, trial.acceptance_share

@@ -54,7 +54,9 @@ def count_drafts_in_vllm(
     ) as llm:
         counts = count_drafts(llm, prompts, tokens=tokens)
     if not counts.drafts:
-        raise ServingError(f"vLLM drafted nothing with {weights}; use longer prompts or more output tokens")
+        raise ServingError(
+            f"vLLM drafted nothing with {weights}: every continuation ended at its first token; use other prompts"
+        )
     return counts
 
 

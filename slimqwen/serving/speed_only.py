@@ -32,13 +32,13 @@ def _find_reason(variant: Variant) -> tuple[str, str] | None:
     """Why a variant is speed-only, and how to measure instead; None if it is not."""
     if (variant.weights / "config.json").is_file() and checkpoint.has_random_weights(variant.weights):
         return (
-            f"weights/{variant.weights.name} has random weights, which allow to measure only speed and memory",
+            f"weights/{variant.weights.name} has random weights: only its speed and memory can be measured",
             "on a trained checkpoint",
         )
     load_format = variant.settings.get("VLLM_LOAD_FORMAT")
     if load_format is not None and load_format.value == "dummy":
         return (
-            f"{load_format.location}: dummy weights are random, which allow to measure only speed and memory",
+            f"{load_format.location}: dummy weights are random: only speed and memory can be measured",
             "without this line",
         )
     setting = variant.settings.get("VLLM_SPECULATIVE_CONFIG")

@@ -197,4 +197,6 @@ def reading(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise CorpusError(f"{path}: cannot be read ({error.strerror or error}); put the text there") from None
+        raise CorpusError(
+            f"{path}: cannot be read ({error.strerror or error}); put a readable file there"
+        ) from None

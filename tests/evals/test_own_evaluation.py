@@ -74,7 +74,7 @@ def faults_of(root: Path, **lines: str) -> list[str]:
 
 def test_an_evaluation_without_its_files_lacks_each_once(root: Path) -> None:
     assert faults_of(root) == [
-        "eval/own/mine/texts.jsonl: cannot be read (No such file or directory); put the text there",
+        "eval/own/mine/texts.jsonl: cannot be read (No such file or directory); put a readable file there",
         "eval/own/mine/questions.jsonl: cannot be read (No such file or directory); put the questions there",
     ]
 

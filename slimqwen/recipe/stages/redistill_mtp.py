@@ -256,7 +256,7 @@ def _served(folder: Path, held_out: Sequence[Output], depth: int, progress: Prog
 def _check_agreement(measured: float, served: float, when: str) -> None:
     if abs(measured - served) > AGREEMENT * served:
         raise StageError(
-            f"acceptance length {when} training is {measured:.3f} here and {served:.3f} in vLLM, more than "
+            f"acceptance length {when} training is {measured:.3f} in this stage and {served:.3f} in vLLM, more than "
             f"{AGREEMENT:.0%} apart; check the head's tensors and vLLM's version before trusting either"
         )
 

@@ -212,7 +212,7 @@ def test_drafts_across_the_end_of_a_text_are_counted(published: Path, one_step: 
 
 
 def test_a_count_that_vllm_does_not_share_is_an_error() -> None:
-    with pytest.raises(StageError, match=r"4\.000 here and 1\.000 in vLLM"):
+    with pytest.raises(StageError, match=r"4\.000 in this stage and 1\.000 in vLLM"):
         redistill_mtp._check_agreement(4.0, 1.0, "before")
 
 
