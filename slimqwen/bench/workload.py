@@ -207,7 +207,7 @@ class Workload(Settings):
         if not isinstance(content, dict) or "classes" in content or "output_tokens" not in content:
             return super()._from_text(text, name)
         # The lengths of own prompts are not known before a tokenizer has counted them: see `of_own_prompts`.
-        only = PromptClass(name="own", prompt_tokens=1, output_tokens=content["output_tokens"], requests=2)
+        only = PromptClass(name="own", prompt_tokens=1, output_tokens=2, requests=2)
         own = {"documents": "", "seed": 0, "reference_context_tokens": 1, "min_tokens": 2, "classes": (only,)}
         file = OWN / name / _OWN_PROMPTS
         return super()._from_text(replace(text, content={**own, "prompts": file, **content}), name)

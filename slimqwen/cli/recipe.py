@@ -9,6 +9,7 @@ import typer
 from slimqwen import variant as variants
 from slimqwen.cli.console import console, progress_bar, relative, say, table
 from slimqwen.cli.options import VariantOption
+from slimqwen.errors import SlimqwenError
 from slimqwen.variant import Variant
 
 if TYPE_CHECKING:
@@ -196,15 +197,22 @@ def _show_dry_run(variant: Variant) -> None:
 
 
 def _list_evaluation_faults(variant: Variant) -> list[str]:
-    """Faults, a line each, of the own evaluation by which the gate will judge the recipe's result."""
+    """Faults, a line each, of the own evaluation by which the recipe's result will be judged and timed."""
     from slimqwen.records.settings import find_own_evaluation
 
     folder = find_own_evaluation(variant)
     if folder is None:
         return []
+    from slimqwen.bench.workload import Workload, name_workload
     from slimqwen.evals import own_evaluation  # slow to import
 
-    return own_evaluation.list_faults(variant, folder)
+    faults = own_evaluation.list_faults(variant, folder)
+    if name_workload(variant) == folder.name:
+        try:
+            Workload.load(folder.name, variant.root)
+        except SlimqwenError as error:
+            faults += error.faults
+    return list(dict.fromkeys(faults))  # prompts.jsonl and eval/own.yaml are read by both
 
 
 def _duration(seconds: float) -> str:

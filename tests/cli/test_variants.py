@@ -51,7 +51,10 @@ def test_a_folder_becomes_a_baseline_and_its_variant_asks_for_the_text(
 
 @pytest.mark.parametrize("how", ["--dry-run", ""])
 def test_what_will_judge_a_variant_is_checked_with_its_recipe(root: Path, how: str) -> None:
-    (root / "eval" / "own" / "judge").mkdir(parents=True)
+    own = root / "eval" / "own" / "judge"
+    own.mkdir(parents=True)
+    (own / "prompts.jsonl").write_text('{"prompt": "Well?"}\n')
+    (own / "workload.yaml").write_text("output_tokens: 1\n")
     shutil.copy(Path(__file__).parents[2] / "eval" / "own.yaml", root / "eval")
     said_by("variant new --name base --checkpoint weights/mymodel")
     said_by("variant new --name mine --base base --stage calibrate --evaluation judge")
@@ -59,10 +62,17 @@ def test_what_will_judge_a_variant_is_checked_with_its_recipe(root: Path, how: s
     with pytest.raises(RecipeError) as caught:
         said_by(f"recipe run --variant mine {how}")
     assert time.process_time() - started < 3
-    corpus, texts, questions = caught.value.faults
+    corpus, prompts, texts, questions, lengths = caught.value.faults
     assert "corpus.path is not filled in" in corpus
     assert "eval/own/judge/texts.jsonl: cannot be read" in texts
     assert "eval/own/judge/questions.jsonl: cannot be read" in questions
+    assert prompts.endswith(
+        "eval/own/judge/prompts.jsonl: 1 prompts are too few for an interval; write 2 or more"
+    )
+    assert (
+        lengths
+        == "eval/own/judge/workload.yaml:1: output_tokens: Input should be greater than or equal to 2, here is 1"
+    )
     assert not (root / "weights" / "store").exists()
 
 
