@@ -59,9 +59,18 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     terminalreporter.write_line(f"CPU: {cpu}")
 
 
+ONLY_IF_NAMED = ("image", "soak", "zoo")
+"""Marks of tests that run only if the expression of `-m` names the mark."""
+
+
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """The tests of a file run in one process; files that start engines come first, so that no long one is the last."""
+    unnamed = {mark for mark in ONLY_IF_NAMED if mark not in config.option.markexpr}
+    left_out = [item for item in items if unnamed.intersection(mark.name for mark in item.iter_markers())]
+    if left_out:
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if item not in set(left_out)]
     groups = {item.path: item.nodeid.partition("::")[0] for item in items}
     for item in items:
         for name in SHARED_BY_FILES:
