@@ -3,12 +3,15 @@
 import shutil
 import subprocess
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from slimqwen import variant as variants
 from slimqwen.cli.console import console, say, silence_hub_client
+
+if TYPE_CHECKING:
+    from slimqwen.plan.devices import Gpu
 
 
 def fit(
@@ -39,34 +42,34 @@ def fit(
     from slimqwen.fit import tables
     from slimqwen.fit.memory import ServerSettings
     from slimqwen.fit.subject import find_subject
-    from slimqwen.roofline.gpu import read_gpu
+    from slimqwen.plan.devices import read_gpu
 
     silence_hub_client()
     root = variants.repository_root()
-    name = read_gpu(gpu, root).name if gpu else _find_gpu_here(root)
+    chosen = read_gpu(gpu, root) if gpu else _find_gpu_here(root)
     subject = find_subject(model, root)
     settings = ServerSettings.of(subject, context, sequences)
-    if name is None:
+    if chosen is None:
         console.print(tables.gpus_table(subject, settings, root).as_rich())
         say(tables.suggest_start(subject, root))
         return
-    fits = tables.fit_on_gpus(subject, settings, [name], root)[name]
-    say(tables.give_verdict(subject, settings, name, fits))
-    console.print(tables.steps_table(subject, settings, name, fits).as_rich())
+    fits = tables.fit_on_gpus(subject, settings, [chosen])[chosen.name]
+    say(tables.give_verdict(subject, settings, chosen.name, fits))
+    console.print(tables.steps_table(subject, settings, chosen.name, fits).as_rich())
     for line in (
-        *tables.list_notes(subject, settings, name, fits[0], root),
+        *tables.list_notes(subject, settings, chosen, fits[0], root),
         tables.suggest_start(subject, root),
     ):
         say(line)
     raise typer.Exit(0 if fits[0].fits else 1)
 
 
-def _find_gpu_here(root: Path) -> str | None:
-    """Name in eval/devices.yaml of the first GPU that nvidia-smi shows; None without a GPU or if it is not listed."""
-    from slimqwen.plan.gpu_model import find_name
+def _find_gpu_here(root: Path) -> "Gpu | None":
+    """The first GPU that nvidia-smi shows, of eval/devices.yaml; None without a GPU or if it is not listed."""
+    from slimqwen.plan.devices import find_gpu
 
     if shutil.which("nvidia-smi") is None:
         return None
     command = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
     shown = subprocess.run(command, capture_output=True, text=True, check=False).stdout.splitlines()
-    return find_name(shown[0], root) if shown else None
+    return find_gpu(shown[0], root) if shown else None

@@ -46,19 +46,18 @@ def plan(
     """
     from slimqwen.plan import record as plans
     from slimqwen.plan import trouble
+    from slimqwen.plan.devices import CPU
     from slimqwen.records import provenance
     from slimqwen.serving import platform as machine
 
-    if gpu:
-        gpus = tuple(gpu)
-    else:
-        gpus = plans.DEFAULT_GPUS if variant.platform == "cuda" or machine.is_gpu_build() else (plans.CPU,)
+    plans_gpus = variant.platform == "cuda" or machine.is_gpu_build()
+    gpus = tuple(gpu or (plans.DEFAULT_GPUS if plans_gpus else (CPU,)))
     if compile_:
-        if len(gpus) != 1 or gpus == (plans.CPU,):
+        if len(gpus) != 1 or gpus == (CPU,):
             raise typer.BadParameter("--compile works for one GPU at a time; name it with --gpu")
         _compile_ahead(variant, gpus[0])
         return
-    if kernels and plans.CPU in gpus:
+    if kernels and CPU in gpus:
         raise typer.BadParameter("a CPU runs no Triton kernels; name a GPU with --gpu, or omit --kernels")
     started, known = provenance.utc_now(), trouble.read_known_trouble(variant.root)
     with progress_bar() as progress:

@@ -15,11 +15,10 @@ from slimqwen.errors import SlimqwenError
 from slimqwen.fit.optimised import Optimised
 from slimqwen.fit.subject import Subject
 from slimqwen.models.families import find_kind, unshared_heads
-from slimqwen.plan.gpu_model import GpuModel
+from slimqwen.plan.devices import Gpu
 from slimqwen.plan.resolution import OVERHEAD_GIB
 from slimqwen.roofline import cost
 from slimqwen.roofline.architecture import MEMORY_UTILIZATION, Model, lay_out_cache, read_model
-from slimqwen.roofline.gpu import GpuSheet
 
 DRAFT_DEPTH, SEQUENCES, UTILIZATION, BATCHED_TOKENS = 4, 1, 0.90, 2048
 """Settings of a server that no variant describes: the flags of qwen3.5-4b-best, except the number of sequences."""
@@ -182,24 +181,20 @@ def size_checkpoint(step: Optimised, settings: ServerSettings) -> Sized:
     return Sized(step.optimisation, sizes, _share_of_one_gpu(model, settings.gpus, outline.text))
 
 
-def fit_checkpoint(
-    sized: Sized, settings: ServerSettings, sheet: GpuSheet, gpu: GpuModel, acceptance_length: float | None
-) -> Fit:
+def fit_checkpoint(sized: Sized, settings: ServerSettings, gpu: Gpu, acceptance_length: float | None) -> Fit:
     """Lay out the memory of a server on a GPU, and bound its speed.
 
     Args:
-        sheet: data sheet of the GPU.
-        gpu: the same GPU as its driver describes it.
         acceptance_length: output tokens per step with drafts; None where no figure is published.
     """
     model, depth = sized.model, settings.depth
     resident = model.resident_bytes(depth)
-    cache = int(settings.utilization * gpu.memory_bytes - resident - OVERHEAD_GIB * 2**30)
+    cache = int(settings.utilization * gpu.driver.memory_bytes - resident - OVERHEAD_GIB * 2**30)
     layout = lay_out_cache(model, depth, prefix_caching=settings.prefix_caching)
     sequence = layout.sequence_bytes(settings.context_len)
     full = max(0, cache // layout.block_bytes) / layout.sequence_blocks(settings.context_len)
-    plain = cost.bound_decode_step(model, sheet, 1, SPEED_CONTEXT_LEN)
-    drafting = cost.bound_decode_step(model, sheet, 1, SPEED_CONTEXT_LEN, depth) if depth else None
+    plain = cost.bound_decode_step(model, gpu, 1, SPEED_CONTEXT_LEN)
+    drafting = cost.bound_decode_step(model, gpu, 1, SPEED_CONTEXT_LEN, depth) if depth else None
     return Fit(
         optimisation=sized.optimisation,
         weight_bytes=sized.weight_bytes,

@@ -13,13 +13,12 @@ from slimqwen.fit.optimised import list_optimised
 from slimqwen.fit.subject import Subject, find_subject
 from slimqwen.models.families import LINEAR_ATTENTION
 from slimqwen.plan import trouble
+from slimqwen.plan.devices import Gpu, read_gpus
 from slimqwen.plan.facts import EngineConfig, Plan
-from slimqwen.plan.gpu_model import GpuModel, read_gpu_models
 from slimqwen.plan.record import find_gpu_plan
 from slimqwen.plan.resolution import OVERHEAD_GIB
 from slimqwen.plan.shapes import FOLDER
 from slimqwen.records.table import Table
-from slimqwen.roofline.gpu import read_gpus
 from slimqwen.vllm_plugin.engine_facts import AttentionLayers
 
 _GB = 1e9
@@ -29,17 +28,11 @@ SHAPES_CONTEXT_LEN = 8192
 """Context of the table of all shapes, tokens."""
 
 
-def fit_on_gpus(
-    subject: Subject, settings: ServerSettings, gpus: Iterable[str], root: Path
-) -> dict[str, list[Fit]]:
-    """How a checkpoint and its optimised forms fit, by the name of the GPU in eval/devices.yaml."""
-    sheets, models = read_gpus(root), read_gpu_models(root)
+def fit_on_gpus(subject: Subject, settings: ServerSettings, gpus: Iterable[Gpu]) -> dict[str, list[Fit]]:
+    """How a checkpoint and its optimised forms fit, by the name of the GPU."""
     length = subject.family.acceptance_lengths.get(settings.depth)
     sized = [size_checkpoint(step, settings) for step in list_optimised(subject)]
-    return {
-        gpu: [fit_checkpoint(each, settings, sheets[gpu], models[gpu], length) for each in sized]
-        for gpu in gpus
-    }
+    return {gpu.name: [fit_checkpoint(each, settings, gpu, length) for each in sized] for gpu in gpus}
 
 
 def give_verdict(subject: Subject, settings: ServerSettings, gpu: str, fits: Sequence[Fit]) -> str:
@@ -80,13 +73,12 @@ def steps_table(subject: Subject, settings: ServerSettings, gpu: str, fits: Sequ
     return Table.from_rows(f"{subject.name} on {gpu}, GB", fits, columns)
 
 
-def list_notes(subject: Subject, settings: ServerSettings, gpu: str, fit: Fit, root: Path) -> Iterator[str]:
+def list_notes(subject: Subject, settings: ServerSettings, gpu: Gpu, fit: Fit, root: Path) -> Iterator[str]:
     """Yield, a line each, what else to know about a server on the GPU; `fit` is that of the checkpoint as stored."""
-    model = read_gpu_models(root)[gpu]
     states = f"{fit.state_bytes / _GB:.2f} GB of states and " if fit.state_bytes else ""
     yield (
         f"One sequence: {states}{fit.token_bytes / 1024:.0f} KiB per token, {fit.sequence_bytes / _GB:.2f} GB in all; "
-        f"vLLM may use {settings.utilization:.0%} of {model.memory_gib:g} GiB."
+        f"vLLM may use {settings.utilization:.0%} of {gpu.driver.memory_gib:g} GiB."
     )
     yield (
         f"Left for activations, CUDA context and graphs: {OVERHEAD_GIB:g} GiB, assumed; a step of "
@@ -104,21 +96,19 @@ def list_notes(subject: Subject, settings: ServerSettings, gpu: str, fit: Fit, r
     )
     yield f"tok/s: roofline of one sequence with 2,048 cached tokens{drafts}. Computed, not timed."
     yield f"Dimensions: {subject.source}."
-    yield from _list_trouble(subject, settings, gpu, model, root)
+    yield from _list_trouble(subject, settings, gpu, root)
 
 
-def _list_trouble(
-    subject: Subject, settings: ServerSettings, gpu: str, model: GpuModel, root: Path
-) -> Iterator[str]:
+def _list_trouble(subject: Subject, settings: ServerSettings, gpu: Gpu, root: Path) -> Iterator[str]:
     """Known trouble, a line each, found in a recorded plan of the variant, else in the facts that settings decide."""
     dtype = str(subject.text.get("dtype", "bfloat16")) if settings.dtype == "auto" else settings.dtype
-    if model.capability < _FIRST_BFLOAT16 and dtype == "bfloat16":
+    if gpu.capability < _FIRST_BFLOAT16 and dtype == "bfloat16":
         yield (
-            f"Known trouble (dies): vLLM refuses bfloat16 below compute capability 8.0, {gpu} has "
-            f"{model.compute_capability}; set VLLM_DTYPE=float16."
+            f"Known trouble (dies): vLLM refuses bfloat16 below compute capability 8.0, {gpu.name} has "
+            f"{gpu.compute_capability}; set VLLM_DTYPE=float16."
         )
-    recorded = find_gpu_plan(root, subject.variant.name, gpu) if subject.variant else None
-    plan = recorded or _plan_by_settings(subject, settings, gpu, dtype)
+    recorded = find_gpu_plan(root, subject.variant.name, gpu.name) if subject.variant else None
+    plan = recorded or _plan_by_settings(subject, settings, gpu.name, dtype)
     for known in trouble.match_trouble(plan, trouble.read_known_trouble(root)):
         yield f"Known trouble ({known.effect}): {known.description} {known.instead}."
 
@@ -167,15 +157,15 @@ def suggest_start(subject: Subject, root: Path) -> str:
 
 def gpus_table(subject: Subject, settings: ServerSettings, root: Path) -> Table:
     """The checkpoint on every GPU: as stored, and with as few optimisations as make it fit."""
-    models = read_gpu_models(root)
-    rows = fit_on_gpus(subject, settings, models, root)
+    gpus = read_gpus(root)
+    rows = fit_on_gpus(subject, settings, gpus.values())
 
     def enough(cell: Callable[[Fit], str]) -> Callable[[str], object]:
         return lambda gpu: next((cell(fit) for fit in rows[gpu] if fit.fits), None)
 
     columns: dict[str, Callable[[str], object]] = {
         "GPU": lambda gpu: gpu,
-        "GiB": lambda gpu: f"{models[gpu].memory_gib:g}",
+        "GiB": lambda gpu: f"{gpus[gpu].driver.memory_gib:g}",
         "as stored": lambda gpu: _margin(rows[gpu][0]),
         "fits with": enough(lambda fit: fit.optimisation),
         "left, GB": enough(lambda fit: f"{-fit.missing_bytes / _GB:.1f}"),
@@ -195,23 +185,23 @@ def _margin(fit: Fit) -> str:
 
 def shapes_table(root: Path) -> Table:
     """The roofline of every committed 16-bit shape on every GPU, of the first optimised form that fits."""
-    models = read_gpu_models(root)
+    gpus = read_gpus(root)
     names = sorted(file.stem for file in (root / FOLDER).glob("*.json") if '"config"' in file.read_text())
     cells: dict[str, Mapping[str, str]] = {}
     for name in names:
         subject = find_subject(name, root)
         settings = replace(ServerSettings.of(subject, SHAPES_CONTEXT_LEN, 1), depth=0)
-        fits = fit_on_gpus(subject, settings, models, root)
+        fits = fit_on_gpus(subject, settings, gpus.values())
         cells[name] = {gpu: _first_that_fits(each) for gpu, each in fits.items()}
     columns: dict[str, Callable[[str], object]] = {
         "GPU": str,
-        "GiB": lambda gpu: f"{models[gpu].memory_gib:g}",
+        "GiB": lambda gpu: f"{gpus[gpu].driver.memory_gib:g}",
     }
     for name in names:
         columns[name] = lambda gpu, name=name: cells[name][gpu]  # type: ignore[misc]
     return Table.from_rows(
         "Tokens per second at the roofline of one sequence, by GPU and shape",
-        models,
+        gpus,
         columns,
         f"Without drafts, of the first form that fits with {SHAPES_CONTEXT_LEN:,} tokens. No mark: as stored in 16 "
         "bits; a: 4-bit MLPs or experts; b: a and 4-bit attention; c: b and a 4-bit output head; d: c and a 4-bit MTP "

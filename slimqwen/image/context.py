@@ -12,7 +12,7 @@ from slimqwen import checkpoint
 from slimqwen.checkpoint.files import COMPILE_CACHE, sha256
 from slimqwen.image import ImageError
 from slimqwen.image.imported_cache import read_imported_cache
-from slimqwen.plan import gpu_model, trouble
+from slimqwen.plan import devices, trouble
 from slimqwen.plan.record import PlanRecord
 from slimqwen.progress import Progress, silent
 from slimqwen.records import store
@@ -98,7 +98,7 @@ def gather(
         cache, cache_folder = read_imported_cache(command, archive), archive.parent
     elif command.cache is not None and (needs_cache or command.cache.usable):
         cache = _baked_cache(command)
-    files = [root / name for name in (trouble.FILE, gpu_model.FILE)]
+    files = [root / name for name in (trouble.FILE, devices.FILE)]
     for name in variant.lineage:
         files += [root / "experiments" / name / file for file in ("config.env", "measurements.json")]
     files += store.results(root, PlanRecord, variant.name)[:1]  # the plan with which a start is compared

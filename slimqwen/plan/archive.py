@@ -11,7 +11,8 @@ from pathlib import Path
 
 from slimqwen.checkpoint.files import MANIFEST
 from slimqwen.errors import SlimqwenError
-from slimqwen.plan import gpu_model, rehearsal
+from slimqwen.plan import rehearsal
+from slimqwen.plan.devices import read_gpu
 from slimqwen.plan.facts import Plan
 from slimqwen.progress import Progress, silent
 from slimqwen.serving import baked_cache
@@ -42,15 +43,15 @@ def make_archive(
         log: file that receives the output of vLLM and the compilers.
 
     Raises:
-        GpuModelError: the GPU model is not listed.
+        UnknownGpuError: the GPU is not listed.
         NothingToCompileError: there is nothing to compile ahead.
         RehearsalError: as `rehearsal.compile_for_gpu`.
     """
-    model = gpu_model.load_gpu_model(variant.root, gpu_name)
+    gpu = read_gpu(gpu_name, variant.root)
     with tempfile.TemporaryDirectory(prefix="slimqwen-compile-") as folder:
         cache_root = Path(folder)
         progress(f"compiling for {gpu_name}", 0, 0)
-        plan, build = rehearsal.compile_for_gpu(variant, gpu_name, model, cache_root, log=log, kernels=True)
+        plan, build = rehearsal.compile_for_gpu(variant, gpu, cache_root, log=log, kernels=True)
         if not any(cache_root.iterdir()):
             raise NothingToCompileError(
                 f"{variant.name} compiles nothing on {gpu_name} that can be compiled ahead; see what its first start "

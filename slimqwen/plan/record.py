@@ -8,7 +8,8 @@ from typing import Any
 from packaging.version import Version
 from pydantic import Field
 
-from slimqwen.plan import gpu_model, rehearsal, resolution, trouble
+from slimqwen.plan import rehearsal, resolution, trouble
+from slimqwen.plan.devices import CPU, read_gpu
 from slimqwen.plan.facts import Plan, TritonKernels
 from slimqwen.progress import Progress, silent
 from slimqwen.records import provenance, store
@@ -18,7 +19,6 @@ from slimqwen.records.table import Table
 from slimqwen.variant import Variant, names
 
 DEFAULT_GPUS = ("a10g", "rtx-3090", "l4", "h100", "b200", "rtx-5090")
-CPU = "cpu"
 
 _KERNEL_SUFFIX = "LinearKernel"
 """End of the names of vLLM's kernels for quantised linears; tables leave it out."""
@@ -59,20 +59,20 @@ def make_plans(
     """Plan a variant on simulated GPUs, or on this machine's CPU.
 
     Args:
-        gpus: short names of GPU models, or `CPU`.
+        gpus: short names of GPUs, or `CPU`.
         kernels: whether to compile the Triton kernels that the simulated GPUs would run.
         progress: receives (activity, devices done, number of devices).
 
     Raises:
-        GpuModelError: a GPU model is not listed.
+        UnknownGpuError: a GPU is not listed.
         RehearsalError: as `rehearsal.rehearse_variant`.
     """
-    models = {name: None if name == CPU else gpu_model.load_gpu_model(variant.root, name) for name in gpus}
+    devices = {name: None if name == CPU else read_gpu(name, variant.root) for name in gpus}
     plans: list[Plan] = []
-    for name, model in models.items():
-        progress(f"plan of {variant.name} on {name}", len(plans), len(models))
+    for name, gpu in devices.items():
+        progress(f"plan of {variant.name} on {name}", len(plans), len(devices))
         log = variant.root / "logs" / f"plan-{variant.name}-{name}.log"
-        plans.append(rehearsal.rehearse_variant(variant, name, model, log=log, kernels=kernels))
+        plans.append(rehearsal.rehearse_variant(variant, gpu, log=log, kernels=kernels))
     return plans
 
 

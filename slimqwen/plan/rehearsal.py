@@ -24,8 +24,8 @@ from pydantic import BaseModel, ConfigDict
 from slimqwen import variant as variants
 from slimqwen.errors import SlimqwenError
 from slimqwen.plan import jit_modules, resolution, shapes, simulated_gpu, warm_up_steps
+from slimqwen.plan.devices import CPU, Gpu
 from slimqwen.plan.facts import EngineConfig, Plan
-from slimqwen.plan.gpu_model import GpuModel
 from slimqwen.serving import baked_cache
 from slimqwen.serving.command import ServerCommand
 from slimqwen.serving.errors import ServingError
@@ -44,8 +44,7 @@ class _Request(BaseModel):
     root: Path
     variant: str
     model: str  # value of VLLM_MODEL
-    gpu_name: str
-    gpu: GpuModel | None
+    gpu: Gpu | None
     gpus: int  # number of GPUs that share the model
     kernels: bool
     cache_root: Path | None
@@ -69,14 +68,11 @@ class _Answer(BaseModel):
     build: GpuBuild | None
 
 
-def rehearse_variant(
-    variant: Variant, gpu_name: str, gpu: GpuModel | None, *, log: Path, kernels: bool = False
-) -> Plan:
+def rehearse_variant(variant: Variant, gpu: Gpu | None, *, log: Path, kernels: bool = False) -> Plan:
     """Rehearse a variant on a device; if vLLM refuses the variant, `error` of the plan says why.
 
     Args:
-        gpu_name: short name of the device, for the plan.
-        gpu: GPU model to simulate; None to rehearse on the CPU of this host.
+        gpu: GPU to simulate; None to rehearse on the CPU of this host.
         log: file that receives vLLM's output.
         kernels: whether to compile the Triton kernels that a simulated GPU would run, which takes about a minute.
 
@@ -84,11 +80,11 @@ def rehearse_variant(
         RehearsalError: the process ended without an answer, for instance because the installed torch is built for
             the other kind of device.
     """
-    return _ask_process(variant, gpu_name, gpu, log, kernels=kernels and gpu is not None).plan
+    return _ask_process(variant, gpu, log, kernels=kernels and gpu is not None).plan
 
 
 def compile_for_gpu(
-    variant: Variant, gpu_name: str, gpu: GpuModel, cache_root: Path, *, log: Path, kernels: bool
+    variant: Variant, gpu: Gpu, cache_root: Path, *, log: Path, kernels: bool
 ) -> tuple[Plan, GpuBuild]:
     """Compile the libraries and kernels of a variant's first start on a GPU; this host needs no GPU.
 
@@ -101,21 +97,15 @@ def compile_for_gpu(
         RehearsalError: a compiler is missing or fails, vLLM refuses the variant, the variant compiles no graphs, or
             torch is a CPU build.
     """
-    answer = _ask_process(variant, gpu_name, gpu, log, kernels=kernels, cache_root=cache_root)
+    answer = _ask_process(variant, gpu, log, kernels=kernels, cache_root=cache_root)
     if answer.build is None:
         cause = f"{answer.plan.failed_at}: {answer.plan.error}"
-        raise RehearsalError(f"{variant.name} cannot be compiled for {gpu_name}: {cause}; log: {log}")
+        raise RehearsalError(f"{variant.name} cannot be compiled for {gpu.name}: {cause}; log: {log}")
     return answer.plan, answer.build
 
 
 def _ask_process(
-    variant: Variant,
-    gpu_name: str,
-    gpu: GpuModel | None,
-    log: Path,
-    *,
-    kernels: bool,
-    cache_root: Path | None = None,
+    variant: Variant, gpu: Gpu | None, log: Path, *, kernels: bool, cache_root: Path | None = None
 ) -> _Answer:
     """Start a process that sees the device, and return its answer to a request."""
     shared = variant.settings.get("VLLM_TENSOR_PARALLEL_SIZE")
@@ -126,7 +116,6 @@ def _ask_process(
         root=variant.root,
         variant=variant.name,
         model=variant.settings["VLLM_MODEL"].value,
-        gpu_name=gpu_name,
         gpu=gpu,
         gpus=gpus,
         kernels=kernels,
@@ -179,7 +168,7 @@ def _rehearse(request: _Request) -> _Answer:
     build = None
     facts: dict[str, Any] = {
         "variant": request.variant,
-        "gpu": request.gpu_name,
+        "gpu": request.gpu.name if request.gpu else CPU,
         "planned": datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
         "vllm": importlib.metadata.version("vllm"),
         "checkpoint": "",
@@ -207,7 +196,7 @@ def _rehearse(request: _Request) -> _Answer:
             step = "block size"
             resolution.align_blocks(config)
             step = "KV cache"
-            device_bytes = request.gpu.memory_bytes if request.gpu else None
+            device_bytes = request.gpu.driver.memory_bytes if request.gpu else None
             parameter_bytes = sum(facts["weight_bytes"].values())
             facts["kv_cache"], layout = resolution.lay_out_kv_cache(config, parameter_bytes, device_bytes)
             step = "CUDA graphs"

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from slimqwen.errors import SlimqwenError
-from slimqwen.plan.gpu_model import GpuModel
+from slimqwen.plan.devices import Gpu
 
 _CUDA_ERROR_NO_DEVICE = 100
 _DRIVER_FUNCTIONS = (
@@ -50,7 +50,7 @@ def require_cpu_build() -> None:
         )
 
 
-def simulate_gpu(gpu: GpuModel, count: int = 1) -> None:
+def simulate_gpu(gpu: Gpu, count: int = 1) -> None:
     """Make this process see `count` GPUs of one model.
 
     Raises:
@@ -102,15 +102,15 @@ def _load_stub_driver() -> None:
     folder.rmdir()
 
 
-def _nvml(gpu: GpuModel, count: int) -> types.ModuleType:
+def _nvml(gpu: Gpu, count: int) -> types.ModuleType:
     """A module with the functions of pynvml that vLLM calls."""
     nvml: Any = types.ModuleType("pynvml")
     nvml.NVMLError = type("NVMLError", (Exception,), {})
     nvml.NVML_P2P_CAPS_INDEX_NVLINK, nvml.NVML_P2P_STATUS_OK = 2, 0
-    memory = types.SimpleNamespace(total=gpu.memory_bytes, free=gpu.memory_bytes, used=0)
+    memory = types.SimpleNamespace(total=gpu.driver.memory_bytes, free=gpu.driver.memory_bytes, used=0)
     answers: dict[str, Any] = {
         "nvmlInit": None, "nvmlShutdown": None, "nvmlDeviceGetCount": count, "nvmlDeviceGetHandleByIndex": 0,
-        "nvmlDeviceGetIndex": 0, "nvmlDeviceGetName": gpu.name, "nvmlDeviceGetUUID": _UUID,
+        "nvmlDeviceGetIndex": 0, "nvmlDeviceGetName": gpu.nvidia_smi[0], "nvmlDeviceGetUUID": _UUID,
         "nvmlDeviceGetCudaComputeCapability": gpu.capability, "nvmlDeviceGetMemoryInfo": memory,
         "nvmlDeviceGetNumaNodeId": 0, "nvmlDeviceGetP2PStatus": 1, "nvmlSystemGetDriverVersion": _DRIVER_VERSION,
         "nvmlDeviceGetPciInfo": types.SimpleNamespace(busId="00000000:00:1E.0"),
@@ -120,24 +120,24 @@ def _nvml(gpu: GpuModel, count: int) -> types.ModuleType:
     return nvml  # type: ignore[no-any-return]
 
 
-def _patch_torch(gpu: GpuModel, count: int) -> None:
+def _patch_torch(gpu: Gpu, count: int) -> None:
     import torch
 
     major, minor = gpu.capability
     properties = types.SimpleNamespace(
-        name=gpu.name, major=major, minor=minor, total_memory=gpu.memory_bytes,
-        multi_processor_count=gpu.multiprocessors, is_integrated=0, L2_cache_size=6 * 2**20, warp_size=32,
+        name=gpu.nvidia_smi[0], major=major, minor=minor, total_memory=gpu.driver.memory_bytes,
+        multi_processor_count=gpu.driver.multiprocessors, is_integrated=0, L2_cache_size=6 * 2**20, warp_size=32,
         gcnArchName="", regs_per_multiprocessor=65536, uuid="0", pci_domain_id=0, pci_bus_id=0, pci_device_id=30,
         max_threads_per_multi_processor=1536 if gpu.capability in ((8, 6), (8, 9), (12, 0)) else 2048,
-        shared_memory_per_block=48 * 2**10, shared_memory_per_block_optin=gpu.shared_memory_kib * 2**10,
-        shared_memory_per_multiprocessor=(gpu.shared_memory_kib + 1) * 2**10,
+        shared_memory_per_block=48 * 2**10, shared_memory_per_block_optin=gpu.driver.shared_memory_kib * 2**10,
+        shared_memory_per_multiprocessor=(gpu.driver.shared_memory_kib + 1) * 2**10,
     )  # fmt: skip
     answers: dict[str, Any] = {
         "is_available": True, "device_count": count, "_device_count_nvml": count, "current_device": 0,
         "set_device": None, "init": None, "_lazy_init": None, "is_initialized": False,
-        "get_device_capability": gpu.capability, "get_device_name": gpu.name,
+        "get_device_capability": gpu.capability, "get_device_name": gpu.nvidia_smi[0],
         "get_device_properties": properties, "synchronize": None, "empty_cache": None,
-        "mem_get_info": (gpu.memory_bytes, gpu.memory_bytes), "is_bf16_supported": major >= 8,
+        "mem_get_info": (gpu.driver.memory_bytes, gpu.driver.memory_bytes), "is_bf16_supported": major >= 8,
         "get_arch_list": [f"sm_{major}{minor}"],
     }  # fmt: skip
     _set_answers(torch.cuda, answers)
@@ -169,7 +169,7 @@ class _Stream:
         return lambda *arguments, **keywords: None
 
 
-def _set_triton_driver(gpu: GpuModel) -> None:
+def _set_triton_driver(gpu: Gpu) -> None:
     """Give Triton a driver that names the GPU as the target to compile for."""
     from triton.backends.compiler import GPUTarget
     from triton.backends.nvidia.driver import CudaDriver
@@ -177,7 +177,7 @@ def _set_triton_driver(gpu: GpuModel) -> None:
 
     major, minor = gpu.capability
     properties = {
-        "max_shared_mem": gpu.shared_memory_kib * 2**10, "multiprocessor_count": gpu.multiprocessors,
+        "max_shared_mem": gpu.driver.shared_memory_kib * 2**10, "multiprocessor_count": gpu.driver.multiprocessors,
         "max_num_regs": 65536, "warpSize": 32, "sm_clock_rate": 1_700_000, "mem_clock_rate": 6_000_000,
         "mem_bus_width": 384,
     }  # fmt: skip

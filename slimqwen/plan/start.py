@@ -9,9 +9,10 @@ from dataclasses import dataclass
 from importlib.metadata import version
 
 from slimqwen.errors import SlimqwenError
-from slimqwen.plan import gpu_model, jit_modules, rehearsal, resolution, trouble
+from slimqwen.plan import devices, jit_modules, rehearsal, resolution, trouble
+from slimqwen.plan.devices import CPU
 from slimqwen.plan.facts import Plan
-from slimqwen.plan.record import CPU, is_of_installed_vllm, list_recorded_plans
+from slimqwen.plan.record import is_of_installed_vllm, list_recorded_plans
 from slimqwen.serving import checks, cuda_toolkit, gpu
 from slimqwen.serving.command import ServerCommand
 from slimqwen.vllm_plugin import engine_facts
@@ -42,10 +43,10 @@ def name_gpu_here(command: ServerCommand) -> str:
     device = gpu.first_gpu()
     if device is None:
         raise MissingPlanError("this host has no GPU; name the GPU of the plan with --gpu")
-    if name := gpu_model.find_name(device.name, command.variant.root):
-        return name
+    if listed := devices.find_gpu(device.name, command.variant.root):
+        return listed.name
     raise MissingPlanError(
-        f"no plan for {device.name}: {gpu_model.FILE} does not list this GPU; add its data there"
+        f"no plan for {device.name}: {devices.FILE} does not list this GPU; add its data there"
     )
 
 

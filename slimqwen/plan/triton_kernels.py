@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+from slimqwen.plan.devices import Gpu
 from slimqwen.plan.facts import LostChoice, TritonKernel
-from slimqwen.plan.gpu_model import GpuModel
 
 _TENSOR_MEMORY_COLUMNS = 512  # of compute capability 10.x, as in triton/compiler/compiler.py
 
@@ -46,9 +46,9 @@ class Compilation:
         return None
 
 
-def summarise_kernels(compilations: Sequence[Compilation], gpu: GpuModel) -> list[TritonKernel]:
+def summarise_kernels(compilations: Sequence[Compilation], gpu: Gpu) -> list[TritonKernel]:
     """The kernels, ordered by name, each with the choices that a GPU cannot run."""
-    limit = gpu.shared_memory_kib * 2**10
+    limit = gpu.driver.shared_memory_kib * 2**10
     kernel_name = operator.attrgetter("kernel")
     groups = itertools.groupby(sorted(compilations, key=kernel_name), kernel_name)
     return [_summary(name, list(group), limit) for name, group in groups]

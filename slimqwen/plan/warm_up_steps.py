@@ -17,8 +17,8 @@ from typing import Any
 from unittest.mock import patch
 
 from slimqwen.plan import jit_modules, meta_device, triton_kernels
+from slimqwen.plan.devices import Gpu
 from slimqwen.plan.facts import TritonKernels
-from slimqwen.plan.gpu_model import GpuModel
 from slimqwen.vllm_plugin import triton_cache
 
 _LIBRARY_ATTENTION = ("FLASH_ATTN", "FLASHINFER")
@@ -34,7 +34,7 @@ _NOT_COVERED = (
 
 
 def compile_kernels(
-    config: Any, target: Any, draft: Any, layout: Any, gpu: GpuModel, cache: Path, baked: Collection[str]
+    config: Any, target: Any, draft: Any, layout: Any, gpu: Gpu, cache: Path, baked: Collection[str]
 ) -> tuple[TritonKernels, list[str]]:
     """Compile every Triton kernel that vLLM's warm-up launches for a variant.
 

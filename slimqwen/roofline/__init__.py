@@ -12,3 +12,9 @@ and K drafts) and K sequential passes of the MTP head. The model counts
 
 Activations, norms, sampling, kernel launches and the host are not counted, so a real server is slower.
 """
+
+from slimqwen.errors import SlimqwenError
+
+
+class RooflineError(SlimqwenError):
+    """No roofline can be computed for a checkpoint, flags or figures, or a model does not fit on a GPU."""

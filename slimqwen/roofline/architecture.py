@@ -13,7 +13,8 @@ from slimqwen.checkpoint.packing import PACKED, packed_bits
 from slimqwen.checkpoint.tensors import TensorInfo, tensor_bytes
 from slimqwen.models.families import FULL_ATTENTION, LINEAR_ATTENTION, find_family
 from slimqwen.models.shape import Shape, Tensors
-from slimqwen.roofline.gpu import GpuSheet, Precision, RooflineError
+from slimqwen.plan.devices import GpuSheet, Precision
+from slimqwen.roofline import RooflineError
 
 SIXTEEN_BIT = 2
 """Bytes per number in the dtype that vLLM computes in, float16 or bfloat16."""

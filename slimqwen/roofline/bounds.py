@@ -8,11 +8,11 @@ from slimqwen import checkpoint
 from slimqwen.checkpoint.files import sha256
 from slimqwen.checkpoint.tensors import TensorInfo, list_tensors
 from slimqwen.models.shape import ShapeError
-from slimqwen.plan import gpu_model, shapes
+from slimqwen.plan import devices, shapes
+from slimqwen.plan.devices import GpuSheet, read_gpu
 from slimqwen.records import provenance
-from slimqwen.roofline import cost
+from slimqwen.roofline import RooflineError, cost
 from slimqwen.roofline.architecture import MEMORY_UTILIZATION, Model, read_model, shape_tensors
-from slimqwen.roofline.gpu import GpuSheet, RooflineError, read_gpu
 from slimqwen.roofline.record import Roofline, WaterfallStep
 from slimqwen.serving import checked_lines
 from slimqwen.variant import Variant
@@ -55,7 +55,7 @@ class ServedModel:
         flags = {name: flag.value for name, flag in checked_lines.resolve(variant).flags.items()}
         if flags.get("dtype") in ("float32", "float"):
             raise RooflineError(
-                f"{variant.name} is served in float32, for which {gpu_model.FILE} has no peak FLOP/s; "
+                f"{variant.name} is served in float32, for which {devices.FILE} has no peak FLOP/s; "
                 "set VLLM_DTYPE=bfloat16"
             )
         stages, dimensions = _list_stages(variant)
@@ -137,7 +137,7 @@ def compute_roofline(
     return Roofline(
         variant=variant.name,
         provenance=provenance.circumstances(
-            variant.root, command, started, devices=sha256(variant.root / gpu_model.FILE)
+            variant.root, command, started, devices=sha256(variant.root / devices.FILE)
         ),
         gpu=gpu,
         dimensions=served.dimensions,

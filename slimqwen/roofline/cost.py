@@ -7,8 +7,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from slimqwen.plan.devices import GpuSheet, Precision
+from slimqwen.roofline import RooflineError
 from slimqwen.roofline.architecture import Model, Weights
-from slimqwen.roofline.gpu import GpuSheet, Precision, RooflineError
 from slimqwen.roofline.record import PARTS, StepBound
 
 _NOTHING = Weights(0, {})

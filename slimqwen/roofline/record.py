@@ -6,10 +6,10 @@ from typing import Literal
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
+from slimqwen.plan.devices import GpuSheet
 from slimqwen.records.provenance import source_note
 from slimqwen.records.record import Block, Record
 from slimqwen.records.table import Table
-from slimqwen.roofline.gpu import GpuSheet
 
 PARTS = ("layers", "output head", "draft layers", "draft head", "states and KV cache")
 """The parts that a decode step reads and writes, in the order of tables."""

@@ -6,10 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from slimqwen.checkpoint.files import sha256
-from slimqwen.plan import gpu_model
+from slimqwen.plan import devices
 from slimqwen.progress import Progress, silent
 from slimqwen.records import provenance, store
-from slimqwen.roofline.gpu import read_gpu
 from slimqwen.search.candidate import Candidate, make_overlay
 from slimqwen.search.executors import Executor
 from slimqwen.search.ladder import Ladder
@@ -69,7 +68,7 @@ def search_variants(
     started = provenance.utc_now()
     root = base.root
     base.require_weights()
-    gpu = read_gpu(gpu_name, root)
+    gpu = devices.read_gpu(gpu_name, root)
     space = Space.derive(base, gpu, settings)
     folder = root / ".cache" / "search" / base.name
     ladder = Ladder(base, make_overlay(base, folder / "overlay"), gpu, space, Budget.of_variant(base, budget))
@@ -89,7 +88,7 @@ def search_variants(
             base,
             command,
             started,
-            devices=sha256(root / gpu_model.FILE),
+            devices=sha256(root / devices.FILE),
             datasets={
                 provenance.portable(str(file), root): sha256(file)
                 for file in (settings.file(root), root / ladder.budget.fidelity.texts)

@@ -22,11 +22,11 @@ from typing import Any
 from slimqwen import checkpoint
 from slimqwen.checkpoint.tensors import tensor_bytes
 from slimqwen.models.shape import Shape
+from slimqwen.plan.devices import GpuSheet
 from slimqwen.recipe.registry import STAGES
 from slimqwen.records import provenance
 from slimqwen.roofline import cost
 from slimqwen.roofline.architecture import shape_model
-from slimqwen.roofline.gpu import GpuSheet
 from slimqwen.search.candidate import Candidate
 from slimqwen.search.executors import ENGINE_BYTES, Resources, Task, content_key
 from slimqwen.search.rungs import Budget, RungInput, compare_distributions, measure_acceptance

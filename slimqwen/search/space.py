@@ -14,8 +14,8 @@ from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, PositiveInt
 
 from slimqwen import checkpoint
 from slimqwen.models.shape import Shape
+from slimqwen.plan.devices import GpuSheet
 from slimqwen.records.settings import Settings
-from slimqwen.roofline.gpu import GpuSheet
 from slimqwen.search import SearchError
 from slimqwen.variant import Variant
 
@@ -154,7 +154,6 @@ def _derive_choices(base: Variant, gpu: GpuSheet) -> dict[str, tuple[Value, ...]
         if len(shape) == 2 and "embed_tokens" not in name
     }
     groups = tuple(size for size in _GROUP_SIZES if all(width % size == 0 for width in widths))
-    capability = tuple(int(part) for part in gpu.compute_capability.split("."))
     has_recurrent_layers = "linear_attention" in layers
     wide_states = (text.get("mamba_ssm_dtype") or "bfloat16") != "bfloat16"
     return {
@@ -172,6 +171,6 @@ def _derive_choices(base: Variant, gpu: GpuSheet) -> dict[str, tuple[Value, ...]
         # float16 is left out: vLLM's fused Gated DeltaNet kernel of verify steps supports only bfloat16 and float32.
         "state_dtype": ("auto", "bfloat16") if has_recurrent_layers and wide_states else ("auto",),
         # On older GPUs the attention kernels for an FP8 KV cache do not support full CUDA graphs.
-        "kv_cache_dtype": ("auto", "fp8") if capability >= (8, 9) else ("auto",),
+        "kv_cache_dtype": ("auto", "fp8") if gpu.capability >= (8, 9) else ("auto",),
         "max_sequences": (0,),
     }

@@ -18,7 +18,7 @@ from slimqwen.evals.acceptance import summarise_items
 from slimqwen.progress import Progress, silent
 from slimqwen.records.journal import Journal, locked
 from slimqwen.records.record import Estimate
-from slimqwen.roofline.gpu import RooflineError
+from slimqwen.roofline import RooflineError
 from slimqwen.search import SearchError
 from slimqwen.search.candidate import Candidate
 from slimqwen.search.executors import Executor, Failure, Outcome, Result, Task, content_key

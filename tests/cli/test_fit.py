@@ -110,6 +110,7 @@ def test_the_gpu_of_this_machine_is_the_first_that_the_driver_shows(
 ):
     monkeypatch.setattr("shutil.which", lambda command: "/usr/bin/nvidia-smi")
     monkeypatch.setattr("subprocess.run", lambda *words, **options: SimpleNamespace(stdout=shown))
-    assert verb._find_gpu_here(ROOT) == name
+    found = verb._find_gpu_here(ROOT)
+    assert (found and found.name) == name
     monkeypatch.setattr("shutil.which", lambda command: None)
     assert verb._find_gpu_here(ROOT) is None

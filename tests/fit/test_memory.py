@@ -16,20 +16,19 @@ from slimqwen.fit.memory import (
 )
 from slimqwen.fit.optimised import list_optimised
 from slimqwen.fit.subject import Subject, find_subject
-from slimqwen.plan.gpu_model import read_gpu_models
+from slimqwen.plan.devices import read_gpus
 from slimqwen.plan.record import list_recorded_plans
 from slimqwen.plan.resolution import OVERHEAD_GIB
-from slimqwen.roofline.gpu import read_gpus
 
 ROOT = variant.repository_root()
-SHEETS, MODELS = read_gpus(ROOT), read_gpu_models(ROOT)
+GPUS = read_gpus(ROOT)
 PLANNED = ["cyankiwi", "cyankiwi-best", "cyankiwi-seq8-w4lm", "qwen3.5-4b", "qwen3.5-4b-best"]
 
 
 def fitted(model: str, gpu: str, **changes: object) -> tuple[Subject, ServerSettings, list[Fit]]:
     subject = find_subject(model, ROOT)
     settings = replace(ServerSettings.of(subject, None, None), **changes)
-    return subject, settings, tables.fit_on_gpus(subject, settings, [gpu], ROOT)[gpu]
+    return subject, settings, tables.fit_on_gpus(subject, settings, [GPUS[gpu]])[gpu]
 
 
 @pytest.mark.parametrize("name", PLANNED)
@@ -41,7 +40,7 @@ def test_weights_blocks_and_sequences_are_those_of_the_recorded_plans(name: str)
     plans = [plan for plan in list_recorded_plans(ROOT, name) if plan.kv_cache is not None]
     assert plans
     for plan in plans:
-        fit = fit_checkpoint(stored, settings, SHEETS[plan.gpu], MODELS[plan.gpu], None)
+        fit = fit_checkpoint(stored, settings, GPUS[plan.gpu], None)
         assert plan.kv_cache is not None
         assert fit.resident_bytes == pytest.approx(sum(plan.weight_bytes.values()), rel=2e-4)
         assert fit.cache_bytes == pytest.approx(plan.kv_cache.available_bytes, rel=2e-4)

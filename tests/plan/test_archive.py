@@ -10,7 +10,8 @@ import pytest
 
 from slimqwen import variant
 from slimqwen.plan import archive as archives
-from slimqwen.plan import gpu_model, rehearsal, trouble
+from slimqwen.plan import rehearsal, trouble
+from slimqwen.plan.devices import read_gpu
 from slimqwen.serving import baked_cache
 from tests.plan.example import needs_cuda_build
 
@@ -21,9 +22,9 @@ BASE = "cyankiwi"  # of its recipe, which gives the dimensions
 LOAD = """
 import json, sys
 from pathlib import Path
-from slimqwen.plan import gpu_model, simulated_gpu
+from slimqwen.plan import devices, simulated_gpu
 from slimqwen.vllm_plugin import compile_watch
-simulated_gpu.simulate_gpu(gpu_model.load_gpu_model(Path(sys.argv[1]), "a10g"))
+simulated_gpu.simulate_gpu(devices.read_gpu("a10g", Path(sys.argv[1])))
 from flashinfer.jit.sampling import gen_sampling_module
 compile_watch.load_flashinfer_libraries(Path(sys.argv[2]))
 spec = gen_sampling_module()
@@ -53,8 +54,8 @@ def archive(root):
 
 
 def plan(root):
-    subject, model = variant.load(NAME, root), gpu_model.load_gpu_model(root, "a10g")
-    planned = rehearsal.rehearse_variant(subject, "a10g", model, log=root / "plan.log", kernels=True)
+    subject, a10g = variant.load(NAME, root), read_gpu("a10g", root)
+    planned = rehearsal.rehearse_variant(subject, a10g, log=root / "plan.log", kernels=True)
     assert planned.error is None, (root / "plan.log").read_text()[-2000:]
     return planned
 

@@ -9,8 +9,9 @@ from slimqwen import variant
 from slimqwen.fit.memory import ServerSettings
 from slimqwen.fit.subject import find_subject
 from slimqwen.fit.tables import fit_on_gpus
-from slimqwen.plan import gpu_model, trouble
 from slimqwen.plan import record as plans
+from slimqwen.plan import trouble
+from slimqwen.plan.devices import read_gpus
 from slimqwen.plan.record import PlanRecord
 from slimqwen.records import store
 from slimqwen.report import markdown
@@ -140,7 +141,7 @@ def test_a_gpu_variant_starts_on_each_gpu_of_its_readme(name):
 
     gpus = named_gpus(name)
     flags = decisive_flags(ServerCommand.resolve(variant.load(name, ROOT), platform="cuda"))
-    assert set(gpus) <= set(gpu_model.read_gpu_models(ROOT))
+    assert set(gpus) <= set(read_gpus(ROOT))
     for gpu in gpus:
         recorded = plans.find_gpu_plan(ROOT, name, gpu)
         entries = trouble.match_trouble(recorded, trouble.read_known_trouble(ROOT))
@@ -156,7 +157,9 @@ def test_a_gpu_variant_without_a_plan_fits_on_each_gpu_of_its_readme(name):
     )
     subject = find_subject(name, ROOT)
     gpus = named_gpus(name)
-    fits = fit_on_gpus(subject, ServerSettings.of(subject, None, None), gpus, ROOT)
+    known = read_gpus(ROOT)
+    settings = ServerSettings.of(subject, None, None)
+    fits = fit_on_gpus(subject, settings, [known[gpu] for gpu in gpus])
     assert [gpu for gpu in gpus if not fits[gpu][0].fits] == []
 
 

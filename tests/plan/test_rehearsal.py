@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from slimqwen import variant
-from slimqwen.plan import gpu_model, rehearsal, shapes, simulated_gpu, trouble
+from slimqwen.plan import rehearsal, shapes, simulated_gpu, trouble
+from slimqwen.plan.devices import read_gpu
 from slimqwen.serving.command import ServerCommand
 from tests.checkpoints import stage_output
 from tests.plan.example import needs_cuda_build
@@ -24,7 +25,7 @@ needs_cpu_build = pytest.mark.skipif(torch.version.cuda is not None, reason="thi
 def cpu_plans(tmp_path_factory):
     log = tmp_path_factory.mktemp("plans") / "plan.log"
     variants = [variant.load(name) for name in ("tiny", "tiny-mtp4")]
-    return {each.name: rehearsal.rehearse_variant(each, "cpu", None, log=log) for each in variants}
+    return {each.name: rehearsal.rehearse_variant(each, None, log=log) for each in variants}
 
 
 @needs_cpu_build
@@ -68,7 +69,7 @@ def test_one_of_two_devices_holds_half_of_the_linears_of_packed_weights_and_draf
     for name, more in (("one", ""), ("two", "VLLM_TENSOR_PARALLEL_SIZE=2\n")):
         add_variant(name, f"{drafts}VLLM_MODEL=weights/trimmed\n{more}")
         subject = variant.load(name, tmp_path)
-        plans.append(rehearsal.rehearse_variant(subject, "cpu", None, log=tmp_path / "plan.log"))
+        plans.append(rehearsal.rehearse_variant(subject, None, log=tmp_path / "plan.log"))
     assert [(plan.failed_at, plan.error) for plan in plans] == [(None, None)] * 2
     one, two = (plan.weight_bytes for plan in plans)
     assert one.keys() == two.keys()
@@ -84,8 +85,7 @@ def test_a_cpu_build_of_torch_is_refused_in_one_line(tmp_path):
     with pytest.raises(rehearsal.RehearsalError, match="CPU build"):
         rehearsal.rehearse_variant(
             variant.load("cyankiwi"),
-            "a10g",
-            gpu_model.load_gpu_model(ROOT, "a10g"),
+            read_gpu("a10g", ROOT),
             log=tmp_path / "plan.log",
         )
 
@@ -149,9 +149,9 @@ FAULTS = {
 @pytest.fixture(scope="module")
 def faulty_plans(faulty_root):
     """Plans of all of them for an A10G."""
-    model, log = gpu_model.load_gpu_model(ROOT, "a10g"), faulty_root / "plan.log"
+    a10g, log = read_gpu("a10g", ROOT), faulty_root / "plan.log"
     variants = [variant.load(name, faulty_root) for name in FAULTS]
-    return {each.name: rehearsal.rehearse_variant(each, "a10g", model, log=log) for each in variants}
+    return {each.name: rehearsal.rehearse_variant(each, a10g, log=log) for each in variants}
 
 
 @needs_cuda_build

@@ -12,7 +12,7 @@ import pytest
 from slimqwen import variant
 from slimqwen.cli import serve
 from slimqwen.cli.plan import find_recorded_plan
-from slimqwen.plan import gpu_model, rehearsal, start, trouble
+from slimqwen.plan import devices, rehearsal, start, trouble
 from slimqwen.plan.record import list_recorded_plans
 from slimqwen.plan.start import MissingPlanError
 from slimqwen.records import store
@@ -30,7 +30,7 @@ A10G = gpu.CudaDevice(0, "NVIDIA A10G", "8.6")
 @pytest.fixture
 def resolve(add_variant, tmp_path, monkeypatch):
     """The command of a variant for an A10G, with more lines in its config.env."""
-    for name in (trouble.FILE, gpu_model.FILE):
+    for name in (trouble.FILE, devices.FILE):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         shutil.copyfile(ROOT / name, tmp_path / name)
     shutil.copytree(variant.load("tiny").weights, tmp_path / "weights/v")

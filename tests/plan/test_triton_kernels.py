@@ -3,12 +3,13 @@
 import pytest
 
 from slimqwen import variant
-from slimqwen.plan import gpu_model, rehearsal
+from slimqwen.plan import rehearsal
+from slimqwen.plan.devices import read_gpu
 from slimqwen.plan.triton_kernels import Compilation, summarise_kernels
 from tests.plan.example import needs_cuda_build
 
 ROOT = variant.repository_root()
-A10G, H100 = (gpu_model.load_gpu_model(ROOT, name) for name in ("a10g", "h100"))
+A10G, H100 = (read_gpu(name, ROOT) for name in ("a10g", "h100"))
 
 
 def compiled(kernel="k", choice="", launch=1, **measured):
@@ -60,7 +61,7 @@ def plan(tmp_path_factory):
     """Of a variant with MTP and Marlin, its kernels compiled for an A10G."""
     log = tmp_path_factory.mktemp("kernels") / "plan.log"
     subject = variant.load("cyankiwi-best")
-    planned = rehearsal.rehearse_variant(subject, "a10g", A10G, log=log, kernels=True)
+    planned = rehearsal.rehearse_variant(subject, A10G, log=log, kernels=True)
     assert (planned.failed_at, planned.error) == (None, None), log.read_text()[-2000:]
     return planned
 

@@ -5,8 +5,8 @@ from pathlib import Path
 from typing import Any
 
 from slimqwen.checkpoint.tensors import TensorInfo
+from slimqwen.plan.devices import GpuSheet, Peaks
 from slimqwen.roofline.architecture import read_model
-from slimqwen.roofline.gpu import GpuSheet, Peaks
 
 # One Gated DeltaNet layer, one layer with full attention, an MTP head: hidden 8, MLP 16, 32 tokens.
 CONFIG: dict[str, Any] = {

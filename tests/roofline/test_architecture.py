@@ -10,9 +10,8 @@ from slimqwen import checkpoint
 from slimqwen.checkpoint import CorruptCheckpointError
 from slimqwen.checkpoint.config import write_config
 from slimqwen.checkpoint.tensors import NewTensor, TensorInfo, list_tensors, write_tensors
-from slimqwen.roofline import cost
+from slimqwen.roofline import RooflineError, cost
 from slimqwen.roofline.architecture import lay_out_cache, read_model
-from slimqwen.roofline.gpu import RooflineError
 from tests.roofline.shapes import (
     BODY_BYTES,
     BODY_FLOPS,

@@ -8,16 +8,15 @@ import pytest
 from slimqwen import checkpoint, variant
 from slimqwen.checkpoint.tensors import list_tensors
 from slimqwen.models.shape import ShapeError
+from slimqwen.plan.devices import read_gpu
 from slimqwen.records import store
-from slimqwen.roofline import bounds, cost
-from slimqwen.roofline import gpu as gpus
+from slimqwen.roofline import RooflineError, bounds, cost
 from slimqwen.roofline.architecture import read_model
 from slimqwen.roofline.bounds import ServedModel, compute_roofline
-from slimqwen.roofline.gpu import RooflineError
 from slimqwen.roofline.record import Roofline
 
 ROOT = variant.repository_root()
-A10G = gpus.read_gpu("a10g", ROOT)
+A10G = read_gpu("a10g", ROOT)
 DRAFTS = """VLLM_SPECULATIVE_CONFIG='{"method": "mtp", "num_speculative_tokens": 4}'"""
 
 

@@ -5,9 +5,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from slimqwen import variant
-from slimqwen.roofline import cost, gpu
+from slimqwen.plan.devices import Peaks, read_gpu
+from slimqwen.roofline import RooflineError, cost
 from slimqwen.roofline.architecture import read_model
-from slimqwen.roofline.gpu import Peaks, RooflineError
 from tests.roofline.shapes import (
     ATTENTION,
     BODY_BYTES,
@@ -185,7 +185,7 @@ def test_the_published_4b_shape_has_the_bound_of_its_size():
     assert found.attention_layers * found.kv_bytes == 32 * 1024
     assert found.state_bytes == 24 * (32 * 128 * 128 * 4 + 8192 * 3 * 2)
     # 4.2 billion weights in 16 bits at 600 GB/s: 14 ms a token.
-    bound = cost.bound_decode_step(found, gpu.read_gpu("a10g", ROOT), 1, 128)
+    bound = cost.bound_decode_step(found, read_gpu("a10g", ROOT), 1, 128)
     assert bound.limited_by == "memory"
     assert 68 < bound.tokens_per_second < 72
 

@@ -13,9 +13,9 @@ from slimqwen.evals import acceptance, engine, fidelity, quality
 from slimqwen.evals.quality import Quality
 from slimqwen.evals.suites.lm_eval_run import Item, TaskRun
 from slimqwen.evals.suites.suite import Limit, Suite
+from slimqwen.plan.devices import read_gpu
 from slimqwen.records import store
 from slimqwen.records.split import Split
-from slimqwen.roofline import gpu
 from slimqwen.search.candidate import make_overlay
 from slimqwen.search.ladder import Ladder
 from slimqwen.search.rungs import Budget
@@ -102,7 +102,7 @@ def small_root(tmp_path: Path) -> Path:
 @pytest.fixture
 def ladder(small_root: Path) -> Ladder:
     base = variant.load("tiny", small_root)
-    a10g = gpu.read_gpu("a10g", small_root)
+    a10g = read_gpu("a10g", small_root)
     space = Space.derive(base, a10g, SearchSettings.load("tinyworld", small_root))
     overlay = make_overlay(base, small_root / ".cache" / "search" / "tiny" / "overlay")
     return Ladder(base, overlay, a10g, space, Budget.of_variant(base, "tinyworld"))

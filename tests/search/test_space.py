@@ -6,15 +6,13 @@ from pathlib import Path
 import pytest
 
 from slimqwen import variant
-from slimqwen.roofline import gpu
+from slimqwen.plan.devices import read_gpu
 from slimqwen.search import SearchError
 from slimqwen.search.space import SearchSettings, Space
 
 
 def derive(root: Path, gpu_name: str = "a10g", settings: SearchSettings | None = None) -> Space:
-    return Space.derive(
-        variant.load("tiny", root), gpu.read_gpu(gpu_name, root), settings or SearchSettings()
-    )
+    return Space.derive(variant.load("tiny", root), read_gpu(gpu_name, root), settings or SearchSettings())
 
 
 def with_config(root: Path, **changes: object) -> None:

@@ -114,7 +114,7 @@ def planned_start(tmp_path_factory):
     """The command of a CPU server with drafts, and what its plan says of it."""
     log = tmp_path_factory.mktemp("plans") / "plan.log"
     drafting = variant.load("tiny-mtp4")
-    plan = rehearsal.rehearse_variant(drafting, "cpu", None, log=log)
+    plan = rehearsal.rehearse_variant(drafting, None, log=log)
     command = ServerCommand.resolve(drafting, port=free_port(), platform="cpu")
     return command, start.expect_facts(plan, required=True)
 

@@ -25,7 +25,7 @@ from slimqwen import variant as variants
 from slimqwen.checkpoint.files import carry_all
 from slimqwen.errors import SlimqwenError
 from slimqwen.models.outline import Outline
-from slimqwen.plan import gpu_model, rehearsal
+from slimqwen.plan import devices, rehearsal
 from slimqwen.progress import Progress
 from slimqwen.recipe.stage import Facts, Fault, Needs, Parameters, Stage
 from slimqwen.serving import baked_cache, gpu
@@ -176,14 +176,13 @@ def _build_libraries(command: ServerCommand, cache_root: Path, progress: Progres
             f"no GPU here to compile the graphs of {variant.name}; bake it on a GPU host, or compile here "
             f"what needs none: `slimqwen plan --compile --variant {variant.name} --gpu NAME`"
         )
-    name = gpu_model.find_name(device.name, variant.root)
-    if name is None:
-        raise ServingError(f"{gpu_model.FILE} does not list {device.name}; add the GPU's data there")
+    listed = devices.find_gpu(device.name, variant.root)
+    if listed is None:
+        raise ServingError(f"{devices.FILE} does not list {device.name}; add the GPU's data there")
     log = cache_root / "libraries.log"
     try:
-        model = gpu_model.load_gpu_model(variant.root, name)
-        progress(f"compiling for {name}", 0, 0)
-        _, build = rehearsal.compile_for_gpu(variant, name, model, cache_root, log=log, kernels=False)
+        progress(f"compiling for {listed.name}", 0, 0)
+        _, build = rehearsal.compile_for_gpu(variant, listed, cache_root, log=log, kernels=False)
     finally:
         _keep(log)
     return build.seconds
