@@ -21,8 +21,9 @@ import transformers
 from _exploration import run_exploration
 from torch import Tensor
 
+from slimqwen.checkpoint.errors import CorruptCheckpointError
 from slimqwen.checkpoint.rtn import round_to_nearest
-from slimqwen.checkpoint.tensors import output_head
+from slimqwen.checkpoint.tensors import find_output_head, list_tensors
 from slimqwen.models.language_model import load_in_float32
 from slimqwen.records.table import Table
 from slimqwen.stats import intervals
@@ -90,8 +91,13 @@ def measure_head(head: Tensor, change: ChangeRows, states: Tensor, targets: Tens
 
 def explore_heads(variant: Variant, options: argparse.Namespace) -> tuple[Table, dict[str, Any]]:
     """Measure the 16-bit head and every smaller one on the documents of --text."""
-    name, info = output_head(variant.weights)
-    head = info.unchanged().read()
+    tensors = list_tensors(variant.weights)
+    names = find_output_head(tensors)
+    if len(names) != 1:
+        raise CorruptCheckpointError(
+            f"{variant.weights} has no output head in 16 bits; choose a variant that has one"
+        )
+    head = tensors[names[0]].unchanged().read()
     singular_values, vectors = decompose_head(head)
     texts = [text[:8192] for text in islice(read_texts(options.text, variant.weights), options.documents)]
     states, targets, lengths = read_states(variant.weights, texts)
@@ -116,7 +122,7 @@ def explore_heads(variant: Variant, options: argparse.Namespace) -> tuple[Table,
     energies = singular_values.square().cumsum(0) / singular_values.square().sum()
     ranks = ", ".join(f"{int((energies < share).sum()) + 1} for {share:.0%}" for share in (0.9, 0.95, 0.99))
     note = f"Rank by share of the squared singular values: {ranks}."
-    table = Table.from_rows(f"{name} {list(head.shape)} of {variant.name}", figures, columns, note)
+    table = Table.from_rows(f"{names[0]} {list(head.shape)} of {variant.name}", figures, columns, note)
     return table, {"singular_values": singular_values.tolist(), "heads": figures}
 
 

@@ -192,23 +192,15 @@ def list_tensors(folder: Path) -> dict[str, TensorInfo]:
     return tensors
 
 
-def output_head(folder: Path) -> tuple[str, TensorInfo]:
-    """Name and tensor of the output head: lm_head.weight or, if it is tied, the input embedding.
+def find_output_head(names: Iterable[str]) -> list[str]:
+    """Of the names of a checkpoint's tensors, those of the output head: lm_head or, if it is tied, the input embedding.
 
-    Raises:
-        CorruptCheckpointError: the checkpoint has neither, or its lm_head is stored in packed parts.
+    A packed head has several tensors; a checkpoint that is no language model has none.
     """
-    tensors = list_tensors(folder)
-    embeddings = [
-        name for name in tensors if name.endswith("embed_tokens.weight") and not name.startswith("mtp.")
+    names = list(names)
+    return [name for name in names if name.startswith("lm_head.")] or [
+        name for name in names if name.endswith("embed_tokens.weight") and not name.startswith("mtp.")
     ]
-    names = [name for name in tensors if name.startswith("lm_head.")] or embeddings
-    if len(names) != 1:
-        what = (
-            f"an lm_head in {len(names)} packed parts" if "lm_head." in "".join(names) else "no output head"
-        )
-        raise CorruptCheckpointError(f"{folder} has {what}; use a language model with a 16-bit output head")
-    return names[0], tensors[names[0]]
 
 
 def rewrite(

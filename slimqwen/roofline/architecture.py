@@ -10,7 +10,7 @@ from pydantic import BaseModel, NonNegativeInt, PositiveInt, ValidationError
 from slimqwen import checkpoint
 from slimqwen.checkpoint import draft_head
 from slimqwen.checkpoint.packing import PACKED, packed_bits
-from slimqwen.checkpoint.tensors import TensorInfo, tensor_bytes
+from slimqwen.checkpoint.tensors import TensorInfo, find_output_head, tensor_bytes
 from slimqwen.models.families import FULL_ATTENTION, LINEAR_ATTENTION, find_family
 from slimqwen.models.shape import Shape, Tensors
 from slimqwen.plan.devices import GpuSheet, Precision
@@ -263,15 +263,13 @@ def _embedding_and_head(tensors: Mapping[str, TensorInfo], is_tied: bool) -> tup
         raise RooflineError(
             f"the checkpoint has {len(embeddings)} tensors embed_tokens.weight instead of one; use a language model"
         )
-    head = [
-        name for name in tensors if name.startswith("lm_head.") and not name.endswith(("_shape", "_g_idx"))
-    ]
-    if not head and not is_tied:
+    head = [name for name in find_output_head(tensors) if not name.endswith(("_shape", "_g_idx"))]
+    if head == embeddings and not is_tied:
         raise RooflineError(
             "the checkpoint has no lm_head, but its config.json does not tie it to the embedding; "
             "set tie_word_embeddings to true or use a checkpoint with lm_head"
         )
-    return embeddings[0], head or embeddings
+    return embeddings[0], head
 
 
 def _is_unread(name: str) -> bool:

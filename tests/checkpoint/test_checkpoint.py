@@ -30,6 +30,7 @@ from slimqwen.checkpoint.files import (
 )
 from slimqwen.checkpoint.tensors import (
     NewTensor,
+    find_output_head,
     from_ids,
     from_torch,
     list_tensors,
@@ -472,3 +473,11 @@ def test_withdrawing_hides_before_it_deletes(tmp_path: Path, monkeypatch: pytest
     withdraw(target)
     assert seen == [False]
     assert not target.exists()
+
+
+def test_the_output_head_is_lm_head_or_the_embedding_of_the_language_model() -> None:
+    tied = ["mtp.embed_tokens.weight", "model.embed_tokens.weight", "mtp.draft_head.weight"]
+    packed = ["lm_head.weight_packed", "lm_head.weight_scale"]
+    assert find_output_head(tied) == ["model.embed_tokens.weight"]
+    assert find_output_head(iter([*tied, *packed])) == packed
+    assert find_output_head(["model.visual.patch_embed.weight"]) == []

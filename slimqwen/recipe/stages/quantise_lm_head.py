@@ -20,7 +20,7 @@ from slimqwen.checkpoint import packing
 from slimqwen.checkpoint.config import quantised, untied, write_config
 from slimqwen.checkpoint.errors import UnsupportedFormatError
 from slimqwen.checkpoint.files import carry_side_files
-from slimqwen.checkpoint.tensors import NewTensor, TensorInfo, output_head, rewrite
+from slimqwen.checkpoint.tensors import NewTensor, TensorInfo, find_output_head, rewrite
 from slimqwen.models.outline import Outline
 from slimqwen.models.shape import Packing
 from slimqwen.progress import Progress
@@ -90,8 +90,10 @@ def quantise_output_head(
         CorruptCheckpointError: the head is not finite.
     """
     config = checkpoint.read_config(source)
-    require_fit(inspect_output_head(Outline.read(source), parameters))
-    head, info = output_head(source)
+    outline = Outline.read(source)
+    require_fit(inspect_output_head(outline, parameters))
+    [head] = find_output_head(outline.tensors)
+    info = outline.tensors[head]
     rounding = None
     if parameters.rounding == "gptq":
         from slimqwen.models.gptq import GptqRounding
@@ -175,14 +177,14 @@ def inspect_output_head(outline: Outline, parameters: QuantiseLmHeadParameters) 
     except UnsupportedFormatError as error:
         yield Fault(str(error))
         return
-    if any(name.startswith("lm_head.") and name != _HEAD for name in outline.tensors):
-        yield Fault(f"{outline.name} has a packed lm_head already; remove quantise_lm_head from the recipe")
-        return
-    tied = (name for name in outline.tensors if name.endswith("embed_tokens.weight"))
-    name = _HEAD if _HEAD in outline.tensors else next(tied, None)
-    if name is None:
+    names = find_output_head(outline.tensors)
+    if not names:
         yield Fault(f"{outline.name} has neither lm_head nor embed_tokens; choose a language model")
         return
+    if len(names) > 1:
+        yield Fault(f"{outline.name} has a packed lm_head already; remove quantise_lm_head from the recipe")
+        return
+    [name] = names
     info = outline.tensors[name]
     if info.dtype not in ("BF16", "F16", "F32"):
         yield Fault(f"{outline.name}: {name} is {info.dtype}; use a base with its output head in 16 bits")

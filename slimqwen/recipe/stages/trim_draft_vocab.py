@@ -29,6 +29,7 @@ from slimqwen.checkpoint.files import carry_side_files
 from slimqwen.checkpoint.tensors import (
     NewTensor,
     TensorInfo,
+    find_output_head,
     from_ids,
     from_torch,
     rewrite,
@@ -185,8 +186,7 @@ def _output_rows(source: Path) -> Callable[[Ids], NewTensor]:
         UnsupportedFormatError: the output head is in a format that cannot be unpacked.
     """
     weights = read_weights(source)
-    heads = [name for name in weights if name.startswith("lm_head.")]
-    heads = heads or [name for name in weights if name.endswith("embed_tokens.weight") and "mtp." not in name]
+    heads = find_output_head(weights)
     if len(heads) != 1:
         raise StageError(
             f"{source}: its output head is stored as {', '.join(heads) or 'nothing'}; use a language model"
