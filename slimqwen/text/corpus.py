@@ -2,9 +2,9 @@
 
 import os
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationInfo, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationInfo
 
 from slimqwen.checkpoint.files import sha256
 from slimqwen.text.files import CorpusError
@@ -52,19 +52,6 @@ class TextSource(BaseModel):
 
     path: TextPath = Path("tinyworld")
     seed: int = 0
-
-    @model_validator(mode="before")
-    @classmethod
-    def _take_source_as_path(cls, values: Any) -> Any:
-        # Older recipes say `source: NAME`, or `source: file` beside the path.
-        if not isinstance(values, dict) or "source" not in values:
-            return values
-        rest = {name: value for name, value in values.items() if name != "source"}
-        if (values["source"] == "file") != ("path" in rest):
-            raise ValueError(
-                "`source: file` needs a `path`, and any other source must have none; write only `path`"
-            )
-        return {"path": values["source"], **rest}
 
 
 def file_digest(path: Path, name: str) -> str:

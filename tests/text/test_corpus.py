@@ -2,8 +2,6 @@
 
 import json
 
-import pytest
-
 from slimqwen.recipe.stages import calibrate, prune_vocab
 from slimqwen.text.corpus import TextSource, resolve_text
 from slimqwen.variant import repository_root
@@ -32,9 +30,6 @@ def test_a_recipe_names_its_text_by_path_or_name(tmp_path):
         return TextSource.model_validate(values, context={"folder": tmp_path}).path
 
     named = repository_root() / "eval" / "texts" / "tinyworld.jsonl"
-    assert path() == path(path="tinyworld") == path(source="tinyworld") == named
-    assert path(path="a.jsonl") == path(source="file", path="a.jsonl") == tmp_path / "a.jsonl"
-    for wrong in ({"source": "file"}, {"source": "tinyworld", "path": "a.jsonl"}):
-        with pytest.raises(ValueError, match="`source: file` needs a `path`"):
-            path(**wrong)
+    assert path() == path(path="tinyworld") == named
+    assert path(path="a.jsonl") == tmp_path / "a.jsonl"
     assert "path" not in TextSource.model_validate({"path": "a.jsonl"}).model_dump()
