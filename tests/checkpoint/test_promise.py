@@ -15,6 +15,7 @@ from tests.checkpoints import TINY, edited_tensors
 from tests.zoo.animals import ANIMALS
 
 UP = "model.layers.0.mlp.up_proj"
+NORM = "model.norm.weight"
 Tensors = dict[str, torch.Tensor]
 
 PARTS = {
@@ -60,6 +61,26 @@ def test_a_part_of_another_shape_is_noticed(tmp_path: Path, name: str, part: str
     with edited_tensors(folder) as tensors:
         dimension = 0 if part == "qweight" else 1
         tensors[f"{UP}.{part}"] = torch.cat([tensors[f"{UP}.{part}"]] * 2, dimension)
+    with pytest.raises(CorruptCheckpointError, match=message):
+        check_tensors(folder)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda tensors: tensors.update({NORM: tensors[NORM].half()}), "norm.weight is F16, not BF16 or F32"),
+        (
+            lambda tensors: tensors.update({f"{UP}.lora_A.weight": tensors[NORM].clone()}),
+            r"has the tensor .*lora_A\.weight, which its config\.json does not promise",
+        ),
+    ],
+)
+def test_a_tensor_of_another_dtype_or_beside_those_of_the_model_is_noticed(
+    tmp_path: Path, change: Callable[[Tensors], None], message: str
+) -> None:
+    folder = shutil.copytree(TINY, tmp_path / "copy")
+    with edited_tensors(folder) as tensors:
+        change(tensors)
     with pytest.raises(CorruptCheckpointError, match=message):
         check_tensors(folder)
 

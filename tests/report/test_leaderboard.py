@@ -1,7 +1,6 @@
 import itertools
 import json
 from dataclasses import dataclass
-from statistics import fmean
 
 import pytest
 
@@ -91,51 +90,29 @@ def test_every_variant_has_a_row_that_says_what_its_files_say(committed):
         )
 
 
-def test_scores_latency_and_size_are_those_of_the_json_files(committed):
-    compared = 0
-    for row in committed.rows:
-        folder = ROOT / "experiments" / row.variant
-        records = {path.name: json.loads(path.read_text()) for path in sorted(folder.glob("*_*.json"))}
+def test_scores_and_their_changes_are_those_of_the_newest_pair(pair, add_record, board, tmp_path):
+    pair()
+    numbers = itertools.count()
 
-        quality = [record for name, record in records.items() if name.startswith("quality_")]
-        for (suite, task), score in row.scores.items():
-            digest = quality[-1]["provenance"]["checkpoint"]["digest"]
-            assert any(
-                record["tasks"][f"{suite}_{task}"]["value"] == score.row.value
-                for record in quality
-                if record["provenance"]["checkpoint"]["digest"] == digest
-            )
-            compared += 1
-    assert compared > 10
+    def worsen(record):
+        for row in record["tasks"].values():
+            row["value"] *= 0.75
 
+    def worsen_each(item):
+        return item | {"value": item["value"] * (0.5 if next(numbers) % 3 else 1)}
 
-def test_paired_changes_are_those_of_the_items_and_of_the_readme(committed):
-    changed = [row for row in committed.rows if row.worst]
-    assert changed
-    for row in changed:
-        folders = [ROOT / "experiments" / name for name in (row.baseline, row.variant)]
-        paths = quality_comparison.pair_quality_records(*folders)
-        for expected in quality_comparison.compare_quality(*paths):
-            score = next(one for one in row.scores.values() if expected.task == f"{one.suite}_{one.task}")
-            change = score.change
-            items = [
-                {i["item"]: i for i in map(json.loads, path.with_suffix("").with_suffix(".items.jsonl").open())
-                 if i["task"] == expected.task}
-                for path in paths
-            ]  # fmt: skip
-            if len({i["weight"] for i in items[0].values()}) == 1:
-                plain = fmean(items[1][key]["value"] - items[0][key]["value"] for key in items[0])
-                assert change.difference.value == pytest.approx(plain)
-            for name in ("task", "measure", "first", "second", "discordance", "judgement"):
-                assert getattr(change, name) == getattr(expected, name)
-            margin, gain = change.judgement.margin or 1.0, score.gain
-            assert (gain.low * margin, gain.high * margin) == pytest.approx(
-                (change.judgement.low, change.judgement.high)
-            )
-            assert gain.low <= gain.value <= gain.high
-            assert change.difference.value == expected.difference.value
-            assert change.difference.standard_error == expected.difference.standard_error
-            assert change.difference.count == expected.difference.count
+    add_record("quick", "quality", "2026-01-02T000000Z", edit=worsen, edit_items=worsen_each)
+    row = by_name(board()[0], "quick")
+    folders = [tmp_path / "experiments" / name for name in ("base", "quick")]
+    compared = quality_comparison.compare_quality(*quality_comparison.pair_quality_records(*folders))
+    assert [score.change for score in row.scores.values()] == compared
+    assert {change.higher_is_better for change in compared} == {True, False}
+    for score, change in zip(row.scores.values(), compared, strict=True):
+        assert score.row.value == pytest.approx(0.75 * change.first)
+        gain, judgement = score.gain, change.judgement
+        assert judgement.low < change.gain < judgement.high
+        expected = change.gain, judgement.low, judgement.high
+        assert (gain.value * 0.5, gain.low * 0.5, gain.high * 0.5) == pytest.approx(expected)
 
 
 def test_a_variant_that_passed_and_is_faster_is_the_one_to_serve(pair, board):

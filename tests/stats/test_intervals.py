@@ -58,16 +58,6 @@ def test_paired_difference_with_itself_is_zero(values):
     assert (difference.value, difference.standard_error, difference.low, difference.high) == (0, 0, 0, 0)
 
 
-def test_bootstrap_interval_agrees_with_the_normal_one_and_never_changes():
-    rng = np.random.default_rng(1)
-    first = rng.normal(size=400)
-    second = first + rng.normal(0.1, 1.0, size=400)
-    difference = intervals.paired_difference(first, second)
-    assert difference == intervals.paired_difference(first, second)
-    normal = stats.norm.interval(0.95, difference.value, difference.standard_error)
-    assert (difference.low, difference.high) == pytest.approx(normal, abs=0.02)
-
-
 def test_weights_count_in_the_difference():
     difference = intervals.paired_difference([0, 0, 0], [1, 0, 0], [8, 1, 1])
     assert difference.value == pytest.approx(0.8)
@@ -79,24 +69,9 @@ def test_mcnemar_is_the_binomial_test_of_the_discordant_pairs(pairs):
     result = intervals.mcnemar(first, second)
     discordant = result.only_first + result.only_second
     assert discordant == sum(a != b for a, b in pairs)
+    assert result.only_first - result.only_second == sum(first) - sum(second)
     expected = stats.binomtest(result.only_second, discordant).pvalue if discordant else 1.0
     assert result.p_value == pytest.approx(expected)
-
-
-def test_mcnemar_of_a_known_table():
-    first = [True] * 10 + [False] * 2 + [True] * 30
-    second = [False] * 10 + [True] * 2 + [True] * 30
-    result = intervals.mcnemar(first, second)
-    assert (result.only_first, result.only_second) == (10, 2)
-    assert result.p_value == pytest.approx(2 * sum(math.comb(12, k) for k in range(3)) / 2**12)
-
-
-def test_ratio_of_medians_covers_the_true_ratio():
-    rng = np.random.default_rng(2)
-    ratio = intervals.ratio_of_medians(rng.normal(200, 10, 80), rng.normal(100, 10, 60))
-    assert ratio.value == pytest.approx(2, abs=0.1)
-    assert ratio.low < 2 < ratio.high
-    assert ratio.high - ratio.low < 0.3
 
 
 def test_a_known_ratio_of_rounds():
@@ -254,6 +229,7 @@ def test_a_bootstrap_interval_is_that_of_the_committed_records():
     ratio = intervals.ratio_of_medians(
         [0.31, 1.27, 0.83, 2.59, 0.47, 1.13, 0.061], [0.333, 1.71, 2.2, 0.77, 0.123, 2.21]
     )
+    assert ratio.value == pytest.approx(0.83 / 1.24)
     assert (ratio.low, ratio.high) == pytest.approx((0.15856777493606, 3.81381381381381), abs=1e-12)
 
 

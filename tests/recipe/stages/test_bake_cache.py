@@ -14,10 +14,10 @@ from slimqwen.recipe import recipe_file, runner
 from slimqwen.recipe.recipe_file import Recipe, RecipeError
 from slimqwen.recipe.stages import bake_cache
 from slimqwen.recipe.stages.bake_cache import BakeCacheParameters
-from slimqwen.serving import baked_cache, checks
+from slimqwen.serving import baked_cache
 from slimqwen.serving.command import ServerCommand
 from slimqwen.serving.errors import ServingError
-from slimqwen.serving.server import free_port, prepare, run_server
+from slimqwen.serving.server import free_port, run_server
 from slimqwen.vllm_plugin import compile_watch
 from tests.checkpoints import TINY
 from tests.recipe.workshop import CONFIG, repository_of_v
@@ -113,34 +113,6 @@ def test_a_graph_that_is_not_in_the_cache_ends_a_start_that_requires_it(moved: P
         pytest.fail("it served")
     assert "REQUIRE_BAKED=1, and the baked compile cache has no usable graph" in log.read_text()
     assert "(not in the cache)" in log.read_text()
-
-
-@pytest.mark.engine
-def test_other_flags_are_refused_or_compiled_for(moved: Path) -> None:
-    config = moved / "experiments" / "v" / "config.env"
-    config.write_text(CONFIG.replace("VLLM_MAX_NUM_SEQS=2", "VLLM_MAX_NUM_SEQS=3"))
-    one = variant.load("v", moved)
-    command = ServerCommand.resolve(one, port=free_port())
-    assert command.cache is not None
-    assert command.cache.differences == ("--max-num-seqs was 2 and is 3",)
-    assert "baked-" not in command.environment["VLLM_CACHE_ROOT"]
-    checks.check_command(command)
-    required = ServerCommand.resolve(one.with_lines({"REQUIRE_BAKED": "1"}), port=free_port())
-    with pytest.raises(
-        ServingError, match=r"made under other conditions: --max-num-seqs was 2 and is 3; end the recipe with"
-    ):
-        checks.check_command(required)
-
-
-@pytest.mark.engine
-def test_a_flipped_bit_in_the_archive_is_refused_before_vllm_starts(moved: Path) -> None:
-    archive = moved / "weights" / "v" / baked_cache.ARCHIVE
-    content = bytearray(archive.read_bytes())
-    content[1000] ^= 1
-    archive.write_bytes(content)
-    command = ServerCommand.resolve(variant.load("v", moved), port=free_port())
-    with pytest.raises(ServingError, match=r"compile_cache\.tar\.gz is missing or not what"):
-        prepare(command)
 
 
 def test_the_key_has_the_lines_that_decide_and_no_others(tmp_path: Path) -> None:
