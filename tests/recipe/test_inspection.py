@@ -172,7 +172,6 @@ def test_every_fault_of_a_quantised_base_without_a_head_is_found(tmp_path: Path)
         ([{"text": "a"}], "calibrate", "has 14 bytes, too few for 16384 tokens"),
         ([{"prompt": "a"}, {"text": "b"}, CHAT], "sample_outputs", "has 3 documents, but 1120 are needed"),
         ([{"text": " "}], "prune_vocab", "has 0 documents, but at least one is needed"),
-        ([CHAT, "[]"], "prune_vocab", "line 2"),
     ],
 )
 def test_what_shows_of_a_text_before_its_stage_reads_it(

@@ -182,11 +182,7 @@ def test_calibrate_reads_it_and_every_document_is_whole(weights: Path, tmp_path:
     ("content", "message"),
     [
         (b'{"text": "fine"}\n{"text": \n', "line 2: not JSON"),
-        (b'{"text": "fine"}\n\n["fine"]\n', "line 3: neither a text nor a chat"),
-        (b'{"text": 3}\n', "line 1: neither a text nor a chat"),
-        (b'{"text": "\\ud800"}\n', "line 1: not JSON .*surrogates"),
         (b'{"text": "fine"}\n{"prompt": "Once"}\n', "line 2: the chat cannot be rendered .it is a prompt"),
-        (b'{"text": "\xff"}\n', "line 1: not UTF-8"),
         (
             b'{"text": "fine"}\n{"messages": [{"role": "king", "content": ""}]}\n',
             "line 2: the chat cannot be rendered .Unknown role: king",

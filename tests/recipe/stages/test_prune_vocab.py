@@ -325,10 +325,9 @@ def test_what_does_not_fit_is_refused_before_anything_is_written(source: Path, t
     refused(CorpusError, "none.txt: cannot be read", source, PruneVocabParameters(size=320, corpus=missing))
     with pytest.raises(CorpusError, match="put the corpus there"):
         prune_vocab.data(PruneVocabParameters(size=320, corpus=missing))
-    for content, name in (("", "empty.txt"), ('{"no": 1}', "a.jsonl"), ("\udce9", "latin.txt")):
-        (tmp_path / name).write_bytes(content.encode("utf-8", "surrogateescape"))
-        corpus = CountedText(path=tmp_path / name)
-        refused(CorpusError, name, source, PruneVocabParameters(size=320, corpus=corpus))
+    (tmp_path / "empty.txt").touch()
+    empty = CountedText(path=tmp_path / "empty.txt")
+    refused(CorpusError, r"empty\.txt", source, PruneVocabParameters(size=320, corpus=empty))
 
     damaged = shutil.copytree(source, tmp_path / "damaged")
     edit(damaged / "config.json", eos_token_id=600)
@@ -340,8 +339,6 @@ def test_what_does_not_fit_is_refused_before_anything_is_written(source: Path, t
     refused(StageError, "neither embed_tokens nor lm_head", damaged)
     save_file({"lm_head.qweight": torch.ones(8, 640)}, damaged / "model.safetensors")
     refused(StageError, "prune before quantising", damaged)
-    save_file({"lm_head.weight": torch.ones(512, 2)}, damaged / "model.safetensors")
-    refused(StageError, "512 rows, but ids up to 599", damaged)
 
 
 @pytest.mark.engine

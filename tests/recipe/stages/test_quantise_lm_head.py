@@ -67,11 +67,6 @@ def test_groups_of_linears_that_are_quantised_already_stay(tmp_path: Path) -> No
     assert after["ignore"] == ["re:^mtp.*"]
 
 
-def test_a_packed_head_is_refused(packed: Path, tmp_path: Path) -> None:
-    with pytest.raises(StageError, match="packed lm_head already; remove"):
-        quantised(packed, tmp_path / "again")
-
-
 def test_a_group_that_does_not_divide_the_inputs_is_refused(tmp_path: Path) -> None:
     with pytest.raises(StageError, match="group_size 128 does not divide the 192 inputs"):
         quantised(TINY, tmp_path / "packed", group_size=128)

@@ -190,15 +190,6 @@ def _changed(change: Callable[[Tensors], object]) -> Callable[[Path], None]:
     return apply
 
 
-def _no_head(tensors: Tensors) -> None:
-    for name in [name for name in tensors if name.startswith("mtp.")]:
-        del tensors[name]
-
-
-def _mixture_of_experts(folder: Path) -> None:
-    write_config(folder, {**checkpoint.read_config(folder), "num_experts": 8})
-
-
 def _four_bit_floats(tensors: Tensors) -> None:
     tensors["lm_head.weight_packed"] = torch.ones(ROWS, 96, dtype=torch.uint8)
     tensors["lm_head.weight_scale"] = torch.ones(ROWS, 12).to(torch.float8_e4m3fn)
@@ -214,8 +205,6 @@ def _scale_alone(tensors: Tensors) -> None:
     ("damage", "size", "error", "message"),
     [
         (_without_outputs, 128, CorpusError, "put the stage sample_outputs before this one"),
-        (_changed(_no_head), 128, StageError, "nothing drafts; remove trim_draft_vocab"),
-        (_mixture_of_experts, 128, StageError, "is a mixture of experts.*remove trim_draft_vocab"),
         (_changed(_four_bit_floats), 128, UnsupportedFormatError, "lm_head.weight is packed .* cannot be read here"),
         (_changed(_scale_alone), 128, StageError, "its output head is stored as lm_head.weight_"),
         (lambda folder: None, ROWS, StageError, "size 8192 has to be less than 8192"),
