@@ -1,6 +1,5 @@
 """Acceptance by depth, class and temperature in the real engine, and the comparison of two records."""
 
-import json
 import shutil
 import textwrap
 from collections.abc import Callable, Sequence
@@ -19,6 +18,7 @@ from slimqwen.records.settings import SettingsError
 from slimqwen.records.split import Split
 from slimqwen.stats.verdict import Verdict
 from tests import record_files
+from tests.zoo.animals import ANIMALS
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE = record_files.example("acceptance")
@@ -139,11 +139,7 @@ def test_depths_of_an_interrupted_run_are_not_counted_again(
 
 
 def test_a_checkpoint_without_a_head_is_refused(repository: Path) -> None:
-    bare = repository / "weights" / "bare"
-    shutil.copytree(ROOT / "weights" / "tiny", bare)
-    config = json.loads((bare / "config.json").read_text())
-    (config.get("text_config") or config)["mtp_num_hidden_layers"] = 0
-    (bare / "config.json").write_text(json.dumps(config))
+    ANIMALS["no-mtp"].build(repository / "weights" / "bare")
     (repository / "experiments" / "tiny" / "config.env").write_text("VLLM_MODEL=weights/bare\n")
     with pytest.raises(EvalError, match="tiny has no MTP head"):
         acceptance.measure_acceptance(variant.load("tiny", repository), "small", [1], command=["x"])

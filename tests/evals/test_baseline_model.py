@@ -3,14 +3,12 @@ import shutil
 import pytest
 import torch
 import transformers
-from safetensors.torch import load_file, save_file
 
-from slimqwen import variant
 from slimqwen.evals.baseline_model import BaselineModel
 from slimqwen.models.language_model import load_language_model
+from tests.checkpoints import TINY, edited_tensors
 from tests.zoo.animals import ANIMALS
 
-TINY = variant.repository_root() / "weights" / "tiny"
 IDS = list(range(300, 372))
 
 
@@ -56,12 +54,9 @@ def test_states_that_were_cut_are_computed_again(model, tmp_path):
 
 def test_another_checkpoint_has_states_of_its_own(model, tmp_path):
     first = model.log_probabilities(IDS)
-    other = tmp_path / "other"
-    shutil.copytree(TINY, other)
-    file = other / "model.safetensors"
-    tensors = load_file(file)
-    tensors["model.layers.0.mlp.down_proj.weight"] *= 1.5
-    save_file(tensors, file, metadata={"format": "pt"})
+    other = shutil.copytree(TINY, tmp_path / "other")
+    with edited_tensors(other) as tensors:
+        tensors["model.layers.0.mlp.down_proj.weight"] *= 1.5
     assert not torch.equal(BaselineModel(other, tmp_path / "states").log_probabilities(IDS), first)
 
 

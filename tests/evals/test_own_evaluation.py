@@ -135,12 +135,8 @@ def test_drafts_are_left_out_where_nothing_says_how_they_will_be(
 
 def test_drafts_are_compared_at_the_depth_that_is_served(root: Path) -> None:
     settings = AcceptanceSettings.load("mine", root)
-    drafting = variant.load("tiny-mtp4", root)
-    lines = {**drafting.settings}
-    served = dataclasses.replace(
-        lines["VLLM_SPECULATIVE_CONFIG"], value='{"method": "mtp", "num_speculative_tokens": 3}'
-    )
-    drafting = dataclasses.replace(drafting, settings={**lines, "VLLM_SPECULATIVE_CONFIG": served})
+    deeper = {"VLLM_SPECULATIVE_CONFIG": '{"method": "mtp", "num_speculative_tokens": 3}'}
+    drafting = variant.load("tiny-mtp4", root).with_lines(deeper)
     assert settings.depth_of(drafting) == settings.at_depth_of(drafting).gate_depth == 3
     assert settings.depth_of(variant.load("tiny", root)) == 4
     assert settings.model_copy(update={"gate_depth": 2}).depth_of(drafting) == 2

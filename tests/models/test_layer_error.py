@@ -6,11 +6,9 @@ import shutil
 import pytest
 import torch
 import transformers
-from safetensors.torch import load_file, save_file
 from tinyworld.model import TinyShape, build, save_drafting_model
 
 from slimqwen import progress, variant
-from slimqwen.checkpoint.files import carry_all
 from slimqwen.models.layer_error import LayerErrorError, measure_layer_errors
 from slimqwen.recipe.stages import calibrate
 from tests.checkpoints import edited_tensors
@@ -103,12 +101,11 @@ def test_a_multimodal_checkpoint_has_the_same_layers(quantised, tmp_path):
 
 
 def test_a_layer_without_numbers_is_an_error(quantised, texts, tmp_path):
-    carry_all(quantised, tmp_path, ["model.safetensors"])
-    tensors = load_file(quantised / "model.safetensors")
-    tensors["model.layers.2.mlp.up_proj.weight_scale"][3, 1] = float("nan")
-    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    folder = shutil.copytree(quantised, tmp_path / "copy")
+    with edited_tensors(folder) as tensors:
+        tensors["model.layers.2.mlp.up_proj.weight_scale"][3, 1] = float("nan")
     with pytest.raises(LayerErrorError, match="layer 2 has an error of nan"):
-        measure_layer_errors(tmp_path, TINY, texts)
+        measure_layer_errors(folder, TINY, texts)
 
 
 def test_a_baseline_of_other_layers_is_told_in_one_line(quantised, tmp_path):
