@@ -13,7 +13,7 @@ CONFIDENCE_LEVEL = 0.95
 Z = NormalDist().inv_cdf((1 + CONFIDENCE_LEVEL) / 2)
 """Standard errors from a mean to the end of its interval, under the normal approximation."""
 
-_AS_IN_RECORDS = ConfigDict(extra="forbid", allow_inf_nan=False)
+_AS_IN_RECORDS = ConfigDict(extra="forbid", allow_inf_nan=False, revalidate_instances="always")
 
 _NonNegative = Annotated[float, Field(ge=0)]
 

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from slimqwen import variant
+from slimqwen.checkpoint.config import read_config, write_config
 from slimqwen.evals import EvalError
 from slimqwen.evals.engine import compare_engine
 from slimqwen.evals.engine_process import (
@@ -189,9 +190,19 @@ Reference = tuple[dict[Request, Response], float]
 
 
 @pytest.fixture(scope="module")
-def served() -> EngineRun:
-    """An engine with everything, over prompt lengths for this machine's blocks."""
-    return run_engine(TINY, TINY, (SETTINGS, SERVED, WAYS, None, ROOT), silent)
+def served(tmp_path_factory: pytest.TempPathFactory) -> EngineRun:
+    """An engine with everything, over prompt lengths for this machine's blocks.
+
+    Its checkpoint is as a published text-only Qwen3.5: config.json has fields of M-RoPE.
+    """
+    folder = tmp_path_factory.mktemp("mrope")
+    for file in TINY.iterdir():
+        (folder / file.name).symlink_to(file)
+    config = read_config(TINY)
+    config["rope_parameters"] |= {"mrope_section": [11, 11, 10], "mrope_interleaved": True}
+    (folder / "config.json").unlink()
+    write_config(folder, config)
+    return run_engine(folder, folder, (SETTINGS, SERVED, WAYS, None, ROOT), silent)
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,5 @@
 import json
+from functools import cache
 from itertools import product
 from pathlib import Path
 
@@ -60,13 +61,19 @@ def trained(
 
 
 KINDS = {
-    "qwen": trained(first=False),
-    "specials first": trained(),
-    "composed": trained(normalizer=normalizers.NFC()),
-    "gpt2 with string merges": trained(split=False, strings=True),
-    "tiktoken": trained(first=False, every_pair=True, ignore_merges=True),
-    "every pair": trained(every_pair=True),
+    "qwen": {"first": False},
+    "specials first": {},
+    "composed": {"normalizer": normalizers.NFC()},
+    "gpt2 with string merges": {"split": False, "strings": True},
+    "tiktoken": {"first": False, "every_pair": True, "ignore_merges": True},
+    "every pair": {"every_pair": True},
 }
+
+
+@cache
+def of_kind(kind):
+    """The tokenizer.json of one of KINDS."""
+    return trained(**KINDS[kind])
 
 
 class Pruned:
@@ -79,8 +86,13 @@ class Pruned:
         self.small = vocabulary.parse_vocabulary(self.text, "pruned")
 
 
-PRUNED = {(kind, size): Pruned(KINDS[kind], size) for kind, size in product(KINDS, (258, 300, 352, 400))}
-pruned = st.sampled_from(sorted(PRUNED)).map(PRUNED.__getitem__)
+@cache
+def pruned_to(kind, size):
+    return Pruned(of_kind(kind), size)
+
+
+SIZES = tuple(product(KINDS, (258, 300, 352, 400)))
+sizes = st.sampled_from(sorted(SIZES))
 texts = st.one_of(
     st.text(),
     st.lists(st.sampled_from([*" ".join(CORPUS).split(" "), END, START, " ", "\n", "é", "東"])).map(" ".join),
@@ -98,31 +110,34 @@ def decode(words, ids):
     return words.tokenizer.decode(ids, skip_special_tokens=False)
 
 
-@given(pruned, texts)
-def test_every_text_round_trips_as_it_did(pair, text):
+@given(sizes, texts)
+def test_every_text_round_trips_as_it_did(kind_and_size, text):
+    pair = pruned_to(*kind_and_size)
     assert decode(pair.small, encode(pair.small, text)) == decode(pair.whole, encode(pair.whole, text))
     if pair.whole.state["normalizer"] is None:
         assert decode(pair.small, encode(pair.small, text)) == text
 
 
-@given(pruned, texts)
-def test_text_of_kept_tokens_is_spelt_as_before(pair, text):
+@given(sizes, texts)
+def test_text_of_kept_tokens_is_spelt_as_before(kind_and_size, text):
+    pair = pruned_to(*kind_and_size)
     old = encode(pair.whole, text)
     new = encode(pair.small, text)
     if set(old) <= set(pair.kept.tolist()):
         assert pair.kept[np.array(new, dtype=int)].tolist() == old
 
 
-@given(pruned, texts)
-def test_special_tokens_come_from_their_literal_text_only(pair, text):
+@given(sizes, texts)
+def test_special_tokens_come_from_their_literal_text_only(kind_and_size, text):
+    pair = pruned_to(*kind_and_size)
     for special in (END, START):
         literal = encode(pair.small, text).count(pair.small.ids[special])
         assert literal == encode(pair.whole, text).count(pair.whole.ids[special]) == text.count(special)
 
 
-@pytest.mark.parametrize(("kind", "size"), PRUNED)
+@pytest.mark.parametrize(("kind", "size"), SIZES)
 def test_ids_are_dense_and_the_set_is_closed(kind, size):
-    pair = PRUNED[kind, size]
+    pair = pruned_to(kind, size)
     assert sorted(pair.small.ids.values()) == list(range(size))
     assert pair.small.rows == size
     kept = set(pair.kept.tolist())
@@ -135,7 +150,7 @@ def test_ids_are_dense_and_the_set_is_closed(kind, size):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_best_sets_are_nested_and_spell_the_text_shorter_than_the_worst(kind):
-    whole = vocabulary.parse_vocabulary(KINDS[kind], kind)
+    whole = vocabulary.parse_vocabulary(of_kind(kind), kind)
     counts = vocabulary.count_tokens(whole, CORPUS)
     before: set[int] = set()
     lengths = []
@@ -155,31 +170,31 @@ def test_the_best_sets_are_nested_and_spell_the_text_shorter_than_the_worst(kind
 
 
 def test_keeping_all_changes_nothing():
-    whole = vocabulary.parse_vocabulary(KINDS["qwen"], "whole")
+    whole = vocabulary.parse_vocabulary(of_kind("qwen"), "whole")
     kept = vocabulary.select_tokens(whole, np.zeros(whole.rows, dtype=np.int64), len(whole.ids))
     assert json.loads(vocabulary.prune_tokenizer(whole, kept)) == whole.state
 
 
 def test_the_same_input_gives_the_same_bytes():
-    again = Pruned(KINDS["qwen"], 400)
-    assert again.text == PRUNED["qwen", 400].text
+    again = Pruned(of_kind("qwen"), 400)
+    assert again.text == pruned_to("qwen", 400).text
 
 
 def test_unused_tokens_fill_up_in_the_order_of_ids():
-    whole = vocabulary.parse_vocabulary(KINDS["specials first"], "whole")
+    whole = vocabulary.parse_vocabulary(of_kind("specials first"), "whole")
     kept = vocabulary.select_tokens(whole, np.zeros(whole.rows, dtype=np.int64), 300)
     assert kept.tolist() == list(range(300))
 
 
 def test_ids_named_from_outside_stay_with_their_parts():
-    whole = vocabulary.parse_vocabulary(KINDS["qwen"], "whole")
+    whole = vocabulary.parse_vocabulary(of_kind("qwen"), "whole")
     longest = max(whole.parts)
     kept = vocabulary.select_tokens(whole, np.zeros(whole.rows, dtype=np.int64), 300, [longest])
     assert {longest, *whole.parts[longest]} <= set(kept.tolist())
 
 
 def test_ids_of_post_processor_and_padding_follow():
-    tokenizer = Tokenizer.from_str(KINDS["qwen"])
+    tokenizer = Tokenizer.from_str(of_kind("qwen"))
     end, start = tokenizer.token_to_id(END), tokenizer.token_to_id(START)
     tokenizer.enable_padding(pad_id=end, pad_token=END)
     template = processors.TemplateProcessing(single=f"{START} $A", special_tokens=[(START, start)])
@@ -205,14 +220,14 @@ def test_ids_of_post_processor_and_padding_follow():
     ],
 )
 def test_another_kind_of_model_is_refused(changes, message):
-    state = json.loads(trained())
+    state = json.loads(of_kind("specials first"))
     state["model"] |= changes
     with pytest.raises(vocabulary.VocabularyError, match=f"here: .*{message}"):
         vocabulary.parse_vocabulary(json.dumps(state), "here")
 
 
 def test_a_model_without_all_bytes_is_refused():
-    state = json.loads(trained())
+    state = json.loads(of_kind("specials first"))
     state["model"]["merges"] = []
     state["model"]["vocab"] = {token: i for i, token in enumerate([END, START, *"abc"])}
     with pytest.raises(vocabulary.VocabularyError, match="253 of the 256 bytes have no token"):
@@ -220,7 +235,7 @@ def test_a_model_without_all_bytes_is_refused():
 
 
 def test_a_model_on_characters_is_refused():
-    tokenizer = Tokenizer.from_str(trained())
+    tokenizer = Tokenizer.from_str(of_kind("specials first"))
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
     with pytest.raises(vocabulary.VocabularyError, match="does not turn text into bytes"):
         vocabulary.parse_vocabulary(tokenizer.to_str(), "here")
@@ -238,6 +253,6 @@ def test_a_broken_or_missing_file_is_one_line(tmp_path: Path):
     ("size", "message"), [(2**20, r"has only \d+ tokens, not 1048576"), (257, "are 258; keep at least 258")]
 )
 def test_a_size_that_cannot_be_met_is_refused(size, message):
-    whole = vocabulary.parse_vocabulary(KINDS["specials first"], "whole")
+    whole = vocabulary.parse_vocabulary(of_kind("specials first"), "whole")
     with pytest.raises(vocabulary.VocabularyError, match=message):
         vocabulary.select_tokens(whole, np.zeros(whole.rows, dtype=np.int64), size)

@@ -1,15 +1,21 @@
-"""The rungs on the real engine: what a candidate's checkpoint is, what is measured of it, and one that crashes."""
+"""The rungs on the real engine: what a candidate's checkpoint is, what is measured of it, and figures that are none."""
 
 import dataclasses
 import json
+import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
+from pydantic import ValidationError
 
 from slimqwen import checkpoint, variant
 from slimqwen.checkpoint.tensors import list_tensors
+from slimqwen.evals import token_distributions
 from slimqwen.evals.acceptance import summarise_items
+from slimqwen.evals.fidelity_figures import PLAIN, TextComparison
+from slimqwen.progress import silent
 from slimqwen.records.record import Estimate, Ratio
 from slimqwen.roofline.architecture import read_model, shape_model
 from slimqwen.search.candidate import Candidate
@@ -38,16 +44,17 @@ def small_ladder(ladder: Ladder, small_root: Path) -> Ladder:
     return dataclasses.replace(ladder, budget=Budget.of_variant(ladder.base, "tinyworld"))
 
 
-def measured(ladder: Ladder, candidate: Candidate, *rungs: str) -> dict[str, Result | Failure]:
+def measured(ladder: Ladder, candidate: Candidate) -> dict[str, Result | Failure]:
     base = variant.load(ladder.base.name, ladder.overlay)
-    tasks = {"fidelity": ladder.fidelity_task(candidate)}
-    if candidate.depth:
-        tasks["acceptance"] = ladder.acceptance_task(ladder.in_overlay(candidate), candidate.depth)
-        tasks["base"] = ladder.acceptance_task(base, ladder.deepest)
+    tasks = {
+        "fidelity": ladder.fidelity_task(candidate),
+        "acceptance": ladder.acceptance_task(ladder.in_overlay(candidate), candidate.depth),
+        "base": ladder.acceptance_task(base, ladder.deepest),
+    }
     outcomes = {}
     with LocalExecutor(ladder.base.root, warm=True) as executor:
-        for rung in rungs or tasks:
-            executor.submit(tasks[rung])
+        for rung, task in tasks.items():
+            executor.submit(task)
             outcomes[rung] = executor.wait()
     return outcomes
 
@@ -118,12 +125,17 @@ def test_a_candidate_is_made_compared_and_counted(small_ladder: Ladder) -> None:
             assert 1 < row.length.value <= row.depth + 1
 
 
-@pytest.mark.engine
-def test_a_candidate_whose_engine_gives_no_numbers_is_a_failure_with_its_reason(small_ladder: Ladder) -> None:
-    if not platform.has_avx512():
-        pytest.skip("a CPU without AVX-512 leaves an FP8 KV cache out")
-    # A cache layout of another architecture: vLLM takes the flag and computes NaN.
-    candidate = Candidate(kv_cache_dtype="fp8_ds_mla", depth=1)
-    outcome = measured(small_ladder, candidate, "fidelity")["fidelity"]
-    assert isinstance(outcome, Failure)
-    assert "finite number" in outcome.reason
+def test_an_engine_with_the_candidate_s_own_cache_that_gives_no_numbers_is_an_error(
+    small_ladder: Ladder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def compare(*_: Any, flags: dict[str, Any], **__: Any) -> list[TextComparison]:
+        assert flags["kv-cache-dtype"] == "fp8_ds_mla"
+        return [
+            TextComparison(str(number), PLAIN, bytes=9, compared=9, kl_nats=math.nan) for number in range(2)
+        ]
+
+    monkeypatch.setattr(platform, "has_avx512", lambda: True)  # without it an FP8 cache is left out
+    monkeypatch.setattr(token_distributions, "compare_in_process", compare)
+    task = small_ladder.fidelity_task(Candidate(kv_cache_dtype="fp8_ds_mla", depth=1))
+    with pytest.raises(ValidationError, match="finite number"):
+        task.function(small_ladder.base.root, task.argument, silent)

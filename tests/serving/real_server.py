@@ -29,7 +29,7 @@ QUEUE = 16
 """Requests that the server takes at once, running or waiting."""
 
 SERVED = os.environ.get("SLIMQWEN_TEST_VARIANT") or "tiny-mtp4"
-"""The variant whose server is tried: `make test-serving VARIANT=tiny-best` says which. tiny-mtp4 serves as tiny-best
+"""The variant whose server is tried: SLIMQWEN_TEST_VARIANT=tiny-best names another. tiny-mtp4 serves as tiny-best
 does, but for its compiled graphs and its weights, and needs no recipe."""
 
 _CHANGED = {

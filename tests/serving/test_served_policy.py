@@ -1,7 +1,7 @@
 """What a variant's config.env says about serving, seen on one real server that follows all of it.
 
 The last test ends the server. Prefix caching is on and the chat template begins with more than a block of tokens;
-`make test-serving` takes the checkpoint of a variant, compiled if that one is.
+SLIMQWEN_TEST_VARIANT names the variant whose checkpoint it takes, compiled if that one is.
 """
 
 import json

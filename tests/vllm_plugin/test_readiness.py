@@ -18,8 +18,9 @@ from starlette.routing import Route
 from vllm.exceptions import RetryableRequestError
 from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
-from slimqwen.vllm_plugin import policy
+from slimqwen.vllm_plugin import engine_facts, policy
 from slimqwen.vllm_plugin.api_key import guard_engine_paths
+from slimqwen.vllm_plugin.engine_facts import PlanExpectation
 from slimqwen.vllm_plugin.readiness import Readiness
 
 pytestmark = [pytest.mark.anyio, pytest.mark.timeout(120)]
@@ -338,8 +339,9 @@ engine = types.SimpleNamespace(shutdown=print, generate=print, errored=False)
 server = types.SimpleNamespace(config=types.SimpleNamespace(timeout_graceful_shutdown=None), should_exit=False)
 
 async def warm(app):
-    if fails:
+    if case == "warm-up":
         raise RuntimeError("no such kernel")
+    print("warm")
     engine.errored = True
 
 async def end(told):
@@ -361,8 +363,10 @@ async def main():
     finally:
         print("the engine is shut down", server.config.timeout_graceful_shutdown, flush=True)
 
-for fails in (True, False):
+for case in ("warm-up", "engine", "plan"):
     if (child := os.fork()) == 0:
+        if case != "plan":
+            del os.environ["SLIMQWEN_PLAN"]
         uvloop.run(main())
         os._exit(0)
     print("exit code", os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
@@ -370,20 +374,29 @@ for fails in (True, False):
 
 
 @pytest.mark.timeout(660)  # a process that imports vLLM takes minutes on a busy host
-def test_a_failed_warm_up_where_it_is_required_and_a_dead_engine_end_the_process_with_a_failure():
-    required = policy.Policy(require_warmup=True).model_dump_json()
+def test_a_dead_engine_and_a_required_warm_up_or_plan_that_fails_end_the_process_with_a_failure():
+    plan = PlanExpectation(plan="a plan", facts={"block_size": 17}, required=True)
+    required = {
+        policy.VARIABLE: policy.Policy(require_warmup=True).model_dump_json(),
+        engine_facts.VARIABLE: plan.model_dump_json(),
+    }
     # Processes of their own, as vLLM's: their event loops are ended from within.
     ended = subprocess.run(
         [sys.executable, "-c", ENDS],
-        env={**os.environ, policy.VARIABLE: required},
+        env={**os.environ, **required},
         capture_output=True,
         text=True,
         timeout=600,
     )
-    for said in ("REQUIRE_WARMUP=1: no such kernel", "EngineDiedError: the engine died"):
+    for said in (
+        "REQUIRE_WARMUP=1: no such kernel",
+        "EngineDiedError: the engine died",
+        "PlanError: REQUIRE_PLAN=1",
+    ):
         assert said in ended.stderr
     # Nobody's reading can keep it from ending.
-    assert ended.stdout.splitlines() == ["the engine is shut down 3", "exit code 1"] * 2
+    ends = ["the engine is shut down 3", "exit code 1"]
+    assert ended.stdout.splitlines() == [*ends, "warm", *ends, *ends]
 
 
 @pytest.mark.parametrize("path", ["/invocations", "/generative_scoring", "/tokenize", "/detokenize", "/v1/x"])

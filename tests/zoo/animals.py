@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 
 from tests.zoo import quantised
@@ -47,10 +48,14 @@ class Animal:
 
     def build(self, folder: Path) -> Path:
         """Write the checkpoint into a new folder."""
+        return self._specimen.write(folder)
+
+    @cached_property
+    def _specimen(self) -> Specimen:
         specimen = self.start()
         for edit in self.edits:
             edit(specimen)
-        return specimen.write(folder)
+        return specimen
 
 
 _PACKED = {"calibrate": "is quantised already"}
@@ -234,3 +239,12 @@ ANIMALS: dict[str, Animal] = {
     ),
     "float16": Animal("float16", (half,)),
 }
+
+SAME_TENSORS: Mapping[str, tuple[str, ...]] = {
+    **dict.fromkeys(("multimodal-bare", "multimodal-sections", "multimodal-bare-names"), ()),
+    **dict.fromkeys(("torch-dtype", "torch-dtype-inner", "dtype-outer", "dtype-absent"), ()),
+    **dict.fromkeys(("eos-list", "eos-null", "no-generation-config"), ("prune_vocab",)),
+    **dict.fromkeys(("side-files", "adapter-beside", "copy-beside"), ("quantise_lm_head",)),
+    **dict.fromkeys(("w4a16-patterns", "w4a16-anchored"), ("quantise_lm_head", "calibrate mtp")),
+}
+"""Animals with the tensors of one before, and the stages (of `tests.zoo.verbs`) that do something else with them."""

@@ -3,6 +3,7 @@
 import json
 import math
 from collections.abc import Callable, Mapping
+from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -112,7 +113,16 @@ def read_specimen(folder: Path) -> Specimen:
 
 
 def tiny() -> Specimen:
-    """The committed small Qwen3.5: text only, one file, BF16, with an MTP head."""
+    """The committed small Qwen3.5: text only, one file, BF16, with an MTP head.
+
+    All share its tensors, so an edit replaces a tensor and never writes into one.
+    """
+    kept = _read_tiny()
+    return Specimen(deepcopy(kept.config), dict(kept.tensors), dict(kept.files))
+
+
+@cache
+def _read_tiny() -> Specimen:
     return read_specimen(TINY)
 
 

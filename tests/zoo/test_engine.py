@@ -32,7 +32,11 @@ needs_amx = pytest.mark.skipif(
 
 @pytest.mark.engine
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=needs_amx) if name == "fp8-blocks" else name for name in FORMATS]
+    "name",
+    [
+        *(pytest.param(name, marks=needs_amx) if name == "fp8-blocks" else name for name in FORMATS),
+        "w4a16-mtp",
+    ],
 )
 def test_vllm_computes_with_the_weights_that_are_read_here(tmp_path: Path, ids: list[int], name: str) -> None:
     folder = ANIMALS[name].build(tmp_path / "animal")

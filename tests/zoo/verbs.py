@@ -28,6 +28,7 @@ Verb = Callable[[Path, Path], None]
 """(checkpoint, an empty folder); raises a SlimqwenError where the verb refuses the checkpoint."""
 
 WORKS = "works"
+_EVAL = TINY.parents[1] / "eval"
 _CONFIG = {
     "VLLM_SERVED_MODEL_NAME": "default",
     "VLLM_HOST": "127.0.0.1",
@@ -39,7 +40,9 @@ _CONFIG = {
     "VLLM_LANGUAGE_MODEL_ONLY": "1",
 }
 _DRAFTS = {"VLLM_SPECULATIVE_CONFIG": """'{"method": "mtp", "num_speculative_tokens": 2}'"""}
-_MTP = {"group_size": 32, "targets": {"mtp": "W8A16"}}
+_PRUNE: Mapping[str, Any] = {"size": 4096, "corpus": {"documents": 20}}
+_TRIM: Mapping[str, Any] = {"size": 256}
+_MTP: Mapping[str, Any] = {"group_size": 32, "targets": {"mtp": "W8A16"}}
 _SAMPLES = {"texts": 16, "held_out": 16, "tokens": 24, "prompts": {"longest": 16}}
 _TEXT = {"path": "tinyworld"}
 _RECIPE: Mapping[str, Mapping[str, Any]] = {
@@ -70,17 +73,23 @@ def repository(
     (root / "weights").mkdir()
     for name, weights in (("animal", folder), ("itself", folder), ("tiny", TINY)):
         (root / "weights" / name).symlink_to(weights)
-    shutil.copytree(TINY.parents[1] / "eval", root / "eval")
-    # A few texts, items, prompts and lengths, for what is seen here is whether a verb works.
-    for items in (root / "eval" / "tasks" / "tinyworld").glob("*.jsonl"):
+    (root / "eval").symlink_to(_EVAL)
+    return variants.load("animal", root)
+
+
+def with_few_items(variant: variants.Variant) -> variants.Variant:
+    """Leave a few items, prompts and lengths to its repository, for what is seen here is whether a verb works."""
+    (evaluation := variant.root / "eval").unlink()
+    shutil.copytree(_EVAL, evaluation)
+    for items in (evaluation / "tasks" / "tinyworld").glob("*.jsonl"):
         items.write_text("".join(items.read_text().splitlines(keepends=True)[:4]))
-    for file in (root / "eval").rglob("*.yaml"):
+    for file in evaluation.rglob("*.yaml"):
         file.write_text(
             re.sub(
                 r"^(\s*(?:(?:proof_)?prompts|lengths)): \d+", r"\1: 6", file.read_text(), flags=re.MULTILINE
             )
         )
-    return variants.load("animal", root)
+    return variant
 
 
 def verify(folder: Path, empty: Path) -> None:
@@ -167,8 +176,8 @@ QUICK: Mapping[str, Verb] = {
     "serve": serve(drafts=False),
     "serve with drafts": serve(drafts=True),
     "quantise_lm_head": stage("quantise_lm_head"),
-    "prune_vocab": stage("prune_vocab", size=4096, corpus={"documents": 20}),
-    "trim_draft_vocab": stage("trim_draft_vocab", outputs=True, size=256),
+    "prune_vocab": stage("prune_vocab", **_PRUNE),
+    "trim_draft_vocab": stage("trim_draft_vocab", outputs=True, **_TRIM),
     "calibrate": needs("calibrate"),
     "calibrate mtp": stage("calibrate", **_MTP),
     "sample_outputs": needs("sample_outputs"),
@@ -176,6 +185,14 @@ QUICK: Mapping[str, Verb] = {
     "bake_cache": bake(needs),
 }
 """Verbs of well under a second; of those that start an engine or train, what they ask beforehand."""
+
+ASKED: Mapping[str, Verb] = {
+    "quantise_lm_head": needs("quantise_lm_head"),
+    "prune_vocab": needs("prune_vocab", **_PRUNE),
+    "trim_draft_vocab": needs("trim_draft_vocab", **_TRIM),
+    "calibrate mtp": needs("calibrate", **_MTP),
+}
+"""Of the stages among them, what they ask beforehand."""
 
 
 def verify_in_engine(folder: Path, empty: Path) -> None:
@@ -196,7 +213,7 @@ def compare_distributions(folder: Path, empty: Path) -> None:
     """`eval fidelity`."""
     from slimqwen.evals import fidelity
 
-    variant = repository(folder, empty / "root", drafts=False)
+    variant = with_few_items(repository(folder, empty / "root", drafts=False))
     fidelity.measure_fidelity(variant, "tinyworld", port=free_port(), command="a test")
 
 
@@ -204,7 +221,7 @@ def accept_drafts(folder: Path, empty: Path) -> None:
     """`eval acceptance`."""
     from slimqwen.evals import acceptance
 
-    variant = repository(folder, empty / "root", drafts=False)
+    variant = with_few_items(repository(folder, empty / "root", drafts=False))
     acceptance.measure_acceptance(variant, "tinyworld", [2], command="a test", greedy_only=True)
 
 
@@ -213,7 +230,7 @@ def gate_recipe(folder: Path, empty: Path) -> None:
     from slimqwen.evals import gate
 
     drafts = has_mtp_head(folder)
-    variant = repository(folder, empty / "root", drafts=drafts)
+    variant = with_few_items(repository(folder, empty / "root", drafts=drafts))
     steps = [
         {name: parameters}
         for name, parameters in _RECIPE.items()

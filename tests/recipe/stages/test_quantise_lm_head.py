@@ -1,6 +1,8 @@
-"""The packed head holds what compressed-tensors itself would store, the rest stays, and engines read it."""
+"""The packed head holds what compressed-tensors itself would store, and the rest stays.
 
-import json
+That vLLM serves it and drafts with it is seen in test_rungs.py and test_draft_vocabulary.py.
+"""
+
 import shutil
 from pathlib import Path
 
@@ -17,7 +19,6 @@ from slimqwen.recipe.stage import StageError
 from slimqwen.recipe.stages import quantise_lm_head
 from slimqwen.recipe.stages.quantise_lm_head import QuantiseLmHeadParameters
 from tests.checkpoints import TINY, stage_output, stored
-from tests.noise import NOISE_FACTOR
 from tests.zoo.animals import ANIMALS
 
 
@@ -87,37 +88,3 @@ def test_gptq_needs_text_of_ones_own_and_the_memory_of_an_engine(tmp_path: Path)
     assert before.disk_bytes == after.disk_bytes
     assert after.memory_bytes > before.memory_bytes + 2**31
     assert after.operations > before.operations
-
-
-def served(folder: Path, texts: list[list[int]]) -> tuple[float, int]:
-    """Mean |log p| by which vLLM is off the model in float32, nats; drafts that it accepted."""
-    from vllm import SamplingParams
-
-    from slimqwen.models.mtp_head import load_drafting_model
-    from slimqwen.serving.in_process import counter, engine
-
-    settings = SamplingParams(max_tokens=24, temperature=0.0, prompt_logprobs=0, ignore_eos=True)
-    with engine(folder, num_speculative_tokens=2) as llm:
-        responses = llm.generate([{"prompt_token_ids": ids} for ids in texts], settings, use_tqdm=False)
-        accepted = counter(llm, "vllm:spec_decode_num_accepted_tokens")
-    model = load_drafting_model(folder)
-    differences = []
-    for ids, response in zip(texts, responses, strict=True):
-        with torch.no_grad():
-            scores = model.logits(model.hidden_states(torch.tensor([ids])))[0, :-1].log_softmax(-1)
-        after = zip(response.prompt_logprobs[1:], ids[1:], scores, strict=True)
-        differences += [abs(at[token].logprob - float(row[token])) for at, token, row in after]
-    return sum(differences) / len(differences), accepted
-
-
-@pytest.mark.engine
-def test_vllm_serves_the_packed_head_and_drafts_with_it(packed: Path) -> None:
-    from transformers import AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(packed)
-    lines = (TINY.parents[1] / "eval/tasks/tinyworld/prose.jsonl").read_text().splitlines()[:6]
-    texts = [tokenizer(json.loads(line)["text"])["input_ids"][:200] for line in lines]
-    difference, accepted = served(packed, texts)
-    noise, _ = served(TINY, texts)
-    assert difference < NOISE_FACTOR * noise
-    assert accepted > 0

@@ -1,7 +1,6 @@
-"""The committed tiny model in three forms, texts of its world, and vLLM as it comes."""
+"""The committed tiny model, texts of its world, and vLLM as it comes."""
 
 import itertools
-import json
 import sys
 from pathlib import Path
 
@@ -14,19 +13,6 @@ _ROOT = Path(__file__).parents[3]
 @pytest.fixture(scope="session")
 def tiny():
     return _ROOT / "weights" / "tiny"
-
-
-@pytest.fixture(scope="session")
-def tiny_with_mrope(tiny, tmp_path_factory):
-    """The tiny model as a real text-only Qwen3.5 says it: with M-RoPE fields in its config.json."""
-    folder = tmp_path_factory.mktemp("with_mrope")
-    for file in tiny.iterdir():
-        (folder / file.name).symlink_to(file)
-    config = json.loads((tiny / "config.json").read_text())
-    config["rope_parameters"] |= {"mrope_section": [11, 11, 10], "mrope_interleaved": True}
-    (folder / "config.json").unlink()
-    (folder / "config.json").write_text(json.dumps(config))
-    return folder
 
 
 @pytest.fixture(scope="session")

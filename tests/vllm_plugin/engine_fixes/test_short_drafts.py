@@ -1,3 +1,5 @@
+"""That requests go on to the end of their context is seen in tests/evals/test_engine_process.py."""
+
 from types import SimpleNamespace
 
 import pytest
@@ -5,14 +7,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slimqwen.evals.engine import compare_tokens
-from slimqwen.evals.engine_process import Request, generate_responses
-from slimqwen.serving.in_process import engine
 from slimqwen.vllm_plugin.engine_fixes import short_drafts
-from tests.noise import near_tie_nats
 
 WIDTH, K = 4, 4
-CONTEXT = 64
 
 
 @given(st.lists(st.tuples(st.integers(1, K + 1), st.integers(1, K + 1)), min_size=1, max_size=12))
@@ -29,26 +26,6 @@ def test_the_convolution_always_reads_the_tokens_that_stayed(steps):
         assert read[0].tolist() == stayed[1 - WIDTH :] + new[0].tolist()
         accepted = min(asked, length)
         stayed += new[0, :accepted].tolist()
-
-
-@pytest.mark.engine
-def test_with_mtp_requests_run_to_the_end_of_their_context_with_the_same_tokens(tiny_with_mrope, tiny, texts):
-    """Without the fix the engine dies on the way. Fewer than K drafts come only in the last few steps."""
-    requests = [Request(ids[: 24 + number], CONTEXT - 24 - number) for number, ids in enumerate(texts)]
-    answers = {}
-    for drafts, folder in ((0, tiny), (K, tiny_with_mrope)):
-        with engine(folder, num_speculative_tokens=drafts, max_model_len=CONTEXT, max_num_seqs=4) as llm:
-            answers[drafts] = generate_responses(llm, requests, log_probabilities=not drafts)
-            if not drafts:
-                tie_nats = near_tie_nats(llm, requests, answers[drafts])
-    comparisons = [
-        compare_tokens(plain, speculated.tokens, tie_nats)
-        for plain, speculated in zip(answers[0], answers[K], strict=True)
-    ]
-    for request, speculated, comparison in zip(requests, answers[K], comparisons, strict=True):
-        assert len(speculated.tokens) == request.output_tokens
-        assert comparison.near_tie or not comparison.differs, comparison
-    assert sum(not comparison.differs for comparison in comparisons) >= len(requests) / 2
 
 
 def two_sequences(lengths):
