@@ -32,7 +32,7 @@ from slimqwen.evals.engine_process import (
     run_engine,
     run_reference,
 )
-from slimqwen.progress import Progress, silent
+from slimqwen.progress import Progress, progress_of, silent
 from slimqwen.recipe import warm_worker
 from slimqwen.recipe.warm_worker import WarmWorker
 from slimqwen.recipe.worker import death_cause
@@ -400,7 +400,7 @@ class EngineProcesses:
                 kind, *content = messages.recv()
                 if kind == "progress":
                     activity = content[0]
-                    progress(f"{title}: {activity}", content[1], content[2])
+                    progress_of(title, progress)(*content)
                 elif kind != "ended":
                     result = f"{activity}: {content[0][:300]}" if kind == "failed" else content[0]
                     refusal = result if kind == "refused" else None

@@ -3,12 +3,11 @@
 import os
 from collections import deque
 from collections.abc import Collection
-from functools import partial
 from multiprocessing import connection
 from pathlib import Path
 from typing import Self
 
-from slimqwen.progress import Progress, silent
+from slimqwen.progress import Progress, progress_of, silent
 from slimqwen.search import SearchError
 from slimqwen.search.executors.process import TaskProcess
 from slimqwen.search.executors.task import Outcome, Task
@@ -86,8 +85,7 @@ class LocalExecutor:
             for lane in [each for each in self._running if self._processes[each].messages in ready]:
                 outcome = self._processes[lane].receive()
                 if outcome is not None:
-                    self._report(lane, "ended", 1, 1)
-                    del self._running[lane]
+                    self._progress(f"{self._running.pop(lane).title}: ended", 1, 1)
                     return outcome
 
     def _begin_tasks(self) -> None:
@@ -95,9 +93,8 @@ class LocalExecutor:
         while self._waiting and (lane := self._find_free_lane(self._waiting[0])) is not None:
             task = self._running[lane] = self._waiting.popleft()
             if lane not in self._processes:
-                report = partial(self._report, lane)
-                self._processes[lane] = TaskProcess(self._root, report, self._cpus(lane), warm=self._warm)
-            self._processes[lane].begin(task)
+                self._processes[lane] = TaskProcess(self._root, self._cpus(lane), warm=self._warm)
+            self._processes[lane].begin(task, progress_of(task.title, self._progress))
 
     def _find_free_lane(self, task: Task) -> int | None:
         """A lane in which a task can begin now; None if it has to wait."""
@@ -115,6 +112,3 @@ class LocalExecutor:
             return ()
         cpus = sorted(os.sched_getaffinity(0))
         return cpus[lane :: self._width][: max(1, len(cpus) // self._width)]
-
-    def _report(self, lane: int, activity: str, done: float, total: float) -> None:
-        self._progress(f"{self._running[lane].title}: {activity}", done, total)

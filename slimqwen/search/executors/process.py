@@ -23,16 +23,14 @@ class TaskProcess:
     The output of tasks goes to logs/tasks.log of the repository.
     """
 
-    def __init__(
-        self, root: Path, progress: Progress, cpus: Collection[int] = (), *, warm: bool = False
-    ) -> None:
+    def __init__(self, root: Path, cpus: Collection[int] = (), *, warm: bool = False) -> None:
         """Make a runner of tasks.
 
         Args:
             cpus: logical CPUs that tasks may use; empty for those of this process.
             warm: whether the starter has imported vLLM, so that tasks and, on a CPU, their servers need not.
         """
-        self._root, self._progress, self._cpus, self._warm = root, progress, cpus, warm
+        self._root, self._cpus, self._warm = root, cpus, warm
         self._open_resources = ExitStack()
         self._worker: WarmWorker | None = None
         self._outcome: Outcome | None = None
@@ -43,9 +41,9 @@ class TaskProcess:
         assert self._worker is not None, "a task has begun"
         return self._worker.messages
 
-    def begin(self, task: Task) -> None:
-        """Start a task; the previous one must have ended."""
-        self._task, self._outcome = task, None
+    def begin(self, task: Task, progress: Progress) -> None:
+        """Start a task, whose reports `receive` passes to `progress`; the previous task must have ended."""
+        self._task, self._progress, self._outcome = task, progress, None
         if self._worker is None:
             self._worker = self._start_worker()
         with suppress(BrokenPipeError):  # `receive` reports the death of the process
@@ -90,9 +88,9 @@ class TaskProcess:
 
 def run_task(task: Task, root: Path, progress: Progress) -> Outcome:
     """Run a task to its end in a process of its own, and return its outcome."""
-    process = TaskProcess(root, progress)
+    process = TaskProcess(root)
     try:
-        process.begin(task)
+        process.begin(task, progress)
         while (outcome := process.receive()) is None:
             pass
         return outcome
