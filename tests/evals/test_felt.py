@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from eval.tasks.core.tool_calls import make_tool_questions
 from slimqwen import variant
 from slimqwen.evals import quality
 from slimqwen.evals.quality_comparison import compare_quality
@@ -16,7 +17,6 @@ from slimqwen.evals.suites import lm_eval_run
 from slimqwen.evals.suites.lm_eval_client import PromptTooLongError
 from slimqwen.evals.suites.loops import is_looping
 from slimqwen.evals.suites.suite import Suite, SuiteTask
-from slimqwen.evals.suites.tool_questions import make_tool_questions
 from slimqwen.records import store
 from slimqwen.records.settings import SettingsError
 from slimqwen.serving.server import free_port

@@ -563,7 +563,7 @@ def test_core_is_scored_by_lm_evals_own_rules(add_served, stand_in, tmp_path, te
     assert (scores.tasks["needle"].item_count, scores.tasks["needle"].value) == (126, 0)
     assert {path.name for path in scores.datasets} == {
         "test-00000-of-00001.parquet", "ifeval_input_data.jsonl", "gpqa_diamond.csv", "punkt_tab.zip",
-        "items.py", "needle.yaml", "tool_calls.yaml", "technical.jsonl",
+        "needle.py", "needle.yaml", "tool_calls.py", "tool_calls.yaml", "technical.jsonl",
     }  # fmt: skip
 
 

@@ -3,7 +3,7 @@ import re
 
 import pytest
 
-from slimqwen.evals.suites.needle import make_needle_questions
+from eval.tasks.core.needle import make_needle_questions
 
 TEXTS = ["\n".join(f"Line {n} of text {t}, which says nothing." for n in range(40)) for t in range(5)]
 LENGTHS, DEPTHS = [2000, 12_000], [0.1, 0.5, 0.9]

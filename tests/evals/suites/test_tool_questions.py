@@ -4,7 +4,7 @@ from collections import Counter
 import jsonschema
 import pytest
 
-from slimqwen.evals.suites.tool_questions import make_tool_questions
+from eval.tasks.core.tool_calls import make_tool_questions
 
 QUESTIONS = make_tool_questions(200, 20261126)
 

@@ -1,13 +1,37 @@
-"""Needle-in-a-haystack questions: a fact is hidden in a long text, and the question about it follows the text."""
+"""The task needle: a fact is hidden in a long text, and the question about it follows the text.
+
+lm-eval calls `items`, `text` and `score` by `!function`; it passes its metadata beside the dataset_kwargs.
+"""
 
 import itertools
 import random
 from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
 
-from slimqwen.evals.suites.questions import Question
+from datasets import Dataset
+
+from slimqwen.evals.suites.questions import Question, item_rows, question_text, score_response
+from slimqwen.text.files import TextFile
 
 _PLACES = ("harbour", "library", "observatory", "workshop", "greenhouse", "archive", "mill", "station")
 _COLOURS = ("amber", "blue", "crimson", "green", "ivory", "silver", "violet", "white")
+
+text = question_text
+
+
+def items(
+    data_files: str, characters: list[int], depths: list[float], count: int, seed: int, **_: Any
+) -> dict[str, Dataset]:
+    """The items of the task, in the documents of a file."""
+    texts = [document.text or "" for document in TextFile(Path(data_files))]
+    questions = make_needle_questions(texts, characters, depths, count, seed)
+    return {"test": Dataset.from_list(item_rows(questions))}
+
+
+def score(item: dict[str, str], responses: list[str]) -> dict[str, float]:
+    """Score one response; a sentence around the code is none of its business."""
+    return score_response(item, responses, "contains")
 
 
 def make_needle_questions(

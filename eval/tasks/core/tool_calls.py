@@ -1,9 +1,14 @@
-"""Questions whose answer is a tool call: several tools are offered, one is right, and every argument is stated."""
+"""The task tool_calls: several tools are offered, one is right, and the question states every argument.
+
+lm-eval calls `items`, `text` and `score` by `!function`; it passes its metadata beside the dataset_kwargs.
+"""
 
 import random
 from typing import Any
 
-from slimqwen.evals.suites.questions import Question
+from datasets import Dataset
+
+from slimqwen.evals.suites.questions import Question, item_rows, question_text, score_response
 
 _VERBS = ("create", "update", "cancel", "find", "schedule", "archive", "approve", "export")
 _NOUNS = ("bill", "shipment", "meeting", "ticket", "booking", "contract", "survey", "payment")
@@ -34,6 +39,18 @@ _GROUPS: dict[str, dict[str, dict[str, Any]]] = {
     },
 }
 _OFFERED, _REQUIRED, _OPTIONAL = 4, 3, 3
+
+text = question_text
+
+
+def items(count: int, seed: int, **_: Any) -> dict[str, Dataset]:
+    """The items of the task."""
+    return {"test": Dataset.from_list(item_rows(make_tool_questions(count, seed)))}
+
+
+def score(item: dict[str, str], responses: list[str]) -> dict[str, float]:
+    """Score one response."""
+    return score_response(item, responses, "tool_call")
 
 
 def make_tool_questions(count: int, seed: int) -> list[Question]:
