@@ -357,8 +357,8 @@ TOOLS = "{% if tools %}<tools>{% for tool in tools %}{{ tool | tojson }}{% endfo
 
 @pytest.mark.engine
 @pytest.mark.usefixtures("servers_are_no_forks")
-def test_a_real_parser_reads_planted_calls_and_a_template_without_tools_fails(tmp_path, monkeypatch):
-    """The responses are planted in the engine; server, templates and parser are vLLM's and the variant's own."""
+def test_a_real_parser_reads_planted_calls_where_the_template_shows_the_tools(tmp_path, monkeypatch):
+    """The responses are planted in the engine; server and parser are vLLM's."""
     responses = {
         text: (xml_call(**question.answer) if number % 4 else XML[number // 4 % 4](question))
         for text, (number, question) in QUESTIONS.items()
@@ -369,23 +369,19 @@ def test_a_real_parser_reads_planted_calls_and_a_template_without_tools_fails(tm
     without_tools = variant.load("tiny")
     template = tmp_path / "tools.jinja"
     template.write_text(TOOLS + (without_tools.weights / "chat_template.jinja").read_text())
-    processor = "planted_responses:PlantedResponses"
-    lines = {"VLLM_LOGITS_PROCESSORS": processor, "VLLM_TOOL_CALL_PARSER": "qwen3_coder"}
-    paths = [
-        quality.measure_quality(
-            without_tools.with_lines({**lines, "VLLM_PORT": str(free_port()), "VLLM_CHAT_TEMPLATE": file}),
-            felt("tool_calls"),
-            command=["x"],
-            limit=16,
-            records_folder=tmp_path / f"records{number}",
-        )
-        for number, file in enumerate((str(template), ""))
-    ]
-    for path, shown in zip(paths, (True, False), strict=True):
-        for item in store.read_items(path):
-            assert item["value"] == (shown and item["index"] % 4 > 0), item
-    (row,) = compare_quality(*paths)
-    assert (row.judgement.verdict, row.second) == ("fail", 0)
+    lines = {
+        "VLLM_LOGITS_PROCESSORS": "planted_responses:PlantedResponses",
+        "VLLM_TOOL_CALL_PARSER": "qwen3_coder",
+        "VLLM_CHAT_TEMPLATE": str(template),
+        "VLLM_PORT": str(free_port()),
+    }
+    path = quality.measure_quality(
+        without_tools.with_lines(lines), felt("tool_calls"), command=["x"], limit=16, records_folder=tmp_path
+    )
+    items = list(store.read_items(path))
+    assert len(items) == 16
+    for item in items:
+        assert item["value"] == (item["index"] % 4 > 0), item
 
 
 def rolls(folder):

@@ -61,7 +61,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Variant:
         (folder / "measurements.json").write_text(json.dumps(measurements))
     (root / "experiments" / "v" / "recipe.yaml").write_text(RECIPE)
     made = variant.load("v", root)
-    variant_recipe.run_recipe(made)
+    variant_recipe.run_recipe(made, stages=4)  # `test_bake_cache` bakes
     return made
 
 

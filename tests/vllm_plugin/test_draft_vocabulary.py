@@ -5,11 +5,12 @@ import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from tinyworld.documents import DocumentSampler
 from tinyworld.tokenizer import load_tokenizer
 from tinyworld.world import World
@@ -26,7 +27,9 @@ from slimqwen.recipe.stages.quantise_lm_head import QuantiseLmHeadParameters
 from slimqwen.recipe.stages.redistill_mtp import AGREEMENT
 from slimqwen.recipe.stages.trim_draft_vocab import TrimDraftVocabParameters
 from slimqwen.serving.in_process import counter, engine, vector
+from slimqwen.vllm_plugin import draft_vocabulary
 from slimqwen.vllm_plugin.errors import PluginError
+from tests.checkpoints import edited_tensors
 from tests.noise import near_tie_nats
 
 TINY = Path(__file__).parents[2] / "weights" / "tiny"
@@ -209,46 +212,47 @@ def test_drafts_of_a_packed_output_head_are_accepted_as_long(
     assert serve(trimmed(4096, packed)).length == pytest.approx(serve(packed).length, rel=AGREEMENT)
 
 
-@pytest.fixture
-def damaged(trimmed: Callable[[int], Path], tmp_path: Path) -> Callable[..., Path]:
-    """damaged(token_ids=…, announced=…): a trimmed checkpoint with something else in it; None takes it out."""
-
-    def make(announced: int = 256, **tensors: torch.Tensor | None) -> Path:
-        folder = shutil.copytree(trimmed(256), tmp_path / "damaged")
-        stored = load_file(folder / "model.safetensors")
-        for part, tensor in tensors.items():
-            del stored[draft_head.PREFIX + part]
-            if tensor is not None:
-                stored[draft_head.PREFIX + part] = tensor
-        save_file(stored, folder / "model.safetensors", metadata={"format": "pt"})
-        write_config(folder, {**checkpoint.read_config(folder), draft_head.SIZE_KEY: announced})
-        return folder
-
-    return make
+@pytest.mark.parametrize(
+    ("part", "tensor", "message"),
+    [
+        ("token_ids", torch.arange(256) + 7937, "has 7937 to 8192 in torch.int64, but the ids of the voc"),
+        ("token_ids", torch.arange(256) - 1, "has -1 to 254"),
+        ("token_ids", torch.arange(256.0), "has 0.0 to 255.0 in torch.float32"),
+        ("token_ids", torch.zeros(256, dtype=torch.int64), "does not ascend"),
+        ("token_ids", torch.arange(255), r"is \[255\], config.json says \[256\]"),
+        ("weight", torch.zeros(128, 192), r"is \[128, 192\], config.json says \[256, 192\]"),
+        ("bias", torch.zeros(256), r"is \[256\], config.json says no such tensor"),
+    ],
+)  # fmt: skip
+def test_a_damaged_draft_head_is_refused_in_one_line(part: str, tensor: torch.Tensor, message: str) -> None:
+    model = object.__new__(draft_vocabulary.DraftVocabularyMTP)
+    model.config = SimpleNamespace(vocab_size=8192, hidden_size=192, **{draft_head.SIZE_KEY: 256})
+    name = draft_head.PREFIX + part
+    with pytest.raises(
+        PluginError, match=rf"{name} {message}.*; make the checkpoint anew with the stage trim"
+    ):
+        list(model._checked([("model.norm.weight", torch.ones(1)), (name, tensor)], set()))
 
 
 @pytest.mark.parametrize(
-    ("damage", "message"),
+    ("announced", "message"),
     [
-        ({"token_ids": torch.arange(256) + 7937}, "token_ids has 7937 to 8192 in torch.int64, but the ids of the"),
-        ({"token_ids": torch.arange(256) - 1}, "token_ids has -1 to 254"),
-        ({"token_ids": torch.zeros(256, dtype=torch.int64)}, "token_ids does not ascend"),
-        ({"token_ids": torch.arange(255)}, r"token_ids is \[255\], config.json says \[256\]"),
-        ({"token_ids": None}, "the checkpoint lacks mtp.draft_head.token_ids"),
-        ({"weight": torch.zeros(128, 192).bfloat16()}, r"weight is \[128, 192\], config.json says \[256, 192\]"),
-        ({"announced": 9000}, "mtp_draft_vocab_size is 9000, but the vocabulary has 8192 ids"),
+        (256, "the checkpoint lacks mtp.draft_head.token_ids; make the checkpoint anew"),
+        (9000, "mtp_draft_vocab_size is 9000, but the vocabulary has 8192 ids; make the checkpoint anew"),
     ],
-)  # fmt: skip
-def test_a_damaged_draft_head_is_refused_in_one_line(
-    damaged: Callable[..., Path], damage: dict[str, Any], message: str
+)
+def test_an_engine_refuses_a_draft_head_that_is_not_the_announced_one(
+    trimmed: Callable[[int], Path], tmp_path: Path, announced: int, message: str
 ) -> None:
-    folder = damaged(**damage)
+    folder = shutil.copytree(trimmed(256), tmp_path / "damaged")
+    with edited_tensors(folder) as tensors:
+        del tensors[draft_head.TOKEN_IDS]
+    write_config(folder, {**checkpoint.read_config(folder), draft_head.SIZE_KEY: announced})
     with (
-        pytest.raises(PluginError, match=message) as refusal,
+        pytest.raises(PluginError, match=message),
         engine(folder, num_speculative_tokens=1, max_model_len=64, max_num_seqs=1),
     ):
         pass
-    assert str(refusal.value).endswith("make the checkpoint anew with the stage trim_draft_vocab")
 
 
 def test_two_devices_share_the_draft_head_and_draft_as_one(
