@@ -38,6 +38,17 @@ NEW = "variant new --name new --base tiny --hypothesis x"
         ("serve", 2, "Missing option '--variant'"),
         ("download", 2, "name a variant with --variant, or a suite with --suite"),
         ("download --variant tiny --suite core", 2, "name a variant with --variant, or a suite with --suite"),
+        ("gate", 3, "Missing option '--variant'"),
+        ("gate --variant tiny-awq --no-such", 3, "No such option"),
+        ("plan --gpu a10g", 2, "Missing option '--variant'"),
+        ("plan --variant tiny --compile", 2, "--compile works for one GPU"),
+        ("plan --variant tiny --gpu cpu --kernels", 2, "a CPU runs no Triton kernels"),
+        ("tune tiny --load 1,x", 2, "--load 1,x: give numbers of concurrent requests, such as 1,4,16"),
+        ("fit qwen9", 2, "qwen9 is not a variant, folder, config.json"),
+        ("fit tiny --gpu rtx3090", 2, "no GPU 'rtx3090' in eval/devices.yaml; did you mean rtx-3090?"),
+        ("fit qwen3-4b --gpu l4 --context 99999", 2, "made for contexts of 1 to 40,960 tokens"),
+        ("fit owner/name", 2, "forbids asking the hub"),
+        ("fit weights/tinny", 2, "there is no tinny in the folder weights; did you mean weights/tiny?"),
     ],
 )
 def test_what_cannot_be_is_one_line_and_an_exit_code(run_here, command, code, message):

@@ -8,26 +8,18 @@ from types import SimpleNamespace
 import pytest
 from rich.console import Console
 
-from slimqwen.cli import app, console, gate, unexpected
+from slimqwen.cli import console, gate, unexpected
 from slimqwen.evals import gate as evaluation
 from slimqwen.serving.errors import ServingError
-
-
-def ended(monkeypatch, *words):
-    monkeypatch.setattr("sys.argv", ["slimqwen", *words])
-    with pytest.raises(SystemExit) as caught:
-        app.main()
-    return caught.value.code
-
 
 GATE = ("gate", "--variant", "tiny-awq")
 
 
 @pytest.mark.parametrize(("outcome", "code"), [("pass", 0), ("fail", 1), ("inconclusive", 2)])
-def test_a_verdict_is_the_exit_code(monkeypatch, outcome, code):
+def test_a_verdict_is_the_exit_code(monkeypatch, run_here, outcome, code):
     monkeypatch.setattr(evaluation, "measure_gate", lambda *_, **__: Path("record.json"))
     monkeypatch.setattr(gate, "show_record", lambda *_: SimpleNamespace(outcome=outcome))
-    assert ended(monkeypatch, *GATE) == code
+    assert run_here(*GATE)[0] == code
 
 
 @pytest.mark.parametrize(
@@ -42,17 +34,17 @@ def test_a_verdict_is_the_exit_code(monkeypatch, outcome, code):
         (KeyboardInterrupt(), 130, "interrupted"),
     ],
 )
-def test_an_error_is_no_verdict(monkeypatch, capsys, tmp_path, error, code, message):
+def test_an_error_is_no_verdict(monkeypatch, run_here, tmp_path, error, code, message):
     def fail(*_, **__):
         raise error
 
     monkeypatch.setattr(unexpected, "_ROOT", tmp_path)
     monkeypatch.setattr(evaluation, "measure_gate", fail)
-    assert ended(monkeypatch, *GATE) == code
-    assert message in capsys.readouterr().err
+    found, _, said = run_here(*GATE)
+    assert (found, message in said) == (code, True), said
 
 
-def test_sigterm_ends_a_command_as_ctrl_c_does(monkeypatch, capsys):
+def test_sigterm_ends_a_command_as_ctrl_c_does(monkeypatch, run_here):
     removed = []
 
     def measure(*_, **__):
@@ -62,31 +54,10 @@ def test_sigterm_ends_a_command_as_ctrl_c_does(monkeypatch, capsys):
             removed.append("what it had made")
 
     monkeypatch.setattr(evaluation, "measure_gate", measure)
-    assert ended(monkeypatch, *GATE) == 143
-    assert "terminated" in capsys.readouterr().err
+    code, _, said = run_here(*GATE)
+    assert (code, "terminated" in said) == (143, True)
     assert removed
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
-
-
-@pytest.mark.parametrize(
-    ("words", "code", "message"),
-    [
-        (["gate"], 3, "Missing option '--variant'"),
-        (["gate", "--variant", "tiny-awq", "--no-such"], 3, "No such option"),
-        (["plan", "--gpu", "a10g"], 2, "Missing option '--variant'"),
-        (["plan", "--variant", "tiny", "--compile"], 2, "--compile works for one GPU"),
-        (["plan", "--variant", "tiny", "--gpu", "cpu", "--kernels"], 2, "a CPU runs no Triton kernels"),
-        (
-            ["tune", "tiny", "--load", "1,x"],
-            2,
-            "--load 1,x: give numbers of concurrent requests, such as 1,4,16",
-        ),
-    ],
-)
-def test_a_usage_error_is_no_verdict(monkeypatch, capsys, words, code, message):
-    found = ended(monkeypatch, *words)
-    (line,) = capsys.readouterr().err.splitlines()
-    assert (found, message in line) == (code, True), line
 
 
 def test_a_terminal_shows_one_bar_for_each_subject(monkeypatch):

@@ -77,26 +77,6 @@ def test_without_a_gpu_all_of_them_are_shown(fit):
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (["qwen9"], "qwen9 is not a variant, folder, config.json"),
-        (
-            ["tiny", "--gpu", "rtx3090"],
-            "there is no GPU 'rtx3090' in eval/devices.yaml; did you mean rtx-3090?",
-        ),
-        (["qwen3-4b", "--context", "99999"], "made for contexts of 1 to 40,960 tokens"),
-        (["owner/name"], "forbids asking the hub"),
-        (["weights/tinny"], "there is no tinny in the folder weights; did you mean weights/tiny?"),
-    ],
-)
-def test_what_cannot_be_answered_is_one_line(fit, words: list[str], said: str):
-    code, _, error = fit(*words)
-    assert code == 2
-    assert said in error
-    assert error.count("\n") == 1
-
-
-@pytest.mark.parametrize(
     ("shown", "name"),
     [
         ("NVIDIA GeForce RTX 3090\n", "rtx-3090"),

@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from slimqwen import variant
-from slimqwen.cli import app, console, unexpected
+from slimqwen.cli import console, unexpected
 from slimqwen.report import tables
 
 ROOT = variant.repository_root()
@@ -21,13 +21,6 @@ def logs(tmp_path, monkeypatch):
     """Logs of errors go below the test's own folder."""
     monkeypatch.setattr(unexpected, "_ROOT", tmp_path)
     return tmp_path / "logs"
-
-
-def end_of(monkeypatch, *words):
-    monkeypatch.setattr("sys.argv", ["slimqwen", *words])
-    with pytest.raises(SystemExit) as caught:
-        app.main()
-    return caught.value.code
 
 
 def fail_with(error):
@@ -60,10 +53,11 @@ def fail_with(error):
         (MemoryError(), "unexpected MemoryError; free some memory"),
     ],
 )
-def test_any_exception_is_one_line_with_its_cause_and_a_log(monkeypatch, capsys, logs, error, cause):
+def test_any_exception_is_one_line_with_its_cause_and_a_log(monkeypatch, run_here, logs, error, cause):
     monkeypatch.setattr(tables, "variants_table", fail_with(error))
-    assert end_of(monkeypatch, "variant", "list") == 1
-    line = LINE.fullmatch(capsys.readouterr().err)
+    code, _, said = run_here("variant", "list")
+    line = LINE.fullmatch(said)
+    assert code == 1
     assert re.match(cause, line["cause"])
     [log] = logs.iterdir()
     assert line["log"] == str(log)
@@ -71,13 +65,14 @@ def test_any_exception_is_one_line_with_its_cause_and_a_log(monkeypatch, capsys,
     assert f"raise error\n{type(error).__name__}" in log.read_text()
 
 
-def test_where_no_log_can_be_written_the_cause_is_still_said(monkeypatch, capsys, tmp_path):
+def test_where_no_log_can_be_written_the_cause_is_still_said(monkeypatch, run_here, tmp_path):
     (tmp_path / "file").touch()
     monkeypatch.setattr(unexpected, "_ROOT", tmp_path / "file")
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "file"))
     monkeypatch.setattr(tables, "variants_table", fail_with(ValueError("x")))
-    assert end_of(monkeypatch, "variant", "list") == 1
-    assert capsys.readouterr().err == "error: unexpected ValueError: x; its traceback could not be written\n"
+    with monkeypatch.context() as patched:  # pytest makes temporary files too
+        patched.setattr("tempfile.tempdir", str(tmp_path / "file"))
+        code, _, said = run_here("variant", "list")
+    assert (code, said) == (1, "error: unexpected ValueError: x; its traceback could not be written\n")
 
 
 def python(code, **options):
@@ -143,10 +138,10 @@ def test_a_terminal_of_another_encoding_gets_what_it_can_show(tmp_path):
     assert (done.stdout, done.stderr) == ("0\n", "")
 
 
-def test_threads_of_torch_are_those_that_a_container_has_time_for(monkeypatch, capsys):
+def test_threads_of_torch_are_those_that_a_container_has_time_for(monkeypatch, run_here):
     monkeypatch.setattr(console, "allowed_cpus", lambda: 1)
     monkeypatch.setattr(console, "physical_cores", lambda: 1)
     monkeypatch.setattr("os.sched_getaffinity", lambda pid: {0, 1, 2})
     monkeypatch.delenv("OMP_NUM_THREADS")
-    assert end_of(monkeypatch, "--help") == 0
+    assert run_here("--help")[0] == 0
     assert os.environ.pop("OMP_NUM_THREADS") == "1"

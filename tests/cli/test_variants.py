@@ -40,13 +40,21 @@ def test_a_folder_becomes_a_baseline_and_its_variant_asks_for_the_text(
     assert (base.baseline, base.weights) == (None, root / "weights" / "mymodel")
     assert base.settings["VLLM_LANGUAGE_MODEL_ONLY"].value == "1"
     assert base.settings["EVALUATION"].value == "core"
-    said_by("variant new --name mine --base base --stage calibrate --stage quantise_lm_head")
+    said = said_by("variant new --name mine --base base --stage calibrate --stage sample_outputs")
+    assert "next: fill in experiments/mine/recipe.yaml, then `slimqwen recipe run" in said
     made = variant.load("mine", root)
     assert made.baseline == "base"
-    assert "base with calibrate, quantise_lm_head is faster" in made.hypothesis
+    assert "base with calibrate, sample_outputs is faster" in made.hypothesis
     assert (root / "corpora").is_dir()
-    with pytest.raises(RecipeError, match=r"recipe\.yaml:\d+: corpus\.path is not filled in"):
+    with pytest.raises(RecipeError) as caught:
         said_by("recipe run --variant mine --dry-run")
+    lines = made.recipe.read_text().splitlines()
+    for fault, field in zip(caught.value.faults, ("corpus", "prompts"), strict=True):
+        place, _, message = fault.partition("recipe.yaml:")[2].partition(": ")
+        assert lines[int(place) - 1].strip().startswith("path:  # fill in")
+        assert message == f"{field}.path is not filled in; write a value"
+    said = said_by("variant new --name plain --base base --stage trim_draft_vocab")
+    assert "next: `slimqwen recipe run --variant plain --dry-run`" in said
 
 
 @pytest.mark.parametrize("how", ["--dry-run", ""])
@@ -114,14 +122,6 @@ def test_what_is_not_there_is_named_before_anything_is_written_or_a_hub_is_asked
     with pytest.raises(SlimqwenError, match=fault):
         said_by(f"variant new --name new --checkpoint {given}")
     assert not (root / "experiments" / "new").exists()
-
-
-def test_a_text_is_to_be_filled_in_where_the_recipe_lacks_one(root: Path) -> None:
-    said_by("variant new --name base --checkpoint weights/mymodel")
-    text = said_by("variant new --name texts --base base --stage calibrate")
-    assert "next: fill in experiments/texts/recipe.yaml, then `slimqwen recipe run" in text
-    none = said_by("variant new --name none --base base --stage trim_draft_vocab")
-    assert "next: `slimqwen recipe run --variant none --dry-run`" in none
 
 
 def test_a_hub_name_is_downloaded_first_and_the_same_command_continues(
