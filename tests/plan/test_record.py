@@ -26,7 +26,6 @@ UNPLANNED = [
     if "no plan yet" in (ROOT / "experiments" / name / "README.md").read_text(encoding="utf-8")
 ]
 GPU_VARIANTS = [name for name in CUDA_VARIANTS if name not in UNPLANNED]
-OWN_FAMILY = ("cyankiwi-best", "qwen3.5-4b-best")
 README_GPUS = re.compile(r"^GPUs: (?P<names>[a-z0-9, -]+)\.$", re.MULTILINE)
 
 
@@ -166,22 +165,6 @@ def test_a_gpu_variant_without_a_plan_fits_on_each_gpu_of_its_readme(name):
 def locked_vllm() -> str:
     lock = (ROOT / "requirements" / "cuda.txt").read_text(encoding="utf-8")
     return re.search(r"^vllm==([\w.]+)", lock, re.MULTILINE)[1]
-
-
-@pytest.mark.parametrize("name", OWN_FAMILY)
-def test_the_project_s_own_family_captures_each_verify_step_as_a_full_graph(name):
-    gpus = named_gpus(name)
-    assert {"a10g", "rtx-3090", "l4", "h100"} <= set(gpus)
-    for gpu in gpus:
-        recorded = plans.find_gpu_plan(ROOT, name, gpu)
-        step = recorded.engine.num_speculative_tokens + 1
-        assert recorded.graphs.mode == "FULL_AND_PIECEWISE"
-        assert recorded.graphs.captured["FULL"] == [
-            step * count for count in range(1, recorded.engine.max_num_seqs + 1)
-        ]
-        assert trouble.match_trouble(recorded, trouble.read_known_trouble(ROOT)) == []
-        assert {layers.prefill for layers in recorded.attention} <= {"", "triton"}
-        assert {module.module for module in recorded.jit} <= {"Humming W4A16"}
 
 
 @pytest.mark.parametrize("page", ["cyankiwi", "cyankiwi-seq8-best", "cyankiwi-best"])

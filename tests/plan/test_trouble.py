@@ -107,7 +107,6 @@ def test_trouble_of_other_versions_is_not_met():
         (ENTRY.format(vllm="nonsense", when="{gpu: a10g}"), "not a version range"),
         (ENTRY.format(vllm="'>1'", when="{gpus: a10g}"), "unknown facts gpus; the facts are .*gpu"),
         (ENTRY.format(vllm="'>1'", when="{}"), "no condition; the facts are"),
-        ("[", "known_trouble.yaml"),
     ],
 )
 def test_a_damaged_list_is_one_line(tmp_path, entry, reason):

@@ -19,13 +19,6 @@ def write_recipe(tmp_path, text):
     return file
 
 
-@pytest.fixture
-def large(tmp_path, add_variant):
-    """A family of its own whose weights are not here."""
-    add_variant("large", "SOURCE=o/large\nVLLM_MODEL=weights/large\n")
-    return variant.load("large", tmp_path)
-
-
 def test_a_recipe_of_every_stage_can_be_read_and_says_all_defaults(tmp_path):
     stages = sorted({*STAGES} - {*CHAIN}) + CHAIN
     stages.sort(key=lambda name: STAGES[name].last)
@@ -47,17 +40,6 @@ def test_a_recipe_of_every_stage_can_be_read_and_says_all_defaults(tmp_path):
     assert parameters["prune_vocab"].size == "50%"
     assert parameters["calibrate"].corpus.path == texts / "tinyworld.jsonl"
     assert parameters["sample_outputs"].prompts.path == texts / "tinyworld_prompts.jsonl"
-
-
-def test_the_text_of_a_model_of_ones_own_has_to_be_filled_in(tmp_path, large):
-    text = template.render_recipe(large, ["calibrate", "sample_outputs"])
-    file = write_recipe(tmp_path, text)
-    lines = text.splitlines()
-    faults = recipe_file.parse_recipe(file).faults
-    for fault, field in zip(faults, ("corpus", "prompts"), strict=True):
-        place, _, message = fault.removeprefix(f"{file}:").partition(": ")
-        assert lines[int(place) - 1].strip().startswith("path:  # fill in")
-        assert message == f"{field}.path is not filled in; write a value"
 
 
 def test_parameters_say_what_they_mean_and_allow():

@@ -76,23 +76,11 @@ def changed(change):
     return damage
 
 
-def dropped(key):
-    return changed(lambda record: {name: value for name, value in record.items() if name != key})
-
-
 @pytest.mark.parametrize(
     ("damage", "location", "reason"),
     [
         (lambda p: p.write_text(p.read_text()[:-40]), QUALITY, "not JSON"),
-        (lambda p: p.write_bytes(b""), QUALITY, "not JSON"),
-        (lambda p: p.write_text("{}"), QUALITY, "schema None"),
-        (lambda p: p.write_text(p.read_text().replace('"value": 0.5', '"value": NaN')), QUALITY, "NaN"),
-        (dropped("tasks"), QUALITY, "tasks: Field required"),
-        (dropped("provenance"), QUALITY, "provenance: Field required"),
-        (changed(lambda record: record | {"tasks": 3}), QUALITY, "tasks"),
-        (changed(lambda record: record | {"schema": "quality/9"}), QUALITY, "quality/9', this checkout has quality/"),
-        (changed(lambda record: record | {"schema": "leaderboard/1"}), QUALITY, "unknown schema 'leaderboard/1'"),
-        (changed(lambda record: record | {"schema": "quality/1", "tasks": 3}), QUALITY, "quality/1', this checkout"),
+        (changed(lambda record: record | {"tasks": None}), QUALITY, "tasks: Input should be"),
         (changed(lambda record: record | {"variant": "b"}), QUALITY, "move it to experiments/b/quality_"),
         (lambda p: shutil.copy(p.with_name(p.name.replace("quality", "latency")), p), QUALITY, "holds latency of a"),
         (lambda p: shutil.copytree(p.parent.parent / "b", p.parent / "b"), "experiments/a/b/config.env", "subfolder"),

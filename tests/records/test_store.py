@@ -190,6 +190,7 @@ def test_a_record_of_another_kind_is_refused(tmp_path, result):
     [
         (lambda path: path.write_text(path.read_text()[:-40]), "not JSON"),
         (lambda path: path.write_text("[]"), "not a JSON object"),
+        (lambda path: path.write_text("{}"), "schema None"),
         (lambda path: path.write_bytes(b"\xff\xfe\x00"), "not JSON"),
         (lambda path: path.unlink(), "no such record"),
         (lambda path: path.write_text(json.dumps({"schema": "quality/9"})), "quality/9"),

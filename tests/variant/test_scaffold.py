@@ -9,7 +9,7 @@ from slimqwen import variant
 from slimqwen.records import collection, store
 from slimqwen.report import markdown
 from slimqwen.serving import flags
-from slimqwen.variant import ConfigError, scaffold
+from slimqwen.variant import scaffold
 from slimqwen.variant.scaffold import ScaffoldError
 
 ROOT = Path(__file__).parents[2]
@@ -100,15 +100,6 @@ def test_a_bad_name_is_refused(repository, name):
 @pytest.mark.parametrize("hypothesis", ["", " \n\t", "<!-- table:results tiny -->"])
 def test_a_hypothesis_that_is_none_is_refused(repository, hypothesis):
     refuse(repository, ScaffoldError, "needs a hypothesis", hypothesis=hypothesis)
-
-
-def test_a_second_variant_of_one_name_is_refused_and_the_first_is_left_alone(repository):
-    scaffold.create("new", "tiny", HYPOTHESIS, root=repository)
-    refuse(repository, ScaffoldError, "experiments/new exists", hypothesis="Another.")
-
-
-def test_an_unknown_base_names_the_nearest(repository):
-    refuse(repository, ConfigError, r"did you mean tiny\?", base="tinny")
 
 
 def test_weights_that_no_recipe_made_are_not_taken_for_the_new_variants(repository):
