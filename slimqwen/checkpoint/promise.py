@@ -44,8 +44,8 @@ def check_form(folder: Path) -> None:
         is_ordered = each.get("desc_act") is True or each.get("actorder") in ("group", "dynamic", True)
         if is_ordered and each.get("group_size") != -1:
             raise UnsupportedFormatError(
-                f"{folder} is quantised in activation order (desc_act=true), which vLLM no longer loads; use a "
-                "checkpoint with desc_act=false or actorder=static"
+                f"{folder} is quantised in activation order (desc_act=true or actorder=group), which vLLM no longer "
+                "loads; use a checkpoint with desc_act=false or actorder=static"
             )
     if form.get("quant_method") != "compressed-tensors":
         return

@@ -179,7 +179,7 @@ def changed_inputs(
     Args:
         block: provenance of the record.
         command: command that would serve the variant now; its port does not matter.
-        deciding_flags: the only flags that affect the figures, without the environment; None for all flags and it.
+        deciding_flags: flags to compare, and no environment; None to compare all flags and the environment.
         on_any_machine: whether hardware, threads and folders of caches may differ.
     """
     root, present = command.variant.root, of_server(command)

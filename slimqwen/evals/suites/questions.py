@@ -95,7 +95,7 @@ def read_questions(file: Path, metric: Metric | None) -> list[Question]:
         try:
             question = Question.model_validate(content)
             if (metric or question.form) == "choice" and question.choices is None:
-                raise ValueError("metric choice needs choices")
+                raise ValueError("the metric choice needs the field choices")
             if (metric == "tool_call") != isinstance(question.answer, dict) and metric is not None:
                 raise ValueError(f"metric {metric} does not fit this answer")
             questions.append(question)
