@@ -122,7 +122,7 @@ def test_the_head_of_a_checkpoint_is_scored_on_text(tiny: variant.Variant, tmp_p
     stage_output("quantise_lm_head", TINY, tmp_path / "packed")
     (tiny.root / "weights" / "tiny").unlink()
     (tiny.root / "weights" / "tiny").symlink_to(tmp_path / "packed")
-    with pytest.raises(SlimqwenError, match="16-bit output head"):
+    with pytest.raises(SlimqwenError, match="output head in 16 bits"):
         analyze_lmhead_svd.explore_heads(tiny, options)
 
 

@@ -148,7 +148,7 @@ def test_every_unusable_line_is_named_at_once(tmp_path):
 @pytest.mark.parametrize(
     ("metric", "row", "fault"),
     [
-        ("choice", {"prompt": "?", "answer": "a"}, "metric choice needs choices"),
+        ("choice", {"prompt": "?", "answer": "a"}, "the metric choice needs the field choices"),
         ("tool_call", {"prompt": "?", "answer": "a"}, "metric tool_call does not fit"),
         ("contains", {"messages": CHAT, "tools": TOOLS, "answer": CALL}, "metric contains does not fit"),
     ],
