@@ -67,10 +67,9 @@ ONLY_IF_NAMED = ("image", "soak", "zoo")
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """The tests of a file run in one process; files that start engines come first, so that no long one is the last."""
     unnamed = {mark for mark in ONLY_IF_NAMED if mark not in config.option.markexpr}
-    left_out = [item for item in items if unnamed.intersection(mark.name for mark in item.iter_markers())]
-    if left_out:
-        config.hook.pytest_deselected(items=left_out)
-        items[:] = [item for item in items if item not in set(left_out)]
+    left_out = {item for item in items if unnamed.intersection(mark.name for mark in item.iter_markers())}
+    config.hook.pytest_deselected(items=list(left_out))
+    items[:] = [item for item in items if item not in left_out]
     groups = {item.path: item.nodeid.partition("::")[0] for item in items}
     for item in items:
         for name in SHARED_BY_FILES:

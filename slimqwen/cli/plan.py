@@ -50,8 +50,9 @@ def plan(
     from slimqwen.records import provenance
     from slimqwen.serving import platform as machine
 
-    plans_gpus = variant.platform == "cuda" or machine.is_gpu_build()
-    gpus = tuple(gpu or (plans.DEFAULT_GPUS if plans_gpus else (CPU,)))
+    gpus = tuple(
+        gpu or (plans.DEFAULT_GPUS if variant.platform == "cuda" or machine.is_gpu_build() else (CPU,))
+    )
     if compile_:
         if len(gpus) != 1 or gpus == (CPU,):
             raise typer.BadParameter("--compile works for one GPU at a time; name it with --gpu")

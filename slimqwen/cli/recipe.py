@@ -9,7 +9,6 @@ import typer
 from slimqwen import variant as variants
 from slimqwen.cli.console import console, progress_bar, relative, say, table
 from slimqwen.cli.options import VariantOption
-from slimqwen.errors import SlimqwenError
 from slimqwen.variant import Variant
 
 if TYPE_CHECKING:
@@ -206,13 +205,9 @@ def _list_evaluation_faults(variant: Variant) -> list[str]:
     from slimqwen.bench.workload import Workload, name_workload
     from slimqwen.evals import own_evaluation  # slow to import
 
-    faults = own_evaluation.list_faults(variant, folder)
-    if name_workload(variant) == folder.name:
-        try:
-            Workload.load(folder.name, variant.root)
-        except SlimqwenError as error:
-            faults += error.faults
-    return list(dict.fromkeys(faults))  # prompts.jsonl and eval/own.yaml are read by both
+    is_timed = name_workload(variant) == folder.name
+    timing = [lambda: Workload.load(folder.name, variant.root)] if is_timed else []
+    return own_evaluation.list_faults(variant, folder, timing)
 
 
 def _duration(seconds: float) -> str:

@@ -383,6 +383,7 @@ class EngineProcesses:
             EvalError: the process ended before its first report, or was killed from outside, as by the kernel when
                 memory runs out.
         """
+        report = progress_of(title, progress)
         activity, result, refusal = "", None, None
         deadline, timed_out = time.monotonic() + self.timeout_s, False
         messages = self.worker.messages
@@ -400,7 +401,7 @@ class EngineProcesses:
                 kind, *content = messages.recv()
                 if kind == "progress":
                     activity = content[0]
-                    progress_of(title, progress)(*content)
+                    report(*content)
                 elif kind != "ended":
                     result = f"{activity}: {content[0][:300]}" if kind == "failed" else content[0]
                     refusal = result if kind == "refused" else None

@@ -1,6 +1,6 @@
 """Checks the files of an own evaluation before a recipe spends hours on a checkpoint that they will judge."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from tokenizers import Tokenizer
@@ -16,7 +16,7 @@ from slimqwen.text.prompts import parse_own_prompts
 from slimqwen.variant import Variant
 
 
-def list_faults(variant: Variant, folder: Path) -> list[str]:
+def list_faults(variant: Variant, folder: Path, further: Iterable[Callable[[], object]] = ()) -> list[str]:
     """List the faults of an own evaluation, a line each, in its settings, texts, questions and prompts.
 
     No engine is started, and the variant's own checkpoint need not exist.
@@ -24,6 +24,7 @@ def list_faults(variant: Variant, folder: Path) -> list[str]:
     Args:
         variant: variant that the own evaluation will judge.
         folder: folder of the own evaluation.
+        further: checks outside this package; each raises a SlimqwenError with the faults that it finds.
     """
     root, faults = variant.root, []
     prompts = folder / "prompts.jsonl"
@@ -38,7 +39,7 @@ def list_faults(variant: Variant, folder: Path) -> list[str]:
             lambda: _cut_prompts_of_drafts(variant, gate.acceptance),
             lambda: Suite.load(gate.quality, root).require_questions(root),
         ]
-    for check in checks:
+    for check in (*checks, *further):
         try:
             check()
         except SlimqwenError as error:

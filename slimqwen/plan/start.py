@@ -10,7 +10,6 @@ from importlib.metadata import version
 
 from slimqwen.errors import SlimqwenError
 from slimqwen.plan import devices, jit_modules, rehearsal, resolution, trouble
-from slimqwen.plan.devices import CPU
 from slimqwen.plan.facts import Plan
 from slimqwen.plan.record import is_of_installed_vllm, list_recorded_plans
 from slimqwen.serving import checks, cuda_toolkit, gpu
@@ -39,7 +38,7 @@ def name_gpu_here(command: ServerCommand) -> str:
         MissingPlanError: this host has no GPU, or one that is not listed.
     """
     if command.platform == "cpu":
-        return CPU
+        return devices.CPU
     device = gpu.first_gpu()
     if device is None:
         raise MissingPlanError("this host has no GPU; name the GPU of the plan with --gpu")
@@ -80,7 +79,7 @@ def match_flag_trouble(command: ServerCommand) -> StartTrouble:
     """The known trouble of a start without a plan, as far as flags alone show it."""
     plan = Plan(
         variant=command.variant.name,
-        gpu=CPU if command.platform == "cpu" else "",
+        gpu=devices.CPU if command.platform == "cpu" else "",
         planned="",
         vllm=version("vllm"),
         checkpoint="",
@@ -137,7 +136,7 @@ def expect_facts(plan: Plan, *, required: bool) -> engine_facts.PlanExpectation:
             "sequences_at_max_model_len": cache.sequences_at_max_model_len,
         }
         facts |= {"block_size": cache.block_size, **cache_facts}
-        if plan.gpu != CPU and "kv-cache-memory-bytes" not in plan.flags:
+        if plan.gpu != devices.CPU and "kv-cache-memory-bytes" not in plan.flags:
             # The plan assumes the memory beside weights and cache; the start may measure none, or twice as much.
             share = resolution.OVERHEAD_GIB * 2**30 / cache.available_bytes
             tolerances = dict.fromkeys(cache_facts, share)

@@ -1,6 +1,7 @@
 """The interface of a recipe stage: a pure function from one checkpoint folder to another, and its content key."""
 
 import ast
+import functools
 import hashlib
 import importlib.util
 from collections.abc import Callable, Iterable, Mapping
@@ -165,9 +166,13 @@ def source_digest(module: str) -> str:
     spec = importlib.util.find_spec(module)
     assert spec is not None
     assert spec.origin is not None
-    return hashlib.sha256(
-        ast.dump(_WithoutDocstrings().visit(ast.parse(Path(spec.origin).read_bytes()))).encode()
-    ).hexdigest()
+    return _code_digest(Path(spec.origin).read_bytes())
+
+
+@functools.cache  # a module takes 10 ms, and several stages share it
+def _code_digest(source: bytes) -> str:
+    tree = _WithoutDocstrings().visit(ast.parse(source))
+    return hashlib.sha256(ast.dump(tree).encode()).hexdigest()
 
 
 class _WithoutDocstrings(ast.NodeTransformer):
