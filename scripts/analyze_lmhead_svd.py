@@ -18,12 +18,12 @@ from typing import Any
 
 import torch
 import transformers
-from _exploration import run_exploration
 from torch import Tensor
 
 from slimqwen.checkpoint.errors import CorruptCheckpointError
 from slimqwen.checkpoint.rtn import round_to_nearest
 from slimqwen.checkpoint.tensors import find_output_head, list_tensors
+from slimqwen.cli.exploration import run_exploration
 from slimqwen.models.language_model import load_in_float32
 from slimqwen.records.table import Table
 from slimqwen.stats import intervals

@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from _exploration import run_exploration
 
 from slimqwen import checkpoint
+from slimqwen.cli.exploration import run_exploration
 from slimqwen.models import vocabulary
 from slimqwen.models.language_model import load_in_float32
 from slimqwen.models.vocabulary import Ids, Vocabulary

@@ -14,10 +14,9 @@ from dataclasses import asdict
 from operator import attrgetter
 from typing import Any
 
-from _exploration import run_exploration
-
 from slimqwen.bench.workload import PromptClass, Workload
 from slimqwen.captured_log import capture_output
+from slimqwen.cli.exploration import run_exploration
 from slimqwen.records.table import Table
 from slimqwen.serving import in_process
 from slimqwen.serving.command import ServerCommand

@@ -40,6 +40,10 @@ from tests.stand_in import add_served, stand_in, write_task  # noqa: F401  (fixt
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
+# A hook of git has GIT_DIR and GIT_INDEX_FILE: repositories that tests make would be the developer's own.
+for variable in [name for name in os.environ if name.startswith("GIT_")]:
+    del os.environ[variable]
+
 # vLLM's modules stay loaded: to look for garbage among their objects takes a third of the time.
 gc.set_threshold(GARBAGE_THRESHOLD)
 

@@ -207,7 +207,7 @@ def changed_inputs(
 
 def deciding(flags: Mapping[str, Any]) -> dict[str, Any]:
     """Flags that can affect a figure: all but the server's address and the tool parser, which quality switches on."""
-    others = ("host", "port", "enable-auto-tool-choice", "tool-call-parser")
+    others = ("host", "port", "uds", "enable-auto-tool-choice", "tool-call-parser")
     return {name: value for name, value in flags.items() if name not in others}
 
 
@@ -254,16 +254,29 @@ def redacted(environment: Mapping[str, str]) -> dict[str, str]:
 
 def git_state(root: Path) -> Git:
     """The commit, and whether files other than records and Markdown differ from it; both None outside a checkout."""
-    commit = _output([*git_in(root), "rev-parse", "HEAD"])
-    if not commit:
+    try:
+        commit = run_git(root, "rev-parse", "HEAD").strip()
+        changes = run_git(root, "status", "--porcelain", "--", ".", *_NOT_CODE).strip()
+    except (OSError, subprocess.CalledProcessError):
         return Git(commit=None, dirty=None)
-    changes = _output([*git_in(root), "status", "--porcelain", "--", ".", *_NOT_CODE])
     return Git(commit=commit, dirty=bool(changes))
 
 
-def git_in(root: Path) -> list[str]:
-    """The words that begin a git command in a checkout, even one of another user, whose code runs here in any case."""
-    return ["git", "-c", f"safe.directory={root}", "-C", str(root)]
+def run_git(root: Path, *arguments: str) -> str:
+    """Output of a git command about the repository whose top folder is `root`, even if another user owns it.
+
+    Never of another repository: a copy without .git may lie in one, and git sets GIT_DIR, GIT_INDEX_FILE and others
+    for the hooks that it runs.
+
+    Raises:
+        OSError: there is no git.
+        CalledProcessError: git failed, or `root` is no checkout.
+    """
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
+    command = ["git", "-C", str(root), f"--git-dir={root / '.git'}", f"--work-tree={root}", *arguments]
+    return subprocess.run(
+        command, capture_output=True, text=True, errors="replace", check=True, env=environment
+    ).stdout
 
 
 def package_versions() -> dict[str, str]:

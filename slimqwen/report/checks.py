@@ -15,8 +15,8 @@ from pathlib import Path
 from slimqwen import checkpoint
 from slimqwen import variant as variants
 from slimqwen.errors import SlimqwenError
-from slimqwen.records import provenance
 from slimqwen.records.collection import Collection, Problem, StoredRecord, collect
+from slimqwen.records.provenance import run_git
 from slimqwen.records.record import Record
 from slimqwen.report import markdown
 
@@ -139,7 +139,7 @@ def _history_faults(root: Path, base: str | None) -> tuple[list[Problem], list[s
     """Faults of records that changed since a commit, except by a new schema version; and what was not checked."""
     try:
         commit = base or _base(root)
-        words = _git(
+        words = run_git(
             root,
             "diff",
             "--no-renames",
@@ -154,7 +154,7 @@ def _history_faults(root: Path, base: str | None) -> tuple[list[Problem], list[s
         changed = [location for location in words.split("\0") if location]
         faults = []
         for location in changed:
-            before = _git(root, "show", f"{commit}:./{location}")
+            before = run_git(root, "show", f"{commit}:./{location}")
             if _schema_names(before) == _schema_names((root / location).read_text(encoding="utf-8")):
                 cure = f"restore it with `git checkout {commit[:10]} -- {location}`, because a new run is a new file"
                 faults.append(
@@ -179,7 +179,7 @@ def _uncited_records(collection: Collection) -> Iterator[Problem]:
     """Faults of records in git that no Markdown file, measurements.json or cited record names."""
     root = collection.root
     try:
-        tracked = set(_git(root, "ls-files", "-z", "--", *_RECORDS).split("\0"))
+        tracked = set(run_git(root, "ls-files", "-z", "--", *_RECORDS).split("\0"))
     except (OSError, subprocess.CalledProcessError):
         return  # `_history_faults` says that git failed
     by_location = {entry.location: entry for entry in collection.records}
@@ -212,20 +212,15 @@ def _uncited_records(collection: Collection) -> Iterator[Problem]:
 
 def _base(root: Path) -> str:
     """The commit where HEAD left the main branch; without one the parent of HEAD, else HEAD itself."""
-    head = _git(root, "rev-parse", "--verify", "HEAD").strip()
+    head = run_git(root, "rev-parse", "--verify", "HEAD").strip()
     for name in _MAIN_BRANCHES:
         try:
-            fork = _git(root, "merge-base", "HEAD", name).strip()
+            fork = run_git(root, "merge-base", "HEAD", name).strip()
         except subprocess.CalledProcessError:
             continue
         if fork != head:
             return fork
     try:
-        return _git(root, "rev-parse", "--verify", "--quiet", "HEAD^").strip()
+        return run_git(root, "rev-parse", "--verify", "--quiet", "HEAD^").strip()
     except subprocess.CalledProcessError:
         return head
-
-
-def _git(root: Path, *arguments: str) -> str:
-    command = [*provenance.git_in(root), *arguments]
-    return subprocess.run(command, capture_output=True, text=True, errors="replace", check=True).stdout

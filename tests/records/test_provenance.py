@@ -141,8 +141,34 @@ def test_changed_code_makes_the_tree_dirty(repository, change):
     assert provenance.git_state(repository).dirty is True
 
 
+UNKNOWN = {"commit": None, "dirty": None}
+
+
 def test_outside_a_checkout_the_commit_is_unknown(tmp_path):
-    assert provenance.git_state(tmp_path).as_json() == {"commit": None, "dirty": None}
+    assert provenance.git_state(tmp_path).as_json() == UNKNOWN
+
+
+def test_without_git_the_commit_is_unknown(repository, monkeypatch):
+    monkeypatch.setenv("PATH", "/nowhere")
+    assert provenance.git_state(repository).as_json() == UNKNOWN
+
+
+def test_a_copy_inside_another_repository_has_not_its_commit(repository):
+    (repository / "archive").mkdir()
+    assert provenance.git_state(repository / "archive").as_json() == UNKNOWN
+
+
+@pytest.mark.parametrize("variable", ["GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE", "GIT_OBJECT_DIRECTORY"])
+def test_a_hook_of_another_repository_changes_nothing(repository, monkeypatch, variable):
+    own = provenance.git_state(repository)
+    monkeypatch.setenv(variable, "/another/repository")
+    assert provenance.git_state(repository) == own
+
+
+def test_a_linked_worktree_has_the_commit_that_it_shows(repository, tmp_path_factory):
+    linked = tmp_path_factory.mktemp("linked") / "worktree"
+    subprocess.run(["git", "-C", repository, "worktree", "add", linked], check=True, capture_output=True)
+    assert provenance.git_state(linked) == provenance.git_state(repository)
 
 
 def test_versions_and_hardware_of_this_machine_are_found():

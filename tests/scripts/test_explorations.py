@@ -7,7 +7,6 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-import _exploration
 import analyze_lmhead_svd
 import analyze_vocab
 import profile_model
@@ -15,6 +14,7 @@ import pytest
 import torch
 
 from slimqwen import variant
+from slimqwen.cli import exploration
 from slimqwen.errors import SlimqwenError
 from slimqwen.models import vocabulary
 from slimqwen.models.language_model import load_in_float32
@@ -49,7 +49,7 @@ def tiny(
     )
     (tmp_path / "weights").mkdir()
     (tmp_path / "weights" / "tiny").symlink_to(TINY)
-    monkeypatch.setattr(_exploration.variants, "load", partial(variant.load, root=tmp_path))
+    monkeypatch.setattr(exploration.variants, "load", partial(variant.load, root=tmp_path))
     return variant.load("tiny")
 
 
@@ -57,7 +57,7 @@ def test_an_exploration_prints_its_table_and_writes_its_figures(
     tiny: variant.Variant, capsys: pytest.CaptureFixture[str]
 ):
     table = Table("Sizes", ("size",), (("3",),))
-    _exploration.run_exploration(
+    exploration.run_exploration(
         "sizes", argparse.ArgumentParser(), lambda *_: (table, {"sizes": [3]}), ["--variant", "tiny"]
     )
     file = tiny.root / "results" / "explorations" / "sizes_tiny.json"
@@ -71,7 +71,7 @@ def test_an_expected_error_of_an_exploration_is_one_line(
     tiny: variant.Variant, capsys: pytest.CaptureFixture[str]
 ):
     with pytest.raises(SystemExit, match="2"):
-        _exploration.run_exploration(
+        exploration.run_exploration(
             "sizes", argparse.ArgumentParser(), lambda *_: ({}, {}), ["--variant", "none"]
         )
     assert capsys.readouterr().err.startswith("error: ")

@@ -6,6 +6,8 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import typer
+
 from slimqwen import variant as variants
 from slimqwen.errors import SlimqwenError
 from slimqwen.records import provenance
@@ -29,10 +31,10 @@ def run_exploration(
         table, figures = explore(variant, options)
         block = provenance.of_variant(variant, sys.argv, started).model_dump(mode="json", by_alias=True)
     except SlimqwenError as error:
-        print(f"error: {error}", file=sys.stderr)
+        typer.echo(f"error: {error}", err=True)
         sys.exit(2)
     file = variant.root / "results" / "explorations" / f"{name}_{variant.name}.json"
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(json.dumps({"provenance": block, **figures}, indent=1) + "\n", encoding="utf-8")
-    print(table.as_markdown())
-    print(f"figures: {file.relative_to(variant.root)}")
+    typer.echo(table.as_markdown())
+    typer.echo(f"figures: {file.relative_to(variant.root)}")
