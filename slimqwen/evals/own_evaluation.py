@@ -1,5 +1,6 @@
 """Checks the files of an own evaluation before a recipe spends hours on a checkpoint that they will judge."""
 
+import contextlib
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
@@ -58,8 +59,9 @@ def _cut_prompts_of_drafts(variant: Variant, settings: AcceptanceSettings) -> No
     tokenizer = Tokenizer.from_file(str(file))
     context = int(text_config(read_config(weights))["max_position_embeddings"])
     served = variant.settings.get("VLLM_MAX_MODEL_LEN")
-    if served and served.value.isdigit():
-        context = min(context, int(served.value))
+    with contextlib.suppress(ValueError):  # vLLM's own refusal names the line
+        limit = variants.read_token_count(served.value) if served else -1
+        context = min(context, limit) if limit > 0 else context
     # The gate also leaves room for a few drafted tokens, whose number is not known before vLLM reads the flags.
     cut_class_tokens(
         settings,

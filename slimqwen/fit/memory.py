@@ -7,9 +7,9 @@ context, graphs) leave of that becomes blocks of KV cache and states (`roofline.
 import json
 import math
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 from slimqwen.errors import SlimqwenError
 from slimqwen.fit.optimised import Optimised
@@ -19,6 +19,7 @@ from slimqwen.plan.devices import Gpu
 from slimqwen.plan.resolution import OVERHEAD_GIB
 from slimqwen.roofline import cost
 from slimqwen.roofline.architecture import MEMORY_UTILIZATION, Model, lay_out_cache, read_model
+from slimqwen.variant import read_token_count
 
 DRAFT_DEPTH, SEQUENCES, UTILIZATION, BATCHED_TOKENS = 4, 1, 0.90, 2048
 """Settings of a server that no variant describes: the flags of qwen3.5-4b-best, except the number of sequences."""
@@ -28,6 +29,8 @@ CONTEXT_LEN = 32_768
 
 SPEED_CONTEXT_LEN = 2048
 """Cached tokens of the one sequence whose speed is given."""
+
+Number = TypeVar("Number", int, float)
 
 
 class FitError(SlimqwenError):
@@ -73,42 +76,53 @@ class ServerSettings:
         """
         flags = {key.removeprefix("VLLM_").lower(): value for key, value in subject.settings.items()}
 
-        def number(key: str, default: int) -> int:
+        def number(key: str, default: Number, read: Callable[[str], Number], example: str = "8") -> Number:
             try:
-                return int(flags.get(key, default))
+                return read(flags[key]) if key in flags else default
             except ValueError:
                 line = f"VLLM_{key.upper()}={flags[key]}"
                 raise FitError(
-                    f"{subject.name}: {line} has to be a whole number in digits, without a unit"
+                    f"{subject.name}: {line}: vLLM reads no number; write one such as {example}"
                 ) from None
 
         native = int(subject.text.get("max_position_embeddings", CONTEXT_LEN))
         # Settings that a variant's config.env leaves out have vLLM's own defaults.
         depth, utilization, prefix_caching, longest = DRAFT_DEPTH, UTILIZATION, "0", min(native, CONTEXT_LEN)
         if subject.variant:
-            drafts = json.loads(flags.get("speculative_config", "{}"))
-            depth = int(drafts["num_speculative_tokens"]) if "mtp" in str(drafts.get("method")) else 0
+            try:
+                drafts = json.loads(flags.get("speculative_config", "null")) or {}
+            except ValueError:
+                raise FitError(
+                    f"{subject.name}: VLLM_SPECULATIVE_CONFIG={flags['speculative_config']}: vLLM reads no JSON; write "
+                    'one such as {"method": "mtp", "num_speculative_tokens": 4}'
+                ) from None
+            # Without a number vLLM drafts as many tokens as the head has layers, which is one in every release.
+            depth = int(drafts.get("num_speculative_tokens", 1)) if "mtp" in str(drafts.get("method")) else 0
             utilization, prefix_caching, longest = MEMORY_UTILIZATION, "1", native
-        length = context_len or number("max_model_len", longest)
+        own = number("max_model_len", longest, read_token_count, "4096, 4k or 4K")
+        # With "auto" vLLM takes all positions, or as many as the memory holds.
+        length = context_len or (native if own == -1 else own)
         if not 1 <= length <= native:
             raise FitError(
                 f"{subject.name} was made for contexts of 1 to {native:,} tokens, not {length:,}; correct --context"
             )
-        gpus = number("tensor_parallel_size", 1)
+        gpus = number("tensor_parallel_size", 1, int)
         if heads := unshared_heads(subject.text, gpus):
             raise FitError(
                 f"{gpus} GPUs cannot share {heads} evenly; set VLLM_TENSOR_PARALLEL_SIZE to a divisor of that number"
             )
         return cls(
             context_len=length,
-            sequences=sequences or number("max_num_seqs", SEQUENCES),
+            sequences=sequences or number("max_num_seqs", SEQUENCES, int),
             depth=depth if subject.has_mtp else 0,
             dtype=flags.get("dtype", "auto"),
             kv_cache_dtype=flags.get("kv_cache_dtype", "auto"),
             state_dtype=flags.get("mamba_ssm_cache_dtype", "auto"),
-            utilization=float(flags.get("gpu_memory_utilization", utilization)),
+            utilization=number("gpu_memory_utilization", utilization, float, "0.9"),
             prefix_caching=flags.get("enable_prefix_caching", prefix_caching) != "0",
-            batched_tokens=number("max_num_batched_tokens", BATCHED_TOKENS),
+            batched_tokens=number(
+                "max_num_batched_tokens", BATCHED_TOKENS, read_token_count, "4096, 4k or 4K"
+            ),
             gpus=gpus,
         )
 

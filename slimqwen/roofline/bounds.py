@@ -123,10 +123,9 @@ def compute_roofline(
     gpu = read_gpu(gpu_name, variant.root)
     served = ServedModel.load(variant)
     model, depth = served.model, served.num_speculative_tokens
-    longest = int(
-        served.flags.get("max-model-len")
-        or checkpoint.text_config(served.stages[-1][2])["max_position_embeddings"]
-    )
+    longest = int(served.flags.get("max-model-len", -1))
+    if longest == -1:  # left out, or "auto"
+        longest = int(checkpoint.text_config(served.stages[-1][2])["max_position_embeddings"])
     lengths = sorted({min(context_len, longest) for context_len in context_lens})
     if not lengths or lengths[0] < 1:
         raise RooflineError(

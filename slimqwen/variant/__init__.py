@@ -4,6 +4,7 @@ from slimqwen.variant.config_env import OWN_KEYS as OWN_KEYS
 from slimqwen.variant.config_env import ConfigError as ConfigError
 from slimqwen.variant.config_env import Setting as Setting
 from slimqwen.variant.config_env import names as names
+from slimqwen.variant.config_env import read_token_count as read_token_count
 from slimqwen.variant.config_env import repository_root as repository_root
 from slimqwen.variant.variant import EMBEDDED as EMBEDDED
 from slimqwen.variant.variant import SHAPE_PREFIX as SHAPE_PREFIX

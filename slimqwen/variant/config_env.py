@@ -173,6 +173,25 @@ def _unknown_variant(name: str, base: Setting | None, root: Path) -> str:
     return f"{location}there is no variant {name!r} under experiments/; {hint}"
 
 
+def read_token_count(text: str) -> int:
+    """A number of tokens as vLLM's parser reads it: 4096, 4k (4,000), 4K (4,096), 1.5k; -1 for "auto".
+
+    Same as `human_readable_int_or_auto` of vllm/utils/argparse_utils.py, whose import takes seconds.
+
+    Raises:
+        ValueError: vLLM would refuse it.
+    """
+    text = text.strip()
+    if text.lower() == "auto":
+        return -1
+    unit = "kmgt".find(text[-1:].lower()) + 1 if text else 0
+    if not unit:
+        return int(text)
+    if not re.fullmatch(r"\d+(\.\d+)?", text[:-1]):
+        raise ValueError(f"{text} is not a number")
+    return int(float(text[:-1]) * 1000**unit) if text[-1].islower() else int(text[:-1]) * 1024**unit
+
+
 def _check_own_keys(settings: Mapping[str, Setting]) -> None:
     for key, (value, default) in _ONLY_VALUE.items():
         setting = settings.get(key)

@@ -102,18 +102,48 @@ def test_what_a_config_env_leaves_out_has_the_default_of_vllm(add_variant, tmp_p
     [
         ("""VLLM_SPECULATIVE_CONFIG='{"method": "ngram", "num_speculative_tokens": 2}'""", 0),
         ("""VLLM_SPECULATIVE_CONFIG='{"method": "qwen3_5_mtp", "num_speculative_tokens": 2}'""", 2),
-        ("VLLM_MAX_MODEL_LEN=4k", None),
+        ("""VLLM_SPECULATIVE_CONFIG='{"method": "mtp"}'""", 1),
+        ("VLLM_SPECULATIVE_CONFIG=null", 0),
     ],
 )
-def test_only_drafts_of_the_mtp_head_count_and_numbers_are_digits(add_variant, tmp_path, line, depth):
-    (tmp_path / "weights").mkdir()
-    (tmp_path / "weights" / "tiny").symlink_to(ROOT / "weights" / "tiny")
-    add_variant("own", f"VLLM_MODEL=weights/tiny\n{line}\n")
-    if depth is None:
-        with pytest.raises(FitError, match="own: VLLM_MAX_MODEL_LEN=4k has to be a whole number in digits"):
-            ServerSettings.of(find_subject("own", tmp_path), None, None)
-    else:
-        assert ServerSettings.of(find_subject("own", tmp_path), None, None).depth == depth
+def test_only_drafts_of_the_mtp_head_count(own_settings, line, depth):
+    assert own_settings(line).depth == depth
+
+
+@pytest.fixture
+def own_settings(add_variant, tmp_path):
+    """The settings of a variant of the embedded checkpoint with one more line."""
+
+    def read(line):
+        (tmp_path / "weights").mkdir()
+        (tmp_path / "weights" / "tiny").symlink_to(ROOT / "weights" / "tiny")
+        add_variant("own", f"VLLM_MODEL=weights/tiny\n{line}\n")
+        return ServerSettings.of(find_subject("own", tmp_path), None, None)
+
+    return read
+
+
+@pytest.mark.parametrize(
+    ("text", "tokens"),
+    [("1k", 1000), ("1K", 1024), ("1.5k", 1500), ("auto", 4096), ("Auto", 4096), ("-1", 4096), ("512", 512)],
+)
+def test_a_context_is_read_as_vllm_reads_it(own_settings, text, tokens):
+    assert own_settings(f"VLLM_MAX_MODEL_LEN={text}").context_len == tokens
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "VLLM_MAX_MODEL_LEN=1.5K",
+        "VLLM_MAX_MODEL_LEN=long",
+        "VLLM_MAX_NUM_SEQS=1k",
+        "VLLM_GPU_MEMORY_UTILIZATION=90%",
+        "VLLM_SPECULATIVE_CONFIG={method",
+    ],
+)
+def test_what_vllm_cannot_read_is_named_with_its_line(own_settings, line):
+    with pytest.raises(FitError, match=f"^own: {line}: vLLM reads no .*; write one such as"):
+        own_settings(line)
 
 
 @pytest.mark.parametrize("length", [0, 40961])

@@ -1,3 +1,4 @@
+import argparse
 import random
 
 import pytest
@@ -23,6 +24,40 @@ def test_a_variant_inherits_and_a_later_key_overrides(add_variant, tmp_path):
     }
     assert loaded.settings["VLLM_MAX_NUM_SEQS"].location == "experiments/child/config.env:2"
     assert loaded.lineage == ("grandchild", "child", "base")
+
+
+COUNTS = (
+    "1k",
+    "1K",
+    "1.5k",
+    "1.5K",
+    "2M",
+    "3g",
+    "1T",
+    "auto",
+    "AUTO",
+    "-1",
+    "0",
+    " 4096 ",
+    "k",
+    "",
+    "1kk",
+    "0x10",
+    "4 k",
+)
+
+
+@pytest.mark.parametrize("text", COUNTS)
+def test_a_number_of_tokens_is_what_vllm_makes_of_it(text):
+    from vllm.utils.argparse_utils import human_readable_int_or_auto
+
+    def outcome(read):
+        try:
+            return read(text)
+        except (ValueError, argparse.ArgumentTypeError):
+            return "refused"
+
+    assert outcome(variant.read_token_count) == outcome(human_readable_int_or_auto)
 
 
 def test_an_empty_value_unsets_what_was_inherited_and_is_remembered(add_variant, tmp_path):
