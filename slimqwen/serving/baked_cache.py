@@ -47,6 +47,7 @@ FLAGS_WITHOUT_EFFECT = frozenset(
     {
         "host",
         "port",
+        "uds",
         "model",
         "served-model-name",
         "override-generation-config",

@@ -231,6 +231,21 @@ class ServerCommand:
         environment = MappingProxyType({**self.environment, **_cache_environment(cache, self.platform)})
         return dataclasses.replace(self, environment=environment, cache=cache)
 
+    def on_port(self) -> "ServerCommand":
+        """The same command on its TCP port where config.env names a Unix socket (VLLM_UDS).
+
+        Clients of measurements, vLLM's own load generator among them, speak to ports alone. Unless config.env names a
+        host, the port is open to this machine alone, as the socket was.
+        """
+        if "uds" not in self.flags:
+            return self
+        flags = {"host": "127.0.0.1", **self.flags}
+        del flags["uds"]
+        at = self.argv.index("--uds")
+        host = () if "host" in self.flags else ("--host", "127.0.0.1")
+        argv = (*self.argv[:at], *host, *self.argv[at + 2 :])
+        return dataclasses.replace(self, argv=argv, flags=MappingProxyType(flags))
+
     def compared_with_plan(self, expected: engine_facts.PlanExpectation) -> "ServerCommand":
         """The same command, for a server that compares its engine with the plan `expected` when it starts."""
         plan = {engine_facts.VARIABLE: expected.model_dump_json()}

@@ -82,7 +82,7 @@ def prepare(command: ServerCommand, trouble: Iterable[checks.Trouble] = ()) -> N
 def run_server(
     command: ServerCommand, *, log: Path, timeout_s: float = 900, progress: Progress = silent
 ) -> Iterator[RunningServer]:
-    """Run a variant's server for the length of a `with` block.
+    """Run a variant's server, on its TCP port, for the length of a `with` block.
 
     Args:
         log: file for everything that vLLM prints.
@@ -93,6 +93,7 @@ def run_server(
         ServingError: vLLM ended or was not ready in time; the message quotes the last error of its log. Or as
             `prepare`.
     """
+    command = command.on_port()
     prepare(command)
     log.parent.mkdir(parents=True, exist_ok=True)
     environment, folder = command.process_environment(), command.variant.root

@@ -75,8 +75,16 @@ def _serve() -> None:
 
     # vLLM loads plugins before it configures logging, and a fork does not load them again: log lines would be lost.
     configure_logging(LoggingConfig())
+    for number in (signal.SIGHUP, signal.SIGQUIT):
+        if signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores SIGHUP
+            signal.signal(number, _terminate)
     with _own_sockets():
         entry.main()
+
+
+def _terminate(*_: object) -> None:
+    """End as by SIGTERM, the only signal beside Ctrl-C at which vLLM removes what it made."""
+    os.kill(os.getpid(), signal.SIGTERM)
 
 
 def _exit_after(serve: Callable[[], None]) -> NoReturn:

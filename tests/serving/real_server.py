@@ -72,6 +72,11 @@ class RealServer:
             result |= {Path(name) for name in re.findall(r"(/dev/shm/\S+)", text)}
         return {file for file in result if file.exists()}
 
+    def socket_folders(self) -> set[Path]:
+        """The folders of the sockets between its processes."""
+        sockets = [each.laddr for process in self.family() for each in process.net_connections("unix")]
+        return {Path(path).parent for path in sockets if "/slimqwen." in str(path)}
+
     def metrics(self) -> dict[str, float]:
         """Gauges and counters by name."""
         text = httpx.get(self.url + "/metrics", timeout=PATIENCE_S, trust_env=False, verify=False).text

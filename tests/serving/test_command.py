@@ -104,6 +104,16 @@ def test_a_client_asks_where_the_server_listens(servable, host, url):
     assert encrypted.url == url.replace("http:", "https:")
 
 
+@pytest.mark.parametrize(("line", "host"), [("", "127.0.0.1"), ("::1", "::1")])
+def test_a_measurement_asks_a_server_of_a_unix_socket_on_its_port(servable, line, host):
+    served = resolved_again(servable("VLLM_UDS=/run/own.sock"), VLLM_HOST=line)
+    measured = served.on_port()
+    assert (served.flags["uds"], "uds" in measured.flags) == ("/run/own.sock", False)
+    assert (measured.host, "--uds" in measured.argv, "/run/own.sock" in measured.argv) == (host, False, False)
+    assert measured.argv[measured.argv.index("--host") + 1] == host
+    assert measured.on_port() == measured
+
+
 def resolved_again(command, **lines):
     return ServerCommand.resolve(command.variant.with_lines(lines), port=free_port(), platform="cpu")
 

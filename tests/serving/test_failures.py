@@ -135,23 +135,25 @@ def assert_cut(answers):
     assert len(kept) <= RUNNING
 
 
-def test_told_to_stop_it_refuses_what_it_cuts_and_ends_with_what_it_started_though_a_client_does_not_read(
+def test_hung_up_it_refuses_what_it_cuts_and_ends_with_what_it_started_though_a_client_does_not_read(
     server,
 ):
-    family, segments = server.family(), server.segments()
+    """A hang-up ends it as SIGTERM does, by that signal."""
+    family, left = server.family(), server.segments() | server.socket_folders()
+    assert server.socket_folders()
     slow = server.connect(
         "/v1/completions", LONG | {"stream": True, "logprobs": 5}, receive_buffer_bytes=4096
     )
     streams = [server.connect("/v1/completions", LONG | {"stream": True}) for _ in range(QUEUE // 2)]
     others = [server.connect("/v1/completions", LONG) for _ in range(QUEUE // 2 - 1)]
     server.wait_for(running=RUNNING, waiting=QUEUE - RUNNING)
-    server.process.send_signal(signal.SIGTERM)
+    server.process.send_signal(signal.SIGHUP)
     assert_cut([real_server.read_rest(client) for client in (*streams, *others)])
     assert server.process.wait(PATIENCE_S) == 0
     slow.close()
     assert "force killing" not in server.log.read_text()
     assert real_server.ended(family, 30)
-    assert not [file for file in segments if file.exists()]
+    assert not [path for path in left if path.exists()]
 
 
 def test_a_killed_engine_ends_the_server_with_a_failure_and_leaves_nothing(tmp_path):
