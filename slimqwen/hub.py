@@ -6,6 +6,7 @@ the middle of a file. They are compared with the hub's hashes and become visible
 
 import contextlib
 import importlib.metadata
+import importlib.util
 import os
 import resource
 import shutil
@@ -16,7 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from slimqwen import checkpoint
+from slimqwen import checkpoint, redaction
 from slimqwen.checkpoint import Manifest
 from slimqwen.checkpoint.files import COMPILE_CACHE, MANIFEST, FileRecord, file_records, flush
 from slimqwen.errors import SlimqwenError
@@ -28,6 +29,9 @@ _PATTERNS = ("*.safetensors", "*.json", "*.jinja", "*.txt", "*.model", "*.tiktok
 """Files that are downloaded for a checkpoint; a server never opens pickles, other engines' formats or pictures."""
 
 _COMMIT = "[0-9a-f]" * 40
+
+_PROXIES = ("http", "https", "socks5", "socks5h")
+"""Kinds of proxies that httpx can use."""
 
 
 class HubError(SlimqwenError):
@@ -235,12 +239,14 @@ def explained_errors(repository: Repository) -> Iterator[None]:
     """Turn the exceptions of the hub's client into a HubError of one line.
 
     Raises:
-        HubError: offline mode, no network, no such repository or commit, no permission, or no hub at HF_ENDPOINT.
+        HubError: offline mode, no network, an unusable proxy, no such repository or commit, no permission, or no hub at
+            HF_ENDPOINT.
     """
     import httpx
     from huggingface_hub import constants, errors
 
     name, hub, command = repository.name, constants.ENDPOINT, repository.command
+    _require_known_proxy(command)
     token = f"set HF_TOKEN in the environment to a token that may read it and run {command}"
     try:
         yield
@@ -264,9 +270,34 @@ def explained_errors(repository: Repository) -> Iterator[None]:
         message = (
             f"{hub} does not answer as a model hub ({one_line(error)}); check HF_ENDPOINT and HTTPS_PROXY"
         )
+    except Exception as error:
+        if type(error).__module__.partition(".")[0] != "socksio":  # httpx passes its errors on as they are
+            raise
+        message = (
+            f"{name}: what ALL_PROXY or HTTPS_PROXY names is no SOCKS proxy ({one_line(error)}); correct the variable, "
+            f"or unset it, and run {command}"
+        )
     else:
         return
     raise HubError(message)
+
+
+def _require_known_proxy(command: str) -> None:
+    """Raise a HubError for a proxy that httpx cannot use, such as the socks:// that GNOME sets."""
+    for variable in ("ALL_PROXY", "HTTPS_PROXY", "HTTP_PROXY"):
+        for name in (variable, variable.lower()):
+            value = os.environ.get(name, "")
+            scheme = value.partition("://")[0].lower() if "://" in value else "http"
+            if scheme not in _PROXIES:
+                raise HubError(
+                    f"{name}={redaction.text(value)}: no proxy of the kind {scheme}:// can be used; write "
+                    f"{' or '.join(f'{each}://' for each in _PROXIES)}, or unset it, and run {command}"
+                )
+            if scheme.startswith("socks") and not importlib.util.find_spec("socksio"):
+                raise HubError(
+                    f"{name}={redaction.text(value)}: this .venv lacks socksio, which a SOCKS proxy needs; "
+                    f"run `make install` and {command}, or set an http:// proxy"
+                )
 
 
 def one_line(error: Exception) -> str:

@@ -4,6 +4,7 @@ import fcntl
 import os
 import shutil
 import socket
+import threading
 import time
 from collections import namedtuple
 from collections.abc import Callable, Iterator
@@ -241,6 +242,34 @@ def test_no_network_is_an_error_within_seconds(
         refuse(copy, r"owner/name: ConnectError: .*; check network")
     assert time.monotonic() - started < 60
     assert not (tmp_path / "weights").exists()
+
+
+@pytest.mark.parametrize("variable", ["ALL_PROXY", "all_proxy", "HTTPS_PROXY"])
+@pytest.mark.parametrize("scheme", ["socks", "socks4", "ftp"])
+def test_a_proxy_that_cannot_be_used_is_named(
+    copy: variant.Variant, monkeypatch: pytest.MonkeyPatch, variable: str, scheme: str
+) -> None:
+    monkeypatch.setenv(variable, f"{scheme}://me:secret@127.0.0.1:9")
+    refuse(
+        copy, rf"^{variable}={scheme}://<redacted>@127.0.0.1:9: .*write http:// or .*socks5h://, or unset it"
+    )
+
+
+def test_a_socks_proxy_is_used(copy: variant.Variant, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    huggingface_hub.close_session()  # a client reads the proxies when it is made
+    with socket.create_server(("127.0.0.1", 0)) as proxy:
+        proxy.settimeout(60)
+        monkeypatch.setenv("ALL_PROXY", f"socks5://127.0.0.1:{proxy.getsockname()[1]}")
+        monkeypatch.setattr(constants, "ENDPOINT", "https://hub.invalid")
+        asked = threading.Thread(target=refuse, args=(copy, "owner/name"))
+        asked.start()
+        connection, _ = proxy.accept()
+        greeting = connection.recv(1)
+        connection.close()
+        asked.join()
+    huggingface_hub.close_session()
+    assert greeting == b"\x05"
 
 
 def test_another_web_server_is_an_error(

@@ -113,10 +113,12 @@ def run_suite(
     os.environ.update(HF_HUB_OFFLINE="1", HF_DATASETS_OFFLINE="1", TOKENIZERS_PARALLELISM="false")
     # Task files name their data relative to the repository.
     with capture_output(log, "lm_eval"), contextlib.chdir(root):
-        from datasets import disable_caching
+        from datasets import config, disable_caching
 
         # A cache would return items as an earlier run on this machine processed them.
         disable_caching()
+        # The reader of JSON files caches all the same; the user's cache may be shared, and read-only.
+        config.HF_DATASETS_CACHE = root / ".cache" / "datasets"
         if suite.nltk:
             import nltk  # type: ignore[import-untyped]
 
