@@ -1,7 +1,7 @@
 """Reads, inspects and runs the recipe of a variant, with the repository's own weights/ and store."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -105,7 +105,7 @@ def forecast_recipe(variant: Variant) -> list[runner.Forecast]:
 
 
 def clean(root: Path) -> int:
-    """Delete the recipe outputs that no variant uses or would reuse; returns the bytes freed.
+    """Delete the recipe outputs that no variant serves, uses or would reuse; returns the bytes freed.
 
     Raises:
         RecipeError: a recipe is running, or a variant's recipe cannot be used.
@@ -113,6 +113,7 @@ def clean(root: Path) -> int:
     keep: list[str] = []
     for name in variants.names(root):
         variant = variants.load(name, root)
+        keep += _named_entries(variant)
         if variant.recipe is None:
             continue
         try:
@@ -120,6 +121,16 @@ def clean(root: Path) -> int:
         except checkpoint.MissingCheckpointError:
             continue
     return runner.clean_store(root / "weights", keep)
+
+
+def _named_entries(variant: Variant) -> Iterator[str]:
+    """Entries of the store that a variant's lines name by a path, such as a checkpoint that another variant made."""
+    store = (variant.root / "weights" / "store").resolve()
+    for setting in variant.settings.values():
+        yield from re.findall(r"(?<=/store/)[0-9a-f]+", setting.value)  # inside JSON, as of a draft model
+        path = (variant.root / setting.value).resolve()  # the path may be a link
+        if path.is_relative_to(store):
+            yield from path.relative_to(store).parts[:1]
 
 
 def base_folder(base: str, root: Path) -> Path:

@@ -21,7 +21,7 @@ from pydantic import ValidationError
 
 from slimqwen.errors import SlimqwenError
 from slimqwen.records import schemas
-from slimqwen.records.record import Items, Measurements, Record
+from slimqwen.records.record import Items, Measurements, Provenance, Record
 from slimqwen.records.split import split_of
 from slimqwen.text.files import CorpusError, read_json_lines
 
@@ -245,15 +245,32 @@ def list_only(names: Iterable[str]) -> Iterator[None]:
         _LISTED_ALONE.reset(token)
 
 
-def _newest_first(paths: Iterable[Path]) -> list[Path]:
+def _newest_first(paths: Iterable[Path], kind: type[Record]) -> list[Path]:
     alone = _LISTED_ALONE.get()
     listed = (path for path in paths if alone is None or f"{path.parent.name}/{path.name}" in alone)
-    return sorted(listed, reverse=True)
+    return sorted((path for path in listed if not _has_other_version(path, kind)), reverse=True)
+
+
+def _has_other_version(path: Path, kind: type[Record]) -> bool:
+    """Whether a record, or its provenance, is in another version of its schema; a damaged record is for its reader."""
+    try:
+        fields = parse(path)
+        versions = [str(part["schema"]) for part in (fields, fields["provenance"])]
+    except (RecordError, KeyError, TypeError):
+        return False
+    present = [kind.present_schema(), Provenance.model_fields["schema_"].default]
+    of_same_kinds = [each.partition("/")[0] for each in versions] == [
+        each.partition("/")[0] for each in present
+    ]
+    return of_same_kinds and versions != present
 
 
 def records(folder: Path, kind: type[Record]) -> list[Path]:
-    """List the files of a kind's records in `folder`, experiments/<variant>, newest first."""
-    return _newest_first(folder.glob(f"{kind.kind}_*.json"))
+    """List the files of a kind's records in `folder`, experiments/<variant>, newest first.
+
+    Records in another version of their schema are left out, so that one of an older checkout hides no other.
+    """
+    return _newest_first(folder.glob(f"{kind.kind}_*.json"), kind)
 
 
 def comparable(
@@ -283,9 +300,9 @@ def latest(
 
 
 def results(root: Path, kind: type[Record], variant: str) -> list[Path]:
-    """List the files of a kind's records of a variant in results/ of a repository, newest first."""
+    """List the files of a kind's records of a variant in results/ of a repository, newest first, as `records` does."""
     stem = glob.escape(f"{kind.kind}_{variant}")
-    return _newest_first((root / "results").glob(f"{stem}_????-??-??T??????Z.json"))
+    return _newest_first((root / "results").glob(f"{stem}_????-??-??T??????Z.json"), kind)
 
 
 def latest_result(

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from slimqwen import variant
+from slimqwen.checkpoint import Manifest
 from slimqwen.recipe import variant_recipe
 from slimqwen.recipe.recipe_file import RecipeError
 from tests.checkpoints import edited_tensors
@@ -100,3 +101,29 @@ def test_the_costs_of_a_recipe_come_with_all_of_its_faults(repository):
     shutil.rmtree(subject.weights)
     with pytest.raises(RecipeError, match="group_size"):
         variant_recipe.run_recipe(subject)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "VLLM_MODEL=weights/store/{entry}",
+        "VLLM_MODEL=models/linked",
+        "VLLM_TOKENIZER=weights/store/{entry}",
+        """VLLM_SPECULATIVE_CONFIG='{{"model": "weights/store/{entry}", "num_speculative_tokens": 2}}'""",
+        "VLLM_CHAT_TEMPLATE=weights/store/{entry}/chat_template.jinja",
+    ],
+)
+def test_a_checkpoint_that_a_variant_serves_survives_cleaning(repository, line):
+    kept, dropped = "a" * 64, "b" * 64
+    for entry in (kept, dropped):
+        folder = shutil.copytree(repository / "weights" / "tiny", repository / "weights" / "store" / entry)
+        Manifest.read(folder).model_copy(update={"ingredients": {"input": "no entry"}}).write(folder)
+    (repository / "models").mkdir()
+    (repository / "models" / "linked").symlink_to(repository / "weights" / "store" / kept)
+    serving = repository / "experiments" / "serving"
+    serving.mkdir()
+    (serving / "config.env").write_text(f"BASE=tiny\n{line.format(entry=kept)}\n")
+    shutil.copy(repository / "experiments" / "tiny" / "measurements.json", serving)
+    variant_recipe.clean(repository)
+    left = [path.name for path in (repository / "weights" / "store").iterdir() if path.name[0] != "."]
+    assert left == [kept]

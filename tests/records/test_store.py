@@ -177,6 +177,25 @@ def test_a_result_made_again_is_another_file_and_the_latest(tmp_path, result):
         store.latest_result(root, StartUp, "tin")
 
 
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [("start_up/2", "start_up/1"), ("start_up/2", "start_up/3"), ("provenance/3", "provenance/2")],
+)
+def test_a_record_in_another_version_of_its_schema_hides_itself_alone(tmp_path, result, old, new):
+    first, second = (store.write_record(tmp_path / "results", result(minute=minute)) for minute in (0, 1))
+    second.write_text(second.read_text().replace(f'"{old}"', f'"{new}"'))
+    assert store.latest_result(tmp_path, StartUp, "tiny") == first
+    with pytest.raises(store.RecordError, match=new.partition("/")[2]):
+        store.read_record(second)
+
+
+def test_a_damaged_record_is_not_passed_over(tmp_path, result):
+    _, second = (store.write_record(tmp_path / "results", result(minute=minute)) for minute in (0, 1))
+    second.write_text(second.read_text()[:100])
+    with pytest.raises(store.RecordError, match="not JSON"):
+        store.latest_result(tmp_path, StartUp, "tiny")
+
+
 def test_a_record_of_another_kind_is_refused(tmp_path, result):
     path = store.write_record(tmp_path, result())
     with pytest.raises(store.RecordError, match="start_up/2 is not a record of kind quality"):
