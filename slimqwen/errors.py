@@ -1,7 +1,25 @@
 """The base class of all errors that a person is meant to read, and the suggestion at the end of some of them."""
 
 import difflib
+import errno
+import os
 from collections.abc import Collection
+
+_READ_ONLY = "make it writable for this user, or work in your own clone of the repository"
+_FULL = "free some disk space"
+_OPEN_FILES = "allow more open files, such as `ulimit -n 4096`"
+_CURES = {
+    errno.EACCES: _READ_ONLY,
+    errno.EPERM: _READ_ONLY,
+    errno.EROFS: _READ_ONLY,
+    errno.ENOSPC: _FULL,
+    errno.EDQUOT: _FULL,
+    errno.EMFILE: _OPEN_FILES,
+    errno.ENFILE: _OPEN_FILES,
+    errno.ENOMEM: "free some memory",
+}
+_WRAPPED = (errno.ENOSPC, errno.EDQUOT, errno.EMFILE)
+"""Refusals that libraries in Rust and C++ report as errors of their own, with the operating system's words."""
 
 
 class SlimqwenError(Exception):
@@ -37,3 +55,14 @@ def suggest_name(unknown: str, names: Collection[str], otherwise: str | None = N
     if nearest:
         return f"did you mean {' or '.join(nearest)}?"
     return otherwise or f"known are {', '.join(sorted(names))}"
+
+
+def explain_os_error(error: BaseException) -> str | None:
+    """Cause and cure, on one line, of what the operating system refused, such as a full disk; None for other errors."""
+    if isinstance(error, OSError) and error.errno in _CURES and error.strerror:
+        place = f"{error.filename}: " if error.filename else ""
+        return f"{place}{error.strerror}; {_CURES[error.errno]}"
+    for number in _WRAPPED:
+        if os.strerror(number) in str(error):
+            return f"{' '.join(str(error).split())}; {_CURES[number]}"
+    return None

@@ -262,11 +262,12 @@ def test_a_socks_proxy_is_used(copy: variant.Variant, monkeypatch: pytest.Monkey
         proxy.settimeout(60)
         monkeypatch.setenv("ALL_PROXY", f"socks5://127.0.0.1:{proxy.getsockname()[1]}")
         monkeypatch.setattr(constants, "ENDPOINT", "https://hub.invalid")
-        asked = threading.Thread(target=refuse, args=(copy, "owner/name"))
+        asked = threading.Thread(target=refuse, args=(copy, "owner/name"), daemon=True)
         asked.start()
         connection, _ = proxy.accept()
         greeting = connection.recv(1)
         connection.close()
+        proxy.close()  # or a second try would wait for its answer
         asked.join()
     huggingface_hub.close_session()
     assert greeting == b"\x05"

@@ -4,13 +4,14 @@ import gc
 import io
 import logging
 import os
+import resource
 import signal
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import typer
 from rich.console import Console
@@ -44,12 +45,24 @@ class _Terminal(Console):
         raise SystemExit(128 + signal.SIGPIPE)
 
 
+def _can_redraw(stream: TextIO) -> bool:
+    """Whether lines can be drawn again. rich also believes FORCE_COLOR, which asks for colours in a file."""
+    return stream.isatty() and os.environ.get("TERM", "") not in ("dumb", "unknown")
+
+
 # Bound to the stream itself, because `capture_output` replaces sys.stdout. A file gets lines as wide as any table.
-console = _Terminal(highlight=False, file=sys.stdout, width=None if sys.stdout.isatty() else 120)
-errors = Console(stderr=True, highlight=False, soft_wrap=True)
+console = _Terminal(
+    highlight=False,
+    file=sys.stdout,
+    width=None if sys.stdout.isatty() else 120,
+    force_interactive=_can_redraw(sys.stdout),
+)
+errors = Console(stderr=True, highlight=False, soft_wrap=True, force_interactive=_can_redraw(sys.stderr))
 
 EXIT_CODES = {"pass": 0, "fail": 1, "inconclusive": 2}
 """Exit codes of verbs whose exit code is a verdict; their exit code for an error is 3."""
+
+_OPEN_FILES = 65_536
 
 _LINE_S = 60.0
 """Seconds between two progress lines about one activity, if output goes to a file."""
@@ -57,7 +70,7 @@ _LINE_S = 60.0
 _COUNTED = 10_000
 """Largest total that a progress line shows as a number, as of layers or texts; larger ones, as of bytes, as a share."""
 
-_UNEXPECTED, _REFUSED, _REFUSED_BY_JUDGE, _INTERRUPTED, _TERMINATED = 1, 2, 3, 130, 143
+_UNEXPECTED, _REFUSED, _REFUSED_BY_JUDGE, _INTERRUPTED = 1, 2, 3, 130
 
 
 class Judge(TyperCommand):
@@ -94,18 +107,22 @@ def _errors_of_judge() -> Iterator[None]:
 def run_command_line(app: typer.Typer, name: str) -> None:
     """Run a command line and exit.
 
-    Exit codes: 2 for an expected error, 1 for any other, with one line on stderr; 130 for Ctrl-C, 143 for SIGTERM.
+    Exit codes: 2 for an expected error, 1 for any other, with one line on stderr; 130 for Ctrl-C; 143 for SIGTERM and
+    129 for SIGHUP, as of a terminal that was closed, both of which end child processes and remove temporary folders.
     """
     app.pretty_exceptions_enable = False
     interrupt_code = _INTERRUPTED
 
-    def terminate(*_: object) -> None:
+    def terminate(number: int, _: object) -> None:
         nonlocal interrupt_code
-        interrupt_code = _TERMINATED
+        interrupt_code = 128 + number
         raise KeyboardInterrupt
 
-    before = signal.signal(signal.SIGTERM, terminate)  # ends as Ctrl-C does, which stops child processes
+    # They end as Ctrl-C does, which stops child processes; nohup ignores SIGHUP, so that work goes on.
+    numbers = [each for each in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(each) != signal.SIG_IGN]
+    before = {number: signal.signal(number, terminate) for number in numbers}
     gc.set_threshold(GARBAGE_THRESHOLD)
+    _allow_open_files()
     if allowed_cpus() < len(os.sched_getaffinity(0)):
         # torch starts a thread for each CPU of the machine, but a container may have the time of only a few CPUs.
         os.environ.setdefault("OMP_NUM_THREADS", str(physical_cores()))
@@ -127,11 +144,21 @@ def run_command_line(app: typer.Typer, name: str) -> None:
         report_unexpected(error)
         code = _UNEXPECTED
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
     if code == _INTERRUPTED:
-        errors.print("interrupted" if interrupt_code == _INTERRUPTED else "terminated")
+        with suppress(OSError):  # the terminal is gone
+            errors.print("interrupted" if interrupt_code == _INTERRUPTED else "terminated")
         code = interrupt_code
     sys.exit(_flush_output() or code or 0)
+
+
+def _allow_open_files() -> None:
+    """Raise the limit of open files as far as this user may: shells allow 256 or 1,024, a server needs hundreds."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, _OPEN_FILES)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def _flush_output() -> int:
@@ -212,8 +239,13 @@ def table(text: Sequence[str], figures: Sequence[str]) -> Table:
 @contextmanager
 def progress_bar() -> Iterator[progress.Progress]:
     """Show a bar per activity with the time left; if output is a file, a line per activity, then one each minute."""
-    with _bars() if console.is_terminal else _lines() as show:
+    with _bars() if console.is_interactive else _lines() as show:
         yield show
+
+
+def waiting(activity: str) -> AbstractContextManager[object]:
+    """Show on stderr what a `with` block waits for, as long as it does; nothing if that is no terminal."""
+    return errors.status(activity) if errors.is_interactive else nullcontext()
 
 
 @contextmanager

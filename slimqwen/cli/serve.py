@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from slimqwen.cli.console import errors, relative, say
+from slimqwen.cli.console import errors, relative, say, waiting
 from slimqwen.cli.options import PlatformName, VariantOption
 from slimqwen.cli.plan import find_recorded_plan
 from slimqwen.variant import making_command
@@ -50,7 +50,7 @@ def serve(
     variant = variant.with_lines({key: value for key, value in options.items() if value})
     # As the shell left them: the import of vLLM and the engine fixes set variables of this process.
     shell = {key: value for key, value in os.environ.items() if key.startswith("VLLM_")}
-    with errors.status("reading vLLM's flags"):
+    with waiting("reading vLLM's flags"):
         command = ServerCommand.resolve(variant, port=port, platform=platform)
     lines = {key: setting.value for key, setting in variant.settings.items()}
     served = {**lines, **command.environment, "VLLM_PORT": str(command.port)}

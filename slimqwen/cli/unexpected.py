@@ -1,10 +1,9 @@
 """Report of an exception that is no SlimqwenError: one line with its cause and the log that has the traceback.
 
-Imports only the standard library, because it also reports what goes wrong while other modules are imported.
+Imports little more than the standard library, because it also reports what goes wrong while other modules are imported.
 """
 
 import contextlib
-import errno
 import os
 import sys
 import tempfile
@@ -14,21 +13,9 @@ import traceback
 from pathlib import Path
 from types import TracebackType
 
-_ROOT = Path(__file__).resolve().parents[2]
+from slimqwen.errors import explain_os_error
 
-_READ_ONLY = "make it writable for this user, or work in your own clone of the repository"
-_FULL = "free some disk space"
-_OPEN_FILES = "allow more open files, such as `ulimit -n 4096`"
-_CURES = {
-    errno.EACCES: _READ_ONLY,
-    errno.EPERM: _READ_ONLY,
-    errno.EROFS: _READ_ONLY,
-    errno.ENOSPC: _FULL,
-    errno.EDQUOT: _FULL,
-    errno.EMFILE: _OPEN_FILES,
-    errno.ENFILE: _OPEN_FILES,
-    errno.ENOMEM: "free some memory",
-}
+_ROOT = Path(__file__).resolve().parents[2]
 
 
 def install_hooks() -> None:
@@ -60,18 +47,9 @@ def describe_cause(error: BaseException) -> str:
     cause = f"unexpected {type(error).__name__}{f': {words[:500]}' if words else ''}"
     if isinstance(error, ImportError):
         return f"{cause}; run `make install` to repair .venv"
-    number = (
-        error.errno
-        if isinstance(error, OSError)
-        else errno.ENOMEM
-        if isinstance(error, MemoryError)
-        else None
-    )
-    if number not in _CURES:
-        return cause
-    if isinstance(error, OSError) and error.strerror:
-        cause = f"{error.filename}: {error.strerror}" if error.filename else error.strerror
-    return f"{cause}; {_CURES[number]}"
+    if isinstance(error, MemoryError):
+        return f"{cause}; free some memory"
+    return explain_os_error(error) or cause
 
 
 def _write_log(error: BaseException) -> Path | None:

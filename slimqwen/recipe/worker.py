@@ -9,6 +9,7 @@ import gc
 import os
 import pickle
 import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -20,10 +21,13 @@ from pathlib import Path
 from typing import IO, Any
 
 from slimqwen import lifeline
-from slimqwen.errors import SlimqwenError
+from slimqwen.errors import SlimqwenError, explain_os_error
 
 GARBAGE_THRESHOLD = 100_000
 """Threshold of garbage collection for a process with many imports, new objects; Python's default is 700."""
+
+_FULL_BYTES = 2**20
+"""Free space of a disk that counts as full, bytes."""
 
 
 @contextmanager
@@ -104,11 +108,25 @@ def perform(job: Any, runner: Connection) -> None:
         facts = run(source, destination, parameters, lambda *message: runner.send(("progress", *message)))
         runner.send(("done", facts, _peak_memory()))
     except SlimqwenError as error:
-        traceback.print_exc()
+        _log_traceback()
         runner.send(("refused", error))
     except Exception as error:
+        text = explain_os_error(error) or f"{type(error).__name__}: {' '.join(str(error).split())}"
+        if _is_full(destination) and "disk space" not in text:
+            text += "; the disk is full: free some disk space"  # torch.save does not say so
+        _log_traceback()
+        runner.send(("failed", text))
+
+
+def _is_full(folder: Path) -> bool:
+    with suppress(OSError):  # not every job writes
+        return shutil.disk_usage(folder).free < _FULL_BYTES
+    return False
+
+
+def _log_traceback() -> None:
+    with suppress(OSError):  # the log is on the disk that is full
         traceback.print_exc()
-        runner.send(("failed", f"{type(error).__name__}: {' '.join(str(error).split())}"))
 
 
 def _peak_memory() -> int:

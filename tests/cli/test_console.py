@@ -1,7 +1,10 @@
 """Exit codes: a verdict where a verb gives one, and what an error or Ctrl-C ends with."""
 
 import io
+import os
 import signal
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -44,20 +47,52 @@ def test_an_error_is_no_verdict(monkeypatch, run_here, tmp_path, error, code, me
     assert (found, message in said) == (code, True), said
 
 
-def test_sigterm_ends_a_command_as_ctrl_c_does(monkeypatch, run_here):
+@pytest.mark.parametrize(("number", "exit_code"), [(signal.SIGTERM, 143), (signal.SIGHUP, 129)])
+def test_a_signal_ends_a_command_as_ctrl_c_does(monkeypatch, run_here, number, exit_code):
     removed = []
 
     def measure(*_, **__):
         try:
-            signal.raise_signal(signal.SIGTERM)
+            signal.raise_signal(number)
         finally:
             removed.append("what it had made")
 
     monkeypatch.setattr(evaluation, "measure_gate", measure)
+    before = signal.signal(number, signal.SIG_DFL)  # a test run under nohup ignores SIGHUP
     code, _, said = run_here(*GATE)
-    assert (code, "terminated" in said) == (143, True)
+    assert signal.signal(number, before) == signal.SIG_DFL
+    assert (code, "terminated" in said) == (exit_code, True)
     assert removed
-    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+
+
+def test_nohup_keeps_a_command_alive(monkeypatch, run_here):
+    monkeypatch.setattr(evaluation, "measure_gate", lambda *_, **__: signal.raise_signal(signal.SIGHUP))
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        code, *_ = run_here(*GATE)
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    assert code != 129
+
+
+SHOW = """
+from slimqwen.cli import console
+with console.waiting("reading"), console.progress_bar() as show:
+    show("work", 0, 2), show("work", 2, 2)
+console.say("done")
+"""
+
+
+@pytest.mark.parametrize("setting", [{"FORCE_COLOR": "1"}, {"TTY_COMPATIBLE": "1"}, {"TERM": "dumb"}])
+def test_a_file_gets_lines_whatever_the_shell_says_of_its_terminal(setting):
+    done = subprocess.run(
+        [sys.executable, "-c", SHOW],
+        env={**os.environ, **setting},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert (done.stdout, done.stderr) == ("work …\ndone\n", "")
 
 
 def test_a_terminal_shows_one_bar_for_each_subject(monkeypatch):

@@ -1,0 +1,38 @@
+"""What a stage's process reports of a failure."""
+
+import errno
+import re
+from multiprocessing import Pipe
+
+import pytest
+
+from slimqwen.recipe import worker
+
+FULL = OSError(errno.ENOSPC, "No space left on device", "/store/model.safetensors")
+
+
+@pytest.mark.parametrize(
+    ("error", "text"),
+    [
+        (FULL, "/store/model.safetensors: No space left on device; free some disk space"),
+        (
+            RuntimeError("IO Error: No space left on device (os error 28)"),
+            "IO Error: .*; free some disk space",
+        ),
+        (OSError(errno.EMFILE, "Too many open files"), "Too many open files; allow more open files, such as"),
+        (ValueError("two\nlines"), "^ValueError: two lines$"),
+    ],
+)
+def test_a_failure_is_one_line_with_its_cure(tmp_path, monkeypatch, error, text):
+    def stage(*_):
+        raise error
+
+    def cannot_print():
+        raise FULL
+
+    monkeypatch.setattr(worker.traceback, "print_exc", cannot_print)  # the log lies on the disk that is full
+    ours, theirs = Pipe()
+    worker.perform((stage, tmp_path, tmp_path, None), theirs)
+    kind, message = ours.recv()
+    assert kind == "failed"
+    assert re.search(text, message)
