@@ -19,7 +19,15 @@ from typing import Any, Literal, NamedTuple
 
 from slimqwen import checkpoint, redaction
 from slimqwen.checkpoint import Manifest
-from slimqwen.checkpoint.files import COMPILE_CACHE, MANIFEST, FileRecord, file_records, flush
+from slimqwen.checkpoint.files import (
+    COMPILE_CACHE,
+    MANIFEST,
+    TEMPLATES,
+    FileRecord,
+    flush,
+    keep_records,
+    tree_records,
+)
 from slimqwen.errors import SlimqwenError
 from slimqwen.file_lock import take_lock
 from slimqwen.progress import Progress, silent
@@ -98,6 +106,7 @@ def download_copy(repository: Repository, target: Path, progress: Progress = sil
             facts={"repository": repository.name, "revision": commit},
         )
         manifest.write(folder)
+        keep_records(folder, files)
     return manifest
 
 
@@ -115,12 +124,15 @@ def _check_copy(folder: Path, repository: Repository, cure: str) -> Manifest:
 
 
 def _select_checkpoint(names: Sequence[str]) -> list[str]:
-    # Folders of a repository hold other formats.
+    # Other folders of a repository hold other formats.
     return [
         name
         for name in names
-        if any(fnmatch(name, pattern) for pattern in _PATTERNS)
-        and not (name.startswith(".") or "/" in name or name in (MANIFEST, *COMPILE_CACHE))
+        if fnmatch(name, f"{TEMPLATES}/[!.]*.jinja")
+        or (
+            any(fnmatch(name, pattern) for pattern in _PATTERNS)
+            and not (name.startswith(".") or "/" in name or name in (MANIFEST, *COMPILE_CACHE))
+        )
     ]
 
 
@@ -159,7 +171,7 @@ def download_files(
             if other != folder:
                 shutil.rmtree(other)
         _fetch_files(repository, commit, files, folder, progress)
-        records = file_records(folder, progress)
+        records = tree_records(folder, progress)
         for file in files:
             path, is_lfs = folder / file.rfilename, file.lfs is not None
             found = records[file.rfilename].sha256 if is_lfs else git_hash(path.read_bytes())

@@ -99,7 +99,9 @@ def test_the_files_of_a_checkpoint_are_downloaded_with_progress_in_bytes(
     manifest = hub.download_checkpoint(copy, lambda *message: messages.append(message))
 
     folder = tmp_path / "weights/base"
-    assert left_in(tmp_path / "weights") == sorted(f"base/{name}" for name in [*KEPT, "manifest.json"])
+    assert left_in(tmp_path / "weights") == sorted(
+        f"base/{name}" for name in [*KEPT, "manifest.json", ".hashes.json"]
+    )
     assert seen(tmp_path / "weights") == ["base"]
     for name in KEPT:
         assert (folder / name).read_bytes() == (served.folder / name).read_bytes()

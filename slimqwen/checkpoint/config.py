@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from slimqwen.checkpoint.errors import CorruptCheckpointError
+from slimqwen.checkpoint.stored_file import refuse_pointer
 
 RANDOM_WEIGHTS = "random_weights"
 """Key of config.json of a checkpoint without weights: vLLM makes random ones, which show only speed and memory."""
@@ -88,6 +89,7 @@ def read_json_object(file: Path) -> dict[str, Any]:
     except FileNotFoundError:
         raise CorruptCheckpointError(f"{file} is missing") from None
     except ValueError as error:
+        refuse_pointer(file)
         raise CorruptCheckpointError(f"{file} is not JSON ({error})") from None
     if not isinstance(content, dict):
         raise CorruptCheckpointError(f"{file} is not a JSON object")

@@ -5,6 +5,7 @@ import errno
 import hashlib
 import json
 import os
+import re
 import secrets
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,7 +18,12 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from slimqwen.checkpoint.config import read_json_object
 from slimqwen.checkpoint.errors import CorruptCheckpointError, MissingCheckpointError
+from slimqwen.checkpoint.hashes import FileRecord as FileRecord
+from slimqwen.checkpoint.hashes import hash_anew, keep_hashes, known_hashes, read_hashes
+from slimqwen.checkpoint.hashes import sha256 as sha256
 from slimqwen.checkpoint.promise import check_form, check_tensors
+from slimqwen.checkpoint.stored_file import refuse_cut, refuse_pointer
+from slimqwen.checkpoint.tensors import INDEX, weight_files
 from slimqwen.errors import SlimqwenError
 from slimqwen.file_lock import hold_lock, take_lock
 from slimqwen.progress import Progress, silent
@@ -42,19 +48,24 @@ _OWN_RESULTS = (
 )
 """Files that a stage or a training writes about its own output; later stages do not copy them to theirs."""
 
-_WEIGHT_ENDINGS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".onnx", ".h5", ".msgpack", ".index.json")
-"""Ends of the names of files with weights, in any format, and of the indices of such files."""
+_WEIGHT_ENDINGS = (".safetensors", ".index.json")
+"""Ends of the names of files with weights, and of their index."""
+
+TEMPLATES = "additional_chat_templates"
+"""The one folder of a checkpoint that a server reads: chat templates besides the default."""
+
+_ADAPTER = "adapter_config.json"
+
+_FOREIGN = re.compile(
+    r"\.(bin|pt|pth|ckpt|pkl|npz|distcp|gguf|onnx|h5|msgpack)(\.index\.json)?$"  # optimizers, other formats
+    r"|^(trainer_state|training_args|\w+_results)\.json$|^trainer_log\.jsonl$|^events\.out\.tfevents\.|\.log$"
+    r"|^(latest|latest_checkpointed_iteration\.txt|zero_to_fp32\.py|nohup\.out)$|\.(bak|orig|tmp|swp)$|~$"
+    r"|\.(png|jpe?g|gif|webp|svg|pdf|mp4)$"
+)
+"""Names of files that trainers and hubs leave beside a checkpoint, and that no server opens: logs, optimizer states,
+other formats, copies of an editor, pictures of a model card. They are neither counted, hashed nor carried."""
 
 _REQUIRED = ("tokenizer.json", "tokenizer_config.json")
-
-
-class FileRecord(BaseModel):
-    """One file of a checkpoint."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    sha256: str
-    bytes: int
 
 
 class Manifest(BaseModel):
@@ -101,7 +112,7 @@ class Manifest(BaseModel):
             raise CorruptCheckpointError(f"{file} is not a manifest: {error.errors()[0]['msg']}") from None
 
     def write(self, folder: Path) -> None:
-        """Write the manifest. It has to be the folder's last file: `digest` trusts files older than the manifest."""
+        """Write the manifest."""
         text = json.dumps(self.model_dump(mode="json"), indent=2, sort_keys=True)
         (folder / MANIFEST).write_text(text + "\n", encoding="utf-8")
 
@@ -119,7 +130,17 @@ def check_folder(folder: Path, cure: str) -> None:
     """
     if not folder.is_dir() or not any(folder.iterdir()):
         raise MissingCheckpointError(f"no checkpoint in {folder}; {cure}")
+    if (folder / _ADAPTER).is_file() and not (folder / "config.json").is_file():
+        raise CorruptCheckpointError(
+            f"{folder} holds a LoRA adapter, not a checkpoint; merge it into its base (merge_and_unload of peft, then "
+            "save_pretrained with the tokenizer) and give that folder"
+        )
+    files = list_files(folder).values()
+    for file in files:
+        refuse_pointer(file)
     with _cure(cure):
+        for file in files:
+            refuse_cut(file)
         check_form(folder)
         for name in _REQUIRED:
             if not (folder / name).is_file():
@@ -140,7 +161,9 @@ def verify(folder: Path, cure: str, progress: Progress = silent) -> Manifest:
     check_folder(folder, cure)
     with _cure(cure):
         manifest = Manifest.read(folder)
-        actual = file_records(folder, progress)
+        # A stage of an earlier version may have carried what is no file of a checkpoint now.
+        listed = {name: folder / name for name in manifest.files if (folder / name).is_file()}
+        actual = hash_anew(folder, {**list_files(folder), **listed}, progress)
         for name in sorted(manifest.files.keys() | actual.keys()):
             if name not in actual:
                 raise CorruptCheckpointError(f"{folder / name} is missing, but {MANIFEST} lists it")
@@ -155,38 +178,68 @@ def verify(folder: Path, cure: str, progress: Progress = silent) -> Manifest:
 def digest(folder: Path, progress: Progress = silent) -> str:
     """The checkpoint digest: SHA-256 over the names and hashes of the files that decide what the checkpoint computes.
 
-    The manifest, the model card and the compile cache (which differs from one bake to the next) are left out. A file
-    that is older than the manifest and as long as listed there is not hashed again: the manifest has its hash. So the
-    digest is the same with and without a manifest.
+    The manifest, the model card and the compile cache (which differs from one bake to the next) are left out. Hashes
+    are kept (`slimqwen.checkpoint.hashes`), so that a checkpoint is read once.
+
+    Args:
+        progress: receives (activity, done, total) in bytes where files are read.
     """
-    files = {name: path for name, path in _files(folder).items() if name not in COMPILE_CACHE}
-    known = {}
-    if (folder / MANIFEST).is_file():
-        # File times have coarse ticks: a file with the same time as the manifest may be younger than it.
-        made = (folder / MANIFEST).stat().st_mtime_ns
-        for name, record in Manifest.read(folder).files.items():
-            stat = files[name].stat() if name in files else None
-            if stat and stat.st_mtime_ns < made and stat.st_size == record.bytes:
-                known[name] = record
-    records = _hash_files(files, known, progress)
+    files = {name: path for name, path in list_files(folder).items() if name not in COMPILE_CACHE}
+    records = known_hashes(folder, files, progress)
     lines = (f"{record.sha256}  {name}\n" for name, record in sorted(records.items()))
     return hashlib.sha256("".join(lines).encode()).hexdigest()
 
 
 def file_records(folder: Path, progress: Progress = silent) -> dict[str, FileRecord]:
-    """Hash every file except the manifest and the model card: the `files` of a Manifest."""
-    return _hash_files(_files(folder), {}, progress)
+    """Hash every file of a checkpoint: the `files` of a Manifest."""
+    return hash_anew(folder, list_files(folder), progress)
 
 
-def sha256(file: Path) -> str:
-    """SHA-256 of one file, hexadecimal."""
-    with file.open("rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()
+def keep_records(folder: Path, records: Mapping[str, FileRecord]) -> None:
+    """Keep the hashes of a checkpoint that was downloaded and compared just now, so that it is not read once more."""
+    keep_hashes(folder, {name: folder / name for name in records}, records)
+
+
+def tree_records(folder: Path, progress: Progress = silent) -> dict[str, FileRecord]:
+    """Hash every file of any folder, such as a data set, except dot files, by its path in the folder."""
+    files = {
+        path.relative_to(folder).as_posix(): path for path in sorted(folder.rglob("*")) if path.is_file()
+    }
+    return read_hashes(
+        {
+            name: path
+            for name, path in files.items()
+            if not any(part.startswith(".") for part in Path(name).parts)
+        },
+        progress,
+    )
+
+
+def list_files(folder: Path) -> dict[str, Path]:
+    """The files of a checkpoint by path in the folder: those at its top that decide what it computes, and templates.
+
+    Other folders hold other things: earlier states of a training, its logs, other formats, caches of hub clients.
+    """
+    # Dot files belong to tools (a hub client keeps time stamps there), not to the checkpoint.
+    shards: set[str] = set()
+    with contextlib.suppress(CorruptCheckpointError):
+        shards = {file.name for file in weight_files(folder)} if (folder / INDEX).is_file() else set()
+    top = {
+        path.name: path
+        for path in sorted(folder.iterdir())
+        if path.is_file()
+        and path.name not in (MANIFEST, CARD)
+        and not path.name.startswith(".")
+        and not _FOREIGN.search(path.name)
+        and not (shards and path.suffix == ".safetensors" and path.name not in shards)
+    }
+    templates = sorted((folder / TEMPLATES).glob("[!.]*.jinja"))
+    return {**top, **{f"{TEMPLATES}/{path.name}": path for path in templates if path.is_file()}}
 
 
 def bytes_on_disk(folder: Path) -> int:
     """Total size of the checkpoint's files in bytes, without manifest and model card."""
-    return sum(file.stat().st_size for file in _files(folder).values())
+    return sum(file.stat().st_size for file in list_files(folder).values())
 
 
 def kept_token_ids(folder: Path) -> npt.NDArray[np.int64] | None:
@@ -214,7 +267,7 @@ def side_files(folder: Path) -> dict[str, Path]:
     """
     return {
         name: path
-        for name, path in _files(folder).items()
+        for name, path in list_files(folder).items()
         if name != "config.json" and name not in _OWN_RESULTS and not name.endswith(_WEIGHT_ENDINGS)
     }
 
@@ -226,7 +279,7 @@ def carry_side_files(source: Path, destination: Path) -> None:
 
 def carry_all(source: Path, destination: Path, leave_out: Sequence[str] = ()) -> None:
     """Copy every file except the manifest, the model card, dot files and the names in `leave_out`."""
-    _copy({name: path for name, path in _files(source).items() if name not in leave_out}, destination)
+    _copy({name: path for name, path in list_files(source).items() if name not in leave_out}, destination)
 
 
 def _copy(files: Mapping[str, Path], destination: Path) -> None:
@@ -297,32 +350,6 @@ def _cure(cure: str) -> Iterator[None]:
         yield
     except CorruptCheckpointError as error:
         raise CorruptCheckpointError(f"{error}; {cure}") from error
-
-
-def _files(folder: Path) -> dict[str, Path]:
-    # Dot files belong to tools (a hub client keeps time stamps there), not to the checkpoint.
-    return {
-        relative.as_posix(): path
-        for path in sorted(folder.rglob("*"))
-        if path.is_file()
-        and (relative := path.relative_to(folder)) not in (Path(MANIFEST), Path(CARD))
-        and not any(part.startswith(".") for part in relative.parts)
-    }
-
-
-def _hash_files(
-    files: Mapping[str, Path], known: Mapping[str, FileRecord], progress: Progress
-) -> dict[str, FileRecord]:
-    records = dict(known)
-    missing = {name: path for name, path in files.items() if name not in known}
-    total = sum(path.stat().st_size for path in missing.values())
-    done = 0
-    for name, path in missing.items():
-        length = path.stat().st_size
-        records[name] = FileRecord(sha256=sha256(path), bytes=length)
-        done += length
-        progress("hashing", done, total)
-    return records
 
 
 def _lock_of(staging: Path) -> Path:

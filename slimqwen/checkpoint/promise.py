@@ -10,7 +10,7 @@ from slimqwen.checkpoint import draft_head, packing
 from slimqwen.checkpoint.config import quantisation, read_config, text_config
 from slimqwen.checkpoint.errors import CorruptCheckpointError, UnsupportedFormatError
 from slimqwen.checkpoint.tensors import TensorInfo, list_tensors
-from slimqwen.checkpoint.weights import Weight, group_parts
+from slimqwen.checkpoint.weights import Weight, group_parts, holds_mtp_head
 
 Shapes = dict[str, tuple[int, ...]]
 
@@ -24,6 +24,9 @@ _FP8 = ("F8_E4M3", "F8_E5M2")
 _KNOWN_METHODS = {
     *("", "compressed-tensors", "gptq", "auto_gptq", "awq", "auto_awq", "auto-round", "inc", "fp8"),
 }
+_CACHE_SCALES = (".k_scale", ".v_scale")
+"""Ends of the names of the scales of an 8-bit KV cache."""
+
 _LINEAR = re.compile(r"(?:^|\.)(?:layers\.\d+\..*proj\w*|mtp\.fc|lm_head)$")
 _EXPERT = re.compile(r"(?P<experts>.+\.experts)\.(?P<linear>gate_up_proj|down_proj)")
 
@@ -33,12 +36,14 @@ def check_form(folder: Path) -> None:
 
     Raises:
         UnsupportedFormatError: a linear is quantised in config.json but not in the files, or the other way round; vLLM
-            would use another output head than the stored one; or the weights are in an order that vLLM does not read.
-        CorruptCheckpointError: as `list_tensors`.
+            would use another output head than the stored one; the weights are in an order that vLLM does not read; or
+            there are scales of a KV cache that it would not read.
+        CorruptCheckpointError: as `list_tensors` and `holds_mtp_head`.
     """
     config = read_config(folder)
     form, stored = quantisation(config), list_tensors(folder)
     _check_output_head(folder, config, stored)
+    holds_mtp_head(config, stored)
     settings = [form, *(group.get("weights") or {} for group in form.get("config_groups", {}).values())]
     for each in settings:
         is_ordered = each.get("desc_act") is True or each.get("actorder") in ("group", "dynamic", True)
@@ -47,6 +52,13 @@ def check_form(folder: Path) -> None:
                 f"{folder} is quantised in activation order (desc_act=true or actorder=group), which vLLM no longer "
                 "loads; use a checkpoint with desc_act=false or actorder=static"
             )
+    scales = [name for name in stored if name.endswith(_CACHE_SCALES)]
+    reads_any = form.get("quant_method", "compressed-tensors") != "compressed-tensors"
+    if scales and not reads_any and not form.get("kv_cache_scheme"):
+        raise UnsupportedFormatError(
+            f"{folder} has scales of an 8-bit KV cache ({scales[0]}), which vLLM does not read without "
+            "kv_cache_scheme in quantization_config of config.json; add that of the checkpoint that had it"
+        )
     if form.get("quant_method") != "compressed-tensors":
         return
     for name, weight in group_parts(stored, form).items():
@@ -144,7 +156,8 @@ def expected_tensors(folder: Path) -> ExpectedTensors:
     if text.get("tie_word_embeddings") and not any(name.startswith("lm_head.") for name in stored):
         shapes.pop("lm_head.weight", None)
     linears = [name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)]
-    shapes |= _mtp_shapes(text, shapes)
+    drafts = holds_mtp_head(config, stored)
+    shapes |= _mtp_shapes(text, shapes) if drafts else {}
     shapes = dict(_with_single_experts(shapes, stored))
     linears += [
         name.removesuffix(".weight")
@@ -155,7 +168,7 @@ def expected_tensors(folder: Path) -> ExpectedTensors:
     dtypes = Counter(info.dtype for info in stored.values() if info.dtype in ("BF16", "F16"))
     floating = (*(dtype for dtype, _ in dtypes.most_common(1)), "F32")
     expected: ExpectedTensors = {name: (shape, floating) for name, shape in shapes.items()}
-    if rows := text.get(draft_head.SIZE_KEY):
+    if drafts and (rows := text.get(draft_head.SIZE_KEY)):
         expected[draft_head.WEIGHT] = ((rows, text["hidden_size"]), floating)
         expected[draft_head.TOKEN_IDS] = ((rows,), ("I64",))
     if form := quantisation(config):
@@ -166,9 +179,7 @@ def expected_tensors(folder: Path) -> ExpectedTensors:
                 del expected[name]
                 expected |= {f"{module}.{part}": promise for part, promise in parts.items()}
         expected |= {
-            name: (info.shape, _FLOATING)
-            for name, info in stored.items()
-            if name.endswith((".k_scale", ".v_scale"))  # scales of an 8-bit KV cache
+            name: (info.shape, _FLOATING) for name, info in stored.items() if name.endswith(_CACHE_SCALES)
         }
     return expected
 

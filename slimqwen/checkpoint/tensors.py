@@ -14,8 +14,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from slimqwen.checkpoint.config import read_json_object
+from slimqwen.checkpoint.config import read_config, read_json_object, text_config
 from slimqwen.checkpoint.errors import CorruptCheckpointError
+from slimqwen.checkpoint.stored_file import refuse_pointer
 from slimqwen.progress import Progress, silent
 
 INDEX = "model.safetensors.index.json"
@@ -192,6 +193,17 @@ def list_tensors(folder: Path) -> dict[str, TensorInfo]:
     return tensors
 
 
+def computed_dtype(folder: Path) -> str | None:
+    """The dtype in which vLLM computes with a checkpoint unless a flag sets another, as torch spells it.
+
+    It is that of config.json; without one, that of the tensors if all floating-point ones agree, else None.
+    """
+    if dtype := text_config(read_config(folder)).get("dtype"):
+        return str(dtype).removeprefix("torch.")
+    floating = {info.dtype for info in list_tensors(folder).values()} & {"F16", "BF16", "F32"}
+    return _TORCH_DTYPES[floating.pop()] if len(floating) == 1 else None
+
+
 def find_output_head(names: Iterable[str]) -> list[str]:
     """Of the names of a checkpoint's tensors, those of the output head: lm_head or, if it is tied, the input embedding.
 
@@ -260,6 +272,9 @@ def write_tensors(file: Path, contents: Mapping[str, NewTensor]) -> None:
 
 def _read_header(file: Path) -> dict[str, TensorInfo]:
     length = file.stat().st_size
+    refuse_pointer(file)
+    if not length:
+        raise CorruptCheckpointError(f"{file} is empty")
     with file.open("rb") as stream:
         prefix = stream.read(8)
         header_length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else length

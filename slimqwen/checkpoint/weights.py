@@ -11,7 +11,7 @@
 
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -36,6 +36,9 @@ _PART = re.compile(
     r"(?P<module>.+)\.(?P<part>weight_(?:packed|scale_inv|scale_2|scale|shape|zero_point|g_idx|global_scale)"
     r"|input_(?:scale|zero_point|global_scale)|activation_scale|qweight|qzeros|scales|g_idx|weight)"
 )
+_EXPERTS = re.compile(r"^(.+\.experts)\..+")
+"""Experts are stored one by one, or all of a layer in one tensor."""
+
 _CARRIERS = ("weight", "weight_packed", "qweight")
 """The parts that may hold the numbers of a weight; a module has one of them."""
 
@@ -221,9 +224,39 @@ def changed_weights(first: Path, second: Path, leave_out: Callable[[str], bool])
 
 
 def has_mtp_head(folder: Path) -> bool:
-    """Whether a checkpoint can draft: its config announces an MTP head, and the tensors are there."""
-    announced = text_config(read_config(folder)).get("mtp_num_hidden_layers")
-    return bool(announced) and any(name.startswith("mtp.") for name in list_tensors(folder))
+    """Whether a checkpoint can draft, as `holds_mtp_head`."""
+    return holds_mtp_head(read_config(folder), list_tensors(folder))
+
+
+def holds_mtp_head(config: Mapping[str, Any], names: Collection[str]) -> bool:
+    """Whether a checkpoint can draft: its config.json announces an MTP head, and the tensors `names` have it.
+
+    Trainers that do not know the head save the model without mtp.* and its config.json as it was: it has no head then.
+
+    Raises:
+        CorruptCheckpointError: there is only a part of the head.
+    """
+    count = text_config(config).get("mtp_num_hidden_layers") or 0
+    if not count or not any(name.startswith("mtp.") for name in names):
+        return False
+    modules = dict.fromkeys(
+        _EXPERTS.sub(r"\1", match["module"] if match else name)
+        for name in names
+        if (match := _PART.fullmatch(name)) or ".experts." in name
+    )
+    # An MTP layer is made as the backbone's full-attention layers.
+    attention = [module.partition(".self_attn.")[0] for module in modules if ".self_attn." in module]
+    layer = next((f"{name}." for name in attention if not name.startswith("mtp.")), None)
+    parts = [module.removeprefix(layer) for module in modules if layer and module.startswith(layer)]
+    required = [f"mtp.{name}" for name in ("fc", "norm", "pre_fc_norm_hidden", "pre_fc_norm_embedding")]
+    required += [f"mtp.layers.{number}.{part}" for number in range(count) for part in parts]
+    if missing := [module for module in required if module not in modules]:
+        more = f" and {len(missing) - 1} others" if missing[1:] else ""
+        raise CorruptCheckpointError(
+            f"of the MTP head that config.json announces the checkpoint lacks {missing[0]}{more}; take along every "
+            "mtp.* tensor of its base, or none"
+        )
+    return True
 
 
 def group_parts(stored: Mapping[str, TensorInfo], settings: Mapping[str, Any]) -> dict[str, Weight]:

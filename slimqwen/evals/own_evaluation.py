@@ -4,8 +4,6 @@ import contextlib
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from tokenizers import Tokenizer
-
 from slimqwen import variant as variants
 from slimqwen.checkpoint import read_config, text_config
 from slimqwen.checkpoint.weights import has_mtp_head
@@ -13,6 +11,7 @@ from slimqwen.errors import SlimqwenError
 from slimqwen.evals.drafting import AcceptanceSettings, cut_class_tokens
 from slimqwen.evals.gate_checks import GateSettings
 from slimqwen.evals.suites.suite import Suite
+from slimqwen.models.vocabulary import read_tokenizer
 from slimqwen.text.prompts import parse_own_prompts
 from slimqwen.variant import Variant
 
@@ -56,7 +55,7 @@ def _cut_prompts_of_drafts(variant: Variant, settings: AcceptanceSettings) -> No
     file = weights / "tokenizer.json"
     if not file.is_file() or not has_mtp_head(weights):
         return
-    tokenizer = Tokenizer.from_file(str(file))
+    tokenizer = read_tokenizer(file)
     context = int(text_config(read_config(weights))["max_position_embeddings"])
     served = variant.settings.get("VLLM_MAX_MODEL_LEN")
     with contextlib.suppress(ValueError):  # vLLM's own refusal names the line

@@ -13,6 +13,7 @@ from slimqwen import checkpoint
 from slimqwen import variant as variants
 from slimqwen.checkpoint.config import quantisation, read_json_object
 from slimqwen.checkpoint.tensors import INDEX, list_tensors, tensor_bytes
+from slimqwen.checkpoint.weights import holds_mtp_head
 from slimqwen.errors import SlimqwenError, suggest_name
 from slimqwen.hub import HubError, Repository, download_files
 from slimqwen.models.families import Family, find_family
@@ -73,7 +74,7 @@ class Subject:
     @property
     def has_mtp(self) -> bool:
         """Whether the checkpoint can draft with an MTP head of its own."""
-        return "mtp.norm.weight" in self.tensors and bool(self.text.get("mtp_num_hidden_layers"))
+        return holds_mtp_head(self.config, self.tensors)
 
     def describe_mtp(self) -> str:
         """The state of the MTP head in a few words."""

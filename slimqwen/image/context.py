@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from slimqwen import checkpoint
-from slimqwen.checkpoint.files import COMPILE_CACHE, sha256
+from slimqwen.checkpoint.files import CARD, COMPILE_CACHE, MANIFEST, list_files, sha256
 from slimqwen.image import ImageError
 from slimqwen.image.imported_cache import read_imported_cache
 from slimqwen.plan import devices, trouble
@@ -105,9 +105,13 @@ def gather(
     if isinstance(template := command.flags.get("chat-template"), str) and (root / template).is_file():
         files.append(root / _below_root(root / template, root, "VLLM_CHAT_TEMPLATE"))
     served = {file.relative_to(root).as_posix(): file for file in files if file.is_file()}
-    for file in sorted(variant.weights.resolve().iterdir()):
-        if file.is_file() and not file.name.startswith(".") and file.name not in COMPILE_CACHE:
-            served[f"{weights}/{file.name}"] = file
+    folder = variant.weights.resolve()
+    stored = list_files(folder) | {name: folder / name for name in (MANIFEST, CARD)}
+    served |= {
+        f"{weights}/{name}": file
+        for name, file in stored.items()
+        if file.is_file() and name not in COMPILE_CACHE
+    }
     served |= {f"{weights}/{name}": cache_folder / name for name in (COMPILE_CACHE if cache else ())}
     for file in (*sorted((code / "slimqwen").rglob("*")), code / "scripts" / "serve.py"):
         if file.is_file() and "__pycache__" not in file.parts:

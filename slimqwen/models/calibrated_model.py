@@ -51,7 +51,7 @@ def describe_quantisation(model: Any, settings: Any, stored: Mapping[str, Tensor
 def with_quantisation(
     config: Mapping[str, Any], quantization: dict[str, Any], stored: Mapping[str, TensorInfo]
 ) -> dict[str, Any]:
-    """The config with the quantisation of the layers, and still with that of linears packed before (MTP head, lm_head).
+    """The config with the quantisation of the layers, and still with that of the KV cache and of linears packed before.
 
     Args:
         config: config.json before calibration.
@@ -59,7 +59,8 @@ def with_quantisation(
         stored: tensors of the checkpoint by name.
     """
     packed = [name.removesuffix(packing.PACKED) for name in stored if name.endswith(packing.PACKED)]
-    changed = quantised(config, quantization)
+    scheme = quantisation(config).get("kv_cache_scheme")
+    changed = quantised(config, {**quantization, **({"kv_cache_scheme": scheme} if scheme else {})})
     for kind, group in quantisation(config).get("config_groups", {}).items():
         modules = [module for module in packed if module.startswith(kind)]
         changed = quantised(config, packing.with_group(changed, kind, group, modules))

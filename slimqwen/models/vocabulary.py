@@ -23,6 +23,7 @@ import numpy as np
 import numpy.typing as npt
 from tokenizers import Tokenizer, pre_tokenizers
 
+from slimqwen.checkpoint.stored_file import refuse_pointer
 from slimqwen.errors import SlimqwenError
 
 Ids = npt.NDArray[np.int64]
@@ -67,14 +68,43 @@ def read_vocabulary(file: Path) -> Vocabulary:
 
     Raises:
         VocabularyError: the file is missing, broken, or not a byte-level BPE with all 256 bytes.
+        CorruptCheckpointError: it is a git-lfs pointer, or begins with a byte order mark.
     """
+    return parse_vocabulary(_read_text(file), str(file))
+
+
+def read_tokenizer(file: Path) -> Tokenizer:
+    """Read a tokenizer.json of any kind, to encode whole texts.
+
+    Raises:
+        VocabularyError: the file is missing or broken.
+        CorruptCheckpointError: as `read_vocabulary`.
+    """
+    return _parse_tokenizer(_read_text(file), str(file))
+
+
+def _read_text(file: Path) -> str:
     try:
-        text = file.read_text(encoding="utf-8")
+        refuse_pointer(file)
+        return file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise VocabularyError(
             f"{file} cannot be read ({error}); make or download the checkpoint anew"
         ) from None
-    return parse_vocabulary(text, str(file))
+
+
+def _parse_tokenizer(text: str, name: str) -> Tokenizer:
+    try:
+        tokenizer = Tokenizer.from_str(text)
+    # The tokenizers library raises plain Exception.
+    except Exception as error:
+        raise VocabularyError(
+            f"{name} is no usable tokenizer.json ({error}); use that of the checkpoint"
+        ) from None
+    # A training may have saved these switched on: texts would be cut and padded as transformers and vLLM never do.
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer
 
 
 def parse_vocabulary(text: str, name: str) -> Vocabulary:
@@ -83,13 +113,7 @@ def parse_vocabulary(text: str, name: str) -> Vocabulary:
     Raises:
         VocabularyError: as `read_vocabulary`.
     """
-    try:
-        tokenizer = Tokenizer.from_str(text)
-    # The tokenizers library raises plain Exception.
-    except Exception as error:
-        raise VocabularyError(
-            f"{name} is no usable tokenizer.json ({error}); use that of the checkpoint"
-        ) from None
+    tokenizer = _parse_tokenizer(text, name)
     # The library's own form has every section, and merges are pairs even if the file has "a b".
     state: dict[str, Any] = json.loads(tokenizer.to_str())
     model = state["model"]
@@ -179,8 +203,6 @@ def prune_tokenizer(vocabulary: Vocabulary, kept_ids: Ids) -> str:
     state["model"] = model
     state["added_tokens"] = [{**added, "id": new[added["id"]]} for added in state["added_tokens"]]
     state["post_processor"] = _renumbered_processor(state["post_processor"], new.__getitem__)
-    if state["padding"]:
-        state["padding"] = {**state["padding"], "pad_id": new[state["padding"]["pad_id"]]}
     text = json.dumps(state, indent=2, ensure_ascii=False) + "\n"
     if Tokenizer.from_str(text).get_vocab() != {
         token: new[old] for token, old in vocabulary.ids.items() if old in new

@@ -8,6 +8,7 @@ from typing import Any
 
 from slimqwen import checkpoint
 from slimqwen.checkpoint import draft_head
+from slimqwen.checkpoint.weights import holds_mtp_head
 from slimqwen.models.outline import Outline
 from slimqwen.text.chats import read_chat_templates
 
@@ -136,11 +137,11 @@ def _stored_form(outline: Outline) -> str:
 
 
 def _mtp_head(outline: Outline) -> str | None:
+    if not holds_mtp_head(outline.config, outline.tensors):
+        return None
     head = [
         name for name in outline.tensors if name.startswith("mtp.") and not name.startswith(draft_head.PREFIX)
     ]
-    if "mtp.norm.weight" not in head:
-        return None
     whole = all(
         name.endswith(".weight") and outline.tensors[name].dtype in ("BF16", "F16", "F32") for name in head
     )

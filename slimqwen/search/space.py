@@ -13,6 +13,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, PositiveInt
 
 from slimqwen import checkpoint
+from slimqwen.checkpoint.weights import has_mtp_head
 from slimqwen.models.shape import Shape
 from slimqwen.plan.devices import GpuSheet
 from slimqwen.records.settings import Settings
@@ -143,7 +144,7 @@ def _derive_choices(base: Variant, gpu: GpuSheet) -> dict[str, tuple[Value, ...]
     text = checkpoint.text_config(config)
     layers = set(text.get("layer_types", ["full_attention"]))
     is_packed = bool(checkpoint.quantisation(config))
-    has_drafts = bool(text.get("mtp_num_hidden_layers"))
+    has_drafts = has_mtp_head(base.weights)
 
     def schemes(present: bool) -> tuple[Value, ...]:
         return _SCHEMES if present and not is_packed else _SCHEMES[:1]

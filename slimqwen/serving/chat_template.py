@@ -5,8 +5,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from slimqwen.checkpoint.stored_file import refuse_pointer
 from slimqwen.serving.errors import ServingError
-from slimqwen.text.chats import ChatTemplate, read_chat_templates
+from slimqwen.text.chats import ChatTemplate, content_form, read_chat_templates, refuse_mark
 from slimqwen.variant import Variant
 
 _MESSAGES = ("What is the first?", "It is this.", "And the second?")
@@ -18,45 +19,75 @@ def served_templates(variant: Variant, flags: Mapping[str, Any]) -> dict[str, Ch
     Raises:
         ServingError: the file of --chat-template cannot be read.
         CorpusError: a file of the checkpoint cannot be read.
+        CorruptCheckpointError: a file is a git-lfs pointer or begins with a byte order mark.
     """
     if "chat-template" not in flags:
         return read_chat_templates(variant.weights)
     file = variant.root / flags["chat-template"]
     try:
+        refuse_pointer(file)
         return {"default": ChatTemplate(file.read_text(encoding="utf-8"), file)}
     except (OSError, UnicodeDecodeError) as error:
         raise ServingError(f"chat template {file} cannot be read ({error}); correct its path") from None
 
 
 def check_templates(
-    templates: Mapping[str, ChatTemplate], weights: Path, arguments: Mapping[str, Any]
+    templates: Mapping[str, ChatTemplate],
+    weights: Path,
+    arguments: Mapping[str, Any],
+    given_form: str = "auto",
 ) -> None:
     """Render a chat of three messages, with thinking on and off, by the template that vLLM uses without tools.
 
     Args:
         weights: the checkpoint folder, whose tokenizer_config.json names the special tokens.
         arguments: template variables that the server sets if a request does not.
+        given_form: --chat-template-content-format.
 
     Raises:
         ServingError: the special tokens are unreadable, or a template does not render or leaves out a message.
+        CorpusError: a template begins with a byte order mark.
     """
-    file = weights / "tokenizer_config.json"
-    try:
-        settings = json.loads(file.read_text(encoding="utf-8"))
-        tokens = {name: value for name, value in settings.items() if name.endswith("_token")}
-    except (OSError, ValueError, AttributeError) as error:
-        raise ServingError(f"{file} cannot be read ({error}); make that checkpoint again") from None
+    tokens = _special_tokens(weights)
     if template := templates.get("default"):
+        refuse_mark(template)
         for thinking in (True, False):
-            _check_template(template, {**tokens, "enable_thinking": thinking, **arguments})
+            _check_template(template, given_form, {**tokens, "enable_thinking": thinking, **arguments})
 
 
-def _check_template(template: ChatTemplate, variables: Mapping[str, Any]) -> None:
+def _special_tokens(weights: Path) -> dict[str, str]:
+    """The special tokens that transformers gives to a template, by name; older saves have objects for them."""
+    tokens: dict[str, str] = {}
+    for file in (weights / "special_tokens_map.json", weights / "tokenizer_config.json"):
+        if file.name == "special_tokens_map.json" and not file.is_file():
+            continue
+        try:
+            settings = json.loads(file.read_text(encoding="utf-8"))
+            for name, value in settings.items():
+                if name.endswith("_token") and value:
+                    tokens[name] = value["content"] if isinstance(value, Mapping) else value
+        except (OSError, ValueError, AttributeError, LookupError) as error:
+            raise ServingError(f"{file} cannot be read ({error}); make that checkpoint again") from None
+    return tokens
+
+
+def _check_template(template: ChatTemplate, given_form: str, variables: Mapping[str, Any]) -> None:
+    try:
+        _render(template, "string" if given_form == "auto" else given_form, variables)
+    except ServingError:
+        # Slow to find out, so only where the form that most templates take does not pass.
+        if given_form != "auto" or content_form(template.text) != "openai":
+            raise
+        _render(template, "openai", variables)
+
+
+def _render(template: ChatTemplate, form: str, variables: Mapping[str, Any]) -> None:
     # Slow to import, and only needed here.
     from transformers.utils.chat_template_utils import render_jinja_template
 
+    contents = [[{"type": "text", "text": text}] if form == "openai" else text for text in _MESSAGES]
     roles = ("user", "assistant", "user")
-    chat = [{"role": role, "content": message} for role, message in zip(roles, _MESSAGES, strict=True)]
+    chat = [{"role": role, "content": content} for role, content in zip(roles, contents, strict=True)]
     try:
         (text,), _ = render_jinja_template(
             [chat], chat_template=template.text, add_generation_prompt=True, **variables

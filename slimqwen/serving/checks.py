@@ -154,7 +154,8 @@ def _check_requests(command: ServerCommand) -> None:
     # A checkpoint without a template can serve completions, but no chats.
     if templates := chat_template.served_templates(variant, flags):
         arguments = flags.get("default-chat-template-kwargs", {})
-        chat_template.check_templates(templates, variant.weights, arguments)
+        form = str(flags.get("chat-template-content-format", "auto"))
+        chat_template.check_templates(templates, variant.weights, arguments, form)
 
 
 def _check_cache(command: ServerCommand) -> None:

@@ -15,6 +15,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from slimqwen.checkpoint.tensors import computed_dtype
 from slimqwen.serving import baked_cache, checked_lines, cuda_toolkit
 from slimqwen.serving import flags as vllm_flags
 from slimqwen.serving import platform as machine
@@ -130,6 +131,8 @@ class ServerCommand:
         platform_changes: list[PlatformChange] = []
         if platform == "cpu":
             platform_changes = _fit_to_cpu(resolved.flags, flags, argv)
+            if line := _bfloat16_of_float16(variant.weights, flags, argv):
+                platform_changes.append(line)
             if "enforce-eager" not in flags:
                 flags["enforce-eager"], argv["enforce-eager"] = True, ("--enforce-eager",)
         flags["model"], argv["model"] = str(variant.weights), ("--model", str(variant.weights))
@@ -266,6 +269,18 @@ def _fit_to_cpu(
             flag = vllm_flags.parse(dataclasses.replace(setting, value=row.instead))
             flags[row.flag], argv[row.flag] = flag.value, flag.argv
     return platform_changes
+
+
+def _bfloat16_of_float16(
+    weights: Path, flags: dict[str, Any], argv: dict[str, tuple[str, ...]]
+) -> PlatformChange | None:
+    """Set --dtype where vLLM would compute in the float16 of a checkpoint, of which Gated DeltaNet on a CPU dies."""
+    if flags.get("dtype", "auto") != "auto" or not (weights / "config.json").is_file():
+        return None
+    if computed_dtype(weights) != "float16":
+        return None
+    flags["dtype"], argv["dtype"] = "bfloat16", ("--dtype", "bfloat16")
+    return PlatformChange("VLLM_DTYPE", "auto, float16 of the checkpoint", "bfloat16", machine.NO_FLOAT16)
 
 
 def _compile_cache(

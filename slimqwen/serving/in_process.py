@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from slimqwen import checkpoint
+from slimqwen.checkpoint.weights import has_mtp_head
 from slimqwen.serving import platform as machine
 from slimqwen.serving.errors import ServingError
 from slimqwen.variant import repository_root
@@ -116,15 +117,14 @@ def served_engine(weights: Path, flags: Mapping[str, Any], **overrides: Any) -> 
 
 
 def try_out(folder: Path) -> None:
-    """Have vLLM load a checkpoint, with the MTP head that its config may announce, and generate a token.
+    """Have vLLM load a checkpoint, with the MTP head that it may have, and generate a token.
 
     Raises:
         ServingError: vLLM cannot load it or generates nothing.
     """
     from vllm import SamplingParams
 
-    config = checkpoint.text_config(checkpoint.read_config(folder))
-    drafts = 1 if config.get("mtp_num_hidden_layers") else 0
+    drafts = 1 if has_mtp_head(folder) else 0
     try:
         with engine(folder, num_speculative_tokens=drafts, max_model_len=64, max_num_seqs=1) as llm:
             few = SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True)

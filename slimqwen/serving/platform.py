@@ -127,6 +127,10 @@ def preloaded_libraries(environment: Mapping[str, str]) -> dict[str, str]:
     return {"LD_PRELOAD": ":".join(filter(None, [preloaded, *map(str, libraries[:1])]))} if libraries else {}
 
 
+NO_FLOAT16 = "Gated DeltaNet on a CPU computes in bfloat16 only"
+"""Why another dtype than bfloat16 is replaced on a CPU."""
+
+
 def _always(value: Any) -> bool:
     return True
 
@@ -136,7 +140,7 @@ GPU_ONLY: tuple[GpuOnly, ...] = (
         "dtype",
         lambda value: value not in ("bfloat16", "auto"),
         "bfloat16",
-        "Gated DeltaNet on a CPU computes in bfloat16 only",
+        NO_FLOAT16,
     ),
     GpuOnly(
         "kv-cache-dtype",

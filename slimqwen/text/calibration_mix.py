@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from slimqwen.checkpoint.files import file_records, sha256
+from slimqwen.checkpoint.files import sha256, tree_records
 from slimqwen.progress import Progress, silent
 from slimqwen.text.chats import ChatRenderer
 from slimqwen.text.files import CorpusError, DataSet, TextFile
@@ -91,6 +91,7 @@ def build_calibration_text(
             "sha256": sha256(text),
             "tokenizer_sha256": sha256(weights / "tokenizer.json"),
             "chat_template_sha256": _digest({name: each.text for name, each in chats.templates.items()}),
+            **({"template_date": chats.date} if chats.date else {}),
             "sources": facts,
         }
         staged.write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")
@@ -116,7 +117,7 @@ class _Supply:
         if not self._positions:
             raise CorpusError(f"{source.path} has no text; add documents to it or remove the source")
         files = (
-            {name: record.sha256 for name, record in file_records(source.path).items()} if is_folder else {}
+            {name: record.sha256 for name, record in tree_records(source.path).items()} if is_folder else {}
         )
         digest = _digest(files) if is_folder else sha256(source.path)
         self.facts: dict[str, Any] = {"name": source.name, "file": source.path.name, "sha256": digest}

@@ -1,11 +1,13 @@
 """Chats as text, rendered as vLLM's server renders the messages and tools of a request."""
 
+import datetime
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
+from slimqwen.checkpoint.stored_file import refuse_pointer, remove_mark
 from slimqwen.text.files import CorpusError, DataSet, Document, TextFile, without_nulls
 
 _TEXT_MODEL = SimpleNamespace(
@@ -16,6 +18,11 @@ _TEXT_MODEL = SimpleNamespace(
     trust_remote_code=False,
 )
 """The attributes of a ModelConfig that vLLM's renderer reads for a chat of text alone."""
+
+
+TEMPLATE_DATE = datetime.datetime(2026, 1, 1, tzinfo=datetime.UTC)
+"""What strftime_now of a template gives here, so that the same texts give the same bytes on any day. A server gives its
+clients the present day."""
 
 
 class ChatTemplate(NamedTuple):
@@ -33,17 +40,21 @@ def read_chat_templates(weights: Path) -> dict[str, ChatTemplate]:
 
     Raises:
         CorpusError: a file cannot be read.
+        CorruptCheckpointError: a file is a git-lfs pointer or begins with a byte order mark.
     """
     file = weights / "tokenizer_config.json"
     try:
         named = json.loads(file.read_text(encoding="utf-8")).get("chat_template") or []
         if isinstance(named, str):
-            named = [{"name": "default", "template": named}]
+            named = {"default": named}
+        if isinstance(named, Mapping):
+            named = [{"name": name, "template": template} for name, template in named.items()]
         templates = {each["name"]: ChatTemplate(each["template"], file) for each in named}
         additional = sorted((weights / "additional_chat_templates").glob("*.jinja"))
         in_files: dict[str, ChatTemplate] = {}
         for file in [*additional, weights / "chat_template.jinja"]:
             if file.is_file():
+                refuse_pointer(file)
                 name = file.stem if file in additional else "default"
                 in_files[name] = ChatTemplate(file.read_text(encoding="utf-8"), file)
         templates = in_files or templates
@@ -58,6 +69,29 @@ def read_chat_templates(weights: Path) -> dict[str, ChatTemplate]:
     return templates
 
 
+def refuse_mark(template: ChatTemplate) -> None:
+    """Refuse a chat template that begins with a byte order mark: vLLM would put it before every prompt.
+
+    Raises:
+        CorpusError: it does.
+    """
+    if template.text.startswith("\ufeff"):
+        in_json = template.file.suffix == ".json"
+        cure = "remove \\ufeff at the beginning of chat_template" if in_json else remove_mark(template.file)
+        raise CorpusError(f"chat template {template.file} begins with a byte order mark; {cure}")
+
+
+def content_form(template: str, tools: list[Any] | None = None) -> str:
+    """The form in which vLLM gives the contents of messages to a template: "string", or "openai" for lists of parts."""
+    # Slow to import, and needed for chats alone.
+    from vllm.renderers.hf import resolve_chat_template_content_format
+
+    stand_in = SimpleNamespace(name_or_path="", get_chat_template=lambda text, tools: text)
+    return resolve_chat_template_content_format(
+        template, tools, "auto", cast(Any, stand_in), model_config=cast(Any, _TEXT_MODEL)
+    )
+
+
 class ChatRenderer:
     """Renders chats with the chat templates and the tokenizer of a checkpoint."""
 
@@ -65,7 +99,15 @@ class ChatRenderer:
         import transformers  # slow to import
 
         self.templates = read_chat_templates(weights)
+        for template in self.templates.values():
+            refuse_mark(template)
         self.tokenizer = transformers.AutoTokenizer.from_pretrained(weights)
+
+    @property
+    def date(self) -> str | None:
+        """The day that a template takes for today; None if no template asks for it."""
+        asks = any("strftime_now" in template.text for template in self.templates.values())
+        return TEMPLATE_DATE.date().isoformat() if asks else None
 
     def text_of(self, reader: TextFile | DataSet, document: Document, *, to_continue: bool = False) -> str:
         """The text of a document, rendered if it is a chat.
@@ -101,7 +143,7 @@ class ChatRenderer:
             to_continue: whether the text ends where the model's next message begins.
 
         Raises:
-            ValueError: the server would refuse the chat, or the template leaves out the tools or their calls.
+            ValueError: the server would refuse the chat, or the template leaves out a message, tools or their calls.
             Exception: the template fails.
         """
         if isinstance(tools, str):
@@ -112,6 +154,7 @@ class ChatRenderer:
         messages = [check_message(message) for message in messages]
         tools = [check_tool(tool) for tool in tools] if tools else None
         text = self._render(template.text, messages, tools, to_continue)
+        self._require_contents(template.text, messages, tools, to_continue)
         without_calls = [{**message, "tool_calls": []} for message in messages]
         if tools and self._render(template.text, messages, None, to_continue) == text:
             raise ValueError("the template leaves out the tools")
@@ -121,15 +164,28 @@ class ChatRenderer:
         text.encode()
         return text
 
+    def _require_contents(
+        self, template: str, messages: list[Any], tools: list[Any] | None, to_continue: bool
+    ) -> None:
+        """Raise a ValueError if the template leaves out a message: a mark in its place has to be in the text."""
+        marked = [_marked(message, number) for number, message in enumerate(messages)]
+        try:
+            text = self._render(template, [message for message, _ in marked], tools, to_continue)
+        # A template may refuse contents other than these.
+        except Exception:
+            return
+        for number, (_, marks) in enumerate(marked):
+            if any(mark not in text for mark in marks):
+                raise ValueError(
+                    f"the template leaves out message {number + 1}, of the role {messages[number]['role']!r}"
+                )
+
     def _render(self, template: str, messages: list[Any], tools: list[Any] | None, to_continue: bool) -> str:
         # Slow to import, and needed for chats alone.
         from vllm.renderers.chat_utils import parse_chat_messages
-        from vllm.renderers.hf import resolve_chat_template_content_format, safe_apply_chat_template
+        from vllm.renderers.hf import safe_apply_chat_template
 
-        form = resolve_chat_template_content_format(
-            template, tools, "auto", self.tokenizer, model_config=_TEXT_MODEL
-        )
-        conversation, _, _ = parse_chat_messages(messages, _TEXT_MODEL, form)
+        conversation, _, _ = parse_chat_messages(messages, _TEXT_MODEL, content_form(template, tools))
         return str(
             safe_apply_chat_template(
                 _TEXT_MODEL,
@@ -139,6 +195,7 @@ class ChatRenderer:
                 chat_template=template,
                 tokenize=False,
                 add_generation_prompt=to_continue,
+                strftime_now=TEMPLATE_DATE.strftime,
             )
         )
 
@@ -198,6 +255,26 @@ def check_message(message: Any) -> dict[str, Any]:
     if "tool_calls" in checked:
         checked["tool_calls"] = [_checked_call(call) for call in checked["tool_calls"]]
     return checked
+
+
+def _marked(message: Mapping[str, Any], number: int) -> tuple[dict[str, Any], list[str]]:
+    """A message with a mark of letters and digits instead of each text that is not blank, and these marks."""
+    content, marks = message.get("content"), list[str]()
+
+    def mark(text: Any) -> Any:
+        if not isinstance(text, str) or not text.strip():
+            return text
+        marks.append(f"message{number}part{len(marks)}end")
+        return marks[-1]
+
+    if isinstance(content, str):
+        content = mark(content)
+    elif content:
+        content = [
+            {**part, "text": mark(part["text"])} if isinstance(part, Mapping) and "text" in part else part
+            for part in content
+        ]
+    return ({**message, "content": content} if "content" in message else dict(message)), marks
 
 
 def _checked_call(call: Any) -> dict[str, Any]:

@@ -1,7 +1,6 @@
 """A damaged checkpoint is an error of one line, tensors survive every way through, and nothing half-made is visible."""
 
 import json
-import os
 import shutil
 import signal
 import subprocess
@@ -23,9 +22,13 @@ from slimqwen.checkpoint.config import write_config
 from slimqwen.checkpoint.files import (
     COMPILE_CACHE,
     MANIFEST,
+    bytes_on_disk,
+    carry_all,
     carry_side_files,
     kept_token_ids,
     publish,
+    side_files,
+    tree_records,
     withdraw,
 )
 from slimqwen.checkpoint.tensors import (
@@ -42,6 +45,7 @@ from slimqwen.errors import SlimqwenError
 from tests.checkpoints import with_manifest
 
 CURE = "`make it` makes it"
+WEIGHTS = ("model-00001.safetensors", "model-00002.safetensors", "model.safetensors.index.json")
 same_folder = settings(
     max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
@@ -68,13 +72,6 @@ def folder(tmp_path: Path) -> Path:
     index = {"metadata": {"total_size": 30}, "weight_map": places}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     return folder
-
-
-def make_old(folder: Path) -> None:
-    """Let every file be older than the manifest, as it is where a manifest was not written just now."""
-    for file in folder.iterdir():
-        if file.name != MANIFEST:
-            os.utime(file, (1, 1))
 
 
 def test_a_sound_checkpoint_passes(folder: Path) -> None:
@@ -223,6 +220,71 @@ def test_what_decides_prompts_and_the_licence_go_along_and_results_of_a_stage_do
     assert found == passed | {"tokenizer.json", "tokenizer_config.json"}
 
 
+TRAINER = (
+    *("checkpoint-40/model.safetensors", "checkpoint-40/config.json", "checkpoint-40/optimizer.pt"),
+    *(
+        "global_step200/mp_rank_00_model_states.pt",
+        "runs/Nov01/events.out.tfevents.1.host.1.0",
+        "wandb/run.json",
+    ),
+    *(
+        "optimizer.pt",
+        "scheduler.pt",
+        "rng_state_0.pth",
+        "optimizer.bin",
+        "random_states_0.pkl",
+        "training_args.bin",
+    ),
+    *(
+        "trainer_state.json",
+        "all_results.json",
+        "trainer_log.jsonl",
+        "training_loss.png",
+        "latest",
+        "train.log",
+    ),
+    *(
+        "zero_to_fp32.py",
+        "model.safetensors.index.json.bak",
+        "original/consolidated.00.pth",
+        "onnx/model.onnx",
+    ),
+    *(
+        "pytorch_model.bin",
+        "consolidated.safetensors",
+        ".git/config",
+        ".cache/huggingface/x",
+        "1_Pooling/config.json",
+    ),
+)
+
+
+def test_what_a_trainer_or_a_hub_leaves_beside_a_checkpoint_is_neither_counted_nor_hashed_nor_carried(
+    folder: Path, tmp_path: Path
+) -> None:
+    before = checkpoint.digest(folder), bytes_on_disk(folder), side_files(folder).keys()
+    for name in TRAINER:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(name)
+    assert (checkpoint.digest(folder), bytes_on_disk(folder), side_files(folder).keys()) == before
+    checkpoint.check_folder(folder, CURE)
+    (copy := tmp_path / "copy").mkdir()
+    carry_all(folder, copy)
+    assert {path.name for path in copy.iterdir()} == {*before[2], "config.json", *WEIGHTS}
+
+
+def test_a_manifest_that_lists_what_is_no_longer_counted_still_verifies(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("slimqwen.checkpoint.files.check_tensors", lambda folder: None)
+    (folder / "runs").mkdir()
+    (folder / "runs" / "events").write_text("carried by a stage of before")
+    manifest = Manifest.read(with_manifest(folder))
+    listed = {**manifest.files, "runs/events": tree_records(folder)["runs/events"]}
+    manifest.model_copy(update={"files": listed}).write(folder)
+    checkpoint.verify(folder, CURE)
+
+
 SIZES = {"F64": 8, "I64": 8, "F32": 4, "BF16": 2, "F16": 2, "I8": 1, "U8": 1}
 contents = st.dictionaries(
     st.text(st.characters(codec="utf-8", exclude_categories=["Cs"]), min_size=1).filter(
@@ -323,21 +385,7 @@ def test_a_tensor_that_does_not_fill_its_shape_is_refused(tmp_path: Path) -> Non
 def test_the_digest_is_the_same_with_and_without_a_manifest(folder: Path) -> None:
     plain = checkpoint.digest(folder)
     with_manifest(folder)
-    make_old(folder)
     assert checkpoint.digest(folder) == plain
-
-
-def test_the_digest_of_files_older_than_the_manifest_is_taken_from_it(folder: Path) -> None:
-    with_manifest(folder)
-    manifest = Manifest.read(folder)
-    files = {
-        **manifest.files,
-        "config.json": manifest.files["config.json"].model_copy(update={"sha256": "0"}),
-    }
-    plain = checkpoint.digest(folder)
-    manifest.model_copy(update={"files": files}).write(folder)
-    make_old(folder)
-    assert checkpoint.digest(folder) != plain
 
 
 @pytest.mark.parametrize("name", ["config.json", "model-00001.safetensors", "tokenizer.json"])
@@ -356,7 +404,6 @@ def test_files_of_tools_and_a_compile_cache_do_not_enter_the_digest(folder: Path
         (folder / name).write_text("of this baking")
     assert checkpoint.digest(folder) == before
     with_manifest(folder)
-    make_old(folder)
     assert checkpoint.digest(folder) == before
     (folder / COMPILE_CACHE[0]).write_text("of other baking")
     with pytest.raises(CorruptCheckpointError, match="differs from manifest"):

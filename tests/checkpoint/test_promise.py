@@ -11,7 +11,8 @@ import torch
 from slimqwen.checkpoint import CorruptCheckpointError, UnsupportedFormatError, read_config
 from slimqwen.checkpoint.config import write_config
 from slimqwen.checkpoint.promise import check_form, check_tensors, unknown_format
-from tests.checkpoints import TINY, edited_tensors
+from slimqwen.models.calibrated_model import with_quantisation
+from tests.checkpoints import TINY, edited_tensors, stage_output
 from tests.zoo.animals import ANIMALS
 
 UP = "model.layers.0.mlp.up_proj"
@@ -83,6 +84,41 @@ def test_a_tensor_of_another_dtype_or_beside_those_of_the_model_is_noticed(
         change(tensors)
     with pytest.raises(CorruptCheckpointError, match=message):
         check_tensors(folder)
+
+
+def with_cache_scales(folder: Path, form: dict[str, Any] | None) -> Path:
+    """A copy of the embedded model with scales of an 8-bit KV cache."""
+    shutil.copytree(TINY, folder)
+    with edited_tensors(folder) as tensors:
+        for name in [name for name in tensors if name.endswith("self_attn.k_proj.weight")]:
+            for scale in ("k_scale", "v_scale"):
+                tensors[name.replace("k_proj.weight", scale)] = torch.tensor(0.5)
+    write_config(folder, {**read_config(folder), **({"quantization_config": form} if form else {})})
+    return folder
+
+
+CACHE_ALONE = {"quant_method": "compressed-tensors", "format": "dense", "config_groups": {}, "ignore": []}
+
+
+@pytest.mark.parametrize("form", [None, CACHE_ALONE])
+def test_scales_of_a_kv_cache_that_nothing_announces_are_refused(
+    tmp_path: Path, form: dict[str, Any] | None
+) -> None:
+    with pytest.raises(UnsupportedFormatError, match=r"k_scale.*without kv_cache_scheme.*add that"):
+        check_form(with_cache_scales(tmp_path / "copy", form))
+
+
+def test_announced_scales_of_a_kv_cache_stay_so_through_a_stage(tmp_path: Path) -> None:
+    scheme = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False, "symmetric": True}
+    folder = with_cache_scales(tmp_path / "copy", {**CACHE_ALONE, "kv_cache_scheme": scheme})
+    check_form(folder)
+    check_tensors(folder)
+    out = stage_output("quantise_lm_head", folder, tmp_path / "out", group_size=32)
+    check_form(out)
+    check_tensors(out)
+    assert read_config(out)["quantization_config"]["kv_cache_scheme"] == scheme
+    calibrated = with_quantisation(read_config(folder), {**CACHE_ALONE, "kv_cache_scheme": None}, {})
+    assert calibrated["quantization_config"]["kv_cache_scheme"] == scheme
 
 
 def test_parts_of_an_unknown_format_are_taken_as_they_are_and_named(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """Weights in every published form: which of two checkpoints differ, and what a packed one decodes to."""
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -7,11 +8,12 @@ import torch
 from compressed_tensors.compressors import pack_to_int32
 from safetensors.torch import save_file
 
-from slimqwen.checkpoint import CorruptCheckpointError, UnsupportedFormatError
+from slimqwen.checkpoint import CorruptCheckpointError, UnsupportedFormatError, check_folder, read_config
 from slimqwen.checkpoint.config import write_config
 from slimqwen.checkpoint.rtn import quantise, round_to_nearest
-from slimqwen.checkpoint.weights import Weight, changed_weights, has_mtp_head, read_weights
-from tests.checkpoints import TINY
+from slimqwen.checkpoint.tensors import list_tensors
+from slimqwen.checkpoint.weights import Weight, changed_weights, has_mtp_head, holds_mtp_head, read_weights
+from tests.checkpoints import TINY, edited_tensors
 from tests.zoo.animals import ANIMALS
 
 EMBEDDING, LINEAR, NORM = (
@@ -108,6 +110,41 @@ def test_weights_of_every_format_decode_to_about_what_they_were(tmp_path, name, 
 @pytest.mark.parametrize(("name", "can_draft"), [("text", True), ("no-mtp", False), ("mtp-lost", False)])
 def test_a_checkpoint_drafts_with_a_head_that_is_announced_and_there(tmp_path, name, can_draft):
     assert has_mtp_head(ANIMALS[name].build(tmp_path / name)) is can_draft
+
+
+MTP_PARTS = (
+    "mtp.fc.",
+    "mtp.norm.",
+    "mtp.layers.0.",
+    "mtp.layers.0.self_attn.q_norm.",
+    "mtp.layers.0.mlp.up_proj.",
+)
+
+
+@pytest.mark.parametrize("animal", ["text", "w4a16-mtp", "qwen3.5-moe", "fp8-blocks-mtp16"])
+def test_a_part_of_a_head_is_an_error_of_every_verb(tmp_path, animal):
+    folder = ANIMALS[animal].build(tmp_path / "whole")
+    config, names = read_config(folder), list(list_tensors(folder))
+    assert holds_mtp_head(config, names) is any(name.startswith("mtp.") for name in names)
+    for part in MTP_PARTS:
+        left = [name for name in names if not name.startswith(part)]
+        if len(left) < len(names):
+            with pytest.raises(CorruptCheckpointError, match=rf"lacks {part}.* every mtp\.\* tensor"):
+                holds_mtp_head(config, left)
+
+
+def test_a_draft_head_without_the_head_is_a_part_of_one():
+    config = {"mtp_num_hidden_layers": 1}
+    with pytest.raises(CorruptCheckpointError, match=r"lacks mtp\.fc and 3 others"):
+        holds_mtp_head(config, ["mtp.draft_head.weight", "mtp.draft_head.token_ids"])
+
+
+def test_a_folder_with_a_part_of_a_head_is_refused(tmp_path):
+    folder = shutil.copytree(TINY, tmp_path / "copy")
+    with edited_tensors(folder) as tensors:
+        del tensors["mtp.fc.weight"]
+    with pytest.raises(CorruptCheckpointError, match=r"lacks mtp\.fc; take along every.*; make it"):
+        check_folder(folder, "make it")
 
 
 def only_weight(folder: Path, parts: dict[str, torch.Tensor]) -> Weight:

@@ -193,10 +193,20 @@ def test_ids_named_from_outside_stay_with_their_parts():
     assert {longest, *whole.parts[longest]} <= set(kept.tolist())
 
 
-def test_ids_of_post_processor_and_padding_follow():
+def test_whole_texts_are_counted_although_a_training_left_truncation_and_padding_on():
+    tokenizer = Tokenizer.from_str(of_kind("qwen"))
+    plain = vocabulary.parse_vocabulary(tokenizer.to_str(), "plain")
+    tokenizer.enable_truncation(2)
+    tokenizer.enable_padding(pad_id=tokenizer.token_to_id(END), pad_token=END)
+    saved = vocabulary.parse_vocabulary(tokenizer.to_str(), "saved")
+    texts = ["the wool of the house by the river", "a"]
+    assert vocabulary.count_tokens(saved, texts).tolist() == vocabulary.count_tokens(plain, texts).tolist()
+    assert saved.state == plain.state
+
+
+def test_ids_of_a_post_processor_follow():
     tokenizer = Tokenizer.from_str(of_kind("qwen"))
     end, start = tokenizer.token_to_id(END), tokenizer.token_to_id(START)
-    tokenizer.enable_padding(pad_id=end, pad_token=END)
     template = processors.TemplateProcessing(single=f"{START} $A", special_tokens=[(START, start)])
     for processor in (
         processors.Sequence([processors.ByteLevel(), template]),
@@ -205,7 +215,6 @@ def test_ids_of_post_processor_and_padding_follow():
     ):
         tokenizer.post_processor = processor
         pair = Pruned(tokenizer.to_str(), 320)
-        assert pair.small.state["padding"]["pad_id"] == pair.small.ids[END]
         small, whole = (words.tokenizer.encode("the wool").ids for words in (pair.small, pair.whole))
         assert small[0] == pair.small.ids[START]
         assert decode(pair.small, small) == decode(pair.whole, whole)
@@ -238,7 +247,7 @@ def test_a_model_on_characters_is_refused():
     tokenizer = Tokenizer.from_str(of_kind("specials first"))
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
     with pytest.raises(vocabulary.VocabularyError, match="does not turn text into bytes"):
-        vocabulary.parse_vocabulary(tokenizer.to_str(), "here")
+        vocabulary.vocabulary.parse_vocabulary(tokenizer.to_str(), "here")
 
 
 def test_a_broken_or_missing_file_is_one_line(tmp_path: Path):

@@ -2,14 +2,17 @@ import dataclasses
 import json
 
 import pytest
+import torch
 
 from slimqwen import variant
+from slimqwen.checkpoint.config import read_config, write_config
 from slimqwen.serving import baked_cache, checks, cuda_toolkit
 from slimqwen.serving import platform as machine
 from slimqwen.serving.command import ServerCommand
 from slimqwen.serving.errors import ServingError
 from slimqwen.serving.server import free_port
 from slimqwen.vllm_plugin import compile_watch, engine_facts
+from tests.checkpoints import edited_tensors
 
 
 def _reference_words(name, platform):
@@ -56,6 +59,35 @@ def test_on_a_cpu_gpu_settings_are_left_out_and_said():
     assert "--enable-prefix-caching" in command.argv
     assert "--cudagraph-capture-sizes" not in command.argv
     assert command.argv.count("--enforce-eager") == 1
+
+
+@pytest.mark.parametrize(
+    ("written", "stored", "line", "dtype"),
+    [
+        ({"dtype": "float16"}, None, (), "bfloat16"),
+        ({"torch_dtype": "float16", "dtype": None}, None, ("VLLM_DTYPE=auto",), "bfloat16"),
+        ({"dtype": None}, torch.float16, (), "bfloat16"),
+        ({"dtype": None}, torch.bfloat16, (), None),
+        ({"dtype": "float16"}, None, ("VLLM_DTYPE=bfloat16",), "bfloat16"),
+        ({"dtype": "float32"}, None, (), None),
+        ({"dtype": "bfloat16"}, None, (), None),
+    ],
+)
+def test_a_float16_checkpoint_is_served_in_bfloat16_on_a_cpu_and_that_is_said(
+    servable, tmp_path, written, stored, line, dtype
+):
+    servable(*line)
+    weights = tmp_path / "weights/v"
+    config = {key: value for key, value in (read_config(weights) | written).items() if value is not None}
+    write_config(weights, config)
+    if stored:
+        with edited_tensors(weights) as tensors:
+            tensors.update({name: each.to(stored) for name, each in tensors.items()})
+    command = servable()
+    assert command.flags.get("dtype") == dtype
+    assert ("--dtype" in command.argv) == (dtype is not None)
+    changes = [change for change in command.platform_changes if change.key == "VLLM_DTYPE"]
+    assert bool(changes) == (dtype is not None and line != ("VLLM_DTYPE=bfloat16",))
 
 
 def test_a_variant_that_asks_to_compile_on_a_cpu_is_not_made_eager(servable):

@@ -15,7 +15,8 @@ from vllm.renderers.hf import (
     safe_apply_chat_template,
 )
 
-from slimqwen.text.chats import ChatRenderer, read_chat_templates, read_texts
+from slimqwen.errors import SlimqwenError
+from slimqwen.text.chats import TEMPLATE_DATE, ChatRenderer, read_chat_templates, read_texts
 from slimqwen.text.files import CorpusError, TextFile
 from slimqwen.variant import repository_root
 from tests.zoo.specimen import PROCESSORS
@@ -32,7 +33,11 @@ TAIL = (
     "\n{% endfor %}"
 )
 STRINGS = HEAD + "{{ message.content or '' }}" + TAIL
-PARTS = HEAD + "{%- for part in message.content %}<{{ part.text }}>{% endfor %}" + TAIL
+# vLLM gives the content of a tool's message as text all the same.
+PARTS = (
+    HEAD + "{%- if message.content is string %}<{{ message.content }}>{% else %}"
+    "{%- for part in message.content %}<{{ part.text }}>{% endfor %}{% endif %}" + TAIL
+)
 
 CALL = {
     "id": "1",
@@ -188,6 +193,120 @@ def test_the_template_is_the_one_that_the_server_chooses(weights, form, with_pro
     # Without a template for tools, vLLM has none for them where the processor has one for chats.
     for_tools = resolve_chat_template(tokenizer, None, [TOOL], model_config=config) or chosen
     assert templates.get("tool_use", templates.get("default")) == for_tools
+
+
+def test_the_templates_of_a_checkpoint_may_be_an_object_by_name(weights):
+    write_templates(weights, {"tokenizer_config.json": {"default": "chats", "tool_use": "tools"}})
+    assert {name: each.text for name, each in read_chat_templates(weights).items()} == {
+        "default": "chats",
+        "tool_use": "tools",
+    }
+
+
+@pytest.mark.parametrize("name", ["chat_template.jinja", "additional_chat_templates/rag.jinja"])
+def test_a_template_behind_a_byte_order_mark_is_refused(weights, name):
+    write_templates(weights, {name: "\ufeff" + STRINGS})
+    with pytest.raises(
+        SlimqwenError, match=rf"{Path(name).name} begins with a byte order mark; remove it with `sed"
+    ):
+        ChatRenderer(weights)
+
+
+def test_a_template_behind_a_mark_inside_json_is_refused(weights):
+    write_templates(weights, {"tokenizer_config.json": "\ufeff" + STRINGS})
+    with pytest.raises(
+        CorpusError, match=r"tokenizer_config\.json begins with a byte order mark; remove .ufeff"
+    ):
+        ChatRenderer(weights)
+
+
+KNOWN_ROLES = (
+    "{%- for message in messages %}{%- if message.role in ('user', 'system', 'assistant') %}"
+    "[{{ message.role }}]{{ message.content | trim }}{%- endif %}{%- endfor %}"
+)
+FIRST_SYSTEM = (
+    "{%- if messages[0].role == 'system' %}{{ messages[0].content }}{% endif %}"
+    "{%- for message in messages if message.role != 'system' %}{{ message.content }}{% endfor %}"
+)
+CALLS_ALONE = (
+    "{%- for message in messages %}{%- if message.tool_calls %}{{ message.tool_calls | tojson }}"
+    "{%- else %}{{ message.content }}{% endif %}{% endfor %}"
+)
+STRIPS_THOUGHTS = (
+    "{%- for message in messages %}{{ message.content.split('</think>') | last | trim }}{% endfor %}"
+)
+LAST_ALONE = "{{ messages[-1].content }}"
+LOWER = "{%- for message in messages %}{{ message.content | lower | tojson }}{% endfor %}"
+GENERATION = (
+    "{%- for message in messages %}{% generation %}{{ message.content }}{% endgeneration %}{% endfor %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("template", "roles", "left_out"),
+    [
+        (KNOWN_ROLES, ("system", "user", "assistant"), None),
+        (KNOWN_ROLES, ("human", "gpt"), "message 1, of the role 'human'"),
+        (KNOWN_ROLES, ("user", "function", "assistant"), "message 2, of the role 'function'"),
+        (KNOWN_ROLES, ("user", "tool", "assistant"), "message 2, of the role 'tool'"),
+        (KNOWN_ROLES, ("user", "model"), "message 2, of the role 'model'"),
+        (KNOWN_ROLES, ("developer", "user"), None),  # vLLM makes a system message of it
+        (KNOWN_ROLES, ("User", "user"), "message 1, of the role 'User'"),
+        (FIRST_SYSTEM, ("system", "user"), None),
+        (FIRST_SYSTEM, ("user", "system", "user"), "message 2, of the role 'system'"),
+        (CALLS_ALONE, ("user", "assistant with calls"), "message 2, of the role 'assistant'"),
+        (LAST_ALONE, ("user", "assistant"), "message 1, of the role 'user'"),
+        (STRIPS_THOUGHTS, ("user", "assistant"), None),
+        (LOWER, ("user", "assistant"), None),
+        (GENERATION, ("user", "assistant"), None),
+        (PARTS, ("user", "assistant"), None),
+    ],
+)
+def test_a_template_that_leaves_out_a_message_is_refused_with_its_role(weights, template, roles, left_out):
+    render = renderer(weights, template).render
+    chat = [
+        {"role": role.removesuffix(" with calls"), "content": "<think>Hm.</think> Yes. "} for role in roles
+    ]
+    if roles[-1].endswith("calls"):
+        chat[-1]["tool_calls"] = [CALL]
+    if left_out is None:
+        assert "es." in render(chat)
+        return
+    with pytest.raises(ValueError, match=f"the template leaves out {left_out}"):
+        render(chat)
+
+
+def test_file_line_and_role_of_what_a_template_leaves_out_are_named(weights, tmp_path):
+    (weights / "chat_template.jinja").write_text(KNOWN_ROLES)
+    file = tmp_path / "chats.jsonl"
+    chats = [[{"role": role, "content": "Yes."}] for role in ("user", "gpt")]
+    file.write_text("".join(json.dumps({"messages": chat}) + "\n" for chat in chats))
+    with pytest.raises(
+        CorpusError, match=r"chats\.jsonl, line 2: .*message 1, of the role 'gpt'.*correct or remove"
+    ):
+        list(read_texts(file, weights))
+
+
+def test_messages_without_text_are_no_loss(weights):
+    chat = [{"role": "user", "content": "Go."}, {"role": "assistant", "content": None, "tool_calls": [CALL]}]
+    chat += [
+        {"role": "tool", "content": ""},
+        {"role": "assistant", "content": [{"type": "text", "text": " "}]},
+    ]
+    assert "CALL" in renderer(weights, STRINGS).render(chat)
+
+
+def test_a_template_that_refuses_marks_still_renders(weights):
+    yes = "{{ messages[0].content if messages[0].content == 'Yes.' else raise_exception('no') }}"
+    assert renderer(weights, yes).render([{"role": "user", "content": "Yes."}]) == "Yes."
+
+
+@pytest.mark.parametrize("form", ["%d %B %Y", "%H:%M"])
+def test_a_template_that_asks_for_today_gets_the_same_day_every_day(weights, form, monkeypatch):
+    chats = renderer(weights, f"{{{{ strftime_now('{form}') }}}}: {{{{ messages[0].content }}}}")
+    assert chats.date == "2026-01-01"
+    assert chats.render([{"role": "user", "content": "Go."}]) == f"{TEMPLATE_DATE.strftime(form)}: Go."
+    assert renderer(weights, STRINGS).date is None
 
 
 @pytest.mark.parametrize(
