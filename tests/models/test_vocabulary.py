@@ -247,7 +247,7 @@ def test_a_model_on_characters_is_refused():
     tokenizer = Tokenizer.from_str(of_kind("specials first"))
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
     with pytest.raises(vocabulary.VocabularyError, match="does not turn text into bytes"):
-        vocabulary.vocabulary.parse_vocabulary(tokenizer.to_str(), "here")
+        vocabulary.parse_vocabulary(tokenizer.to_str(), "here")
 
 
 def test_a_broken_or_missing_file_is_one_line(tmp_path: Path):
