@@ -226,7 +226,7 @@ def list_files(folder: Path) -> dict[str, Path]:
         shards = {file.name for file in weight_files(folder)} if (folder / INDEX).is_file() else set()
     top = {
         path.name: path
-        for path in sorted(folder.iterdir())
+        for path in (sorted(folder.iterdir()) if folder.is_dir() else ())
         if path.is_file()
         and path.name not in (MANIFEST, CARD)
         and not path.name.startswith(".")

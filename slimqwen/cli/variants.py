@@ -95,6 +95,7 @@ def _create_baseline(name: str, checkpoint: str, hypothesis: str, evaluation: st
     """Write a baseline variant of a folder or hub repository, and print what was found in the checkpoint."""
     from slimqwen.recipe.base_variant import CheckpointFacts
     from slimqwen.variant import scaffold
+    from slimqwen.variant.config_env import quoted
 
     root = variants.repository_root()
     scaffold.require_new(name, root)
@@ -108,7 +109,7 @@ def _create_baseline(name: str, checkpoint: str, hypothesis: str, evaluation: st
     for found, value in facts.lines():
         say(f"{found + ':':<15}{value}")
     shown = weights.relative_to(root) if weights.is_relative_to(root) else weights
-    lines = {**source, "EVALUATION": evaluation, "VLLM_MODEL": str(shown), **facts.settings()}
+    lines = {**source, "EVALUATION": evaluation, "VLLM_MODEL": quoted(str(shown)), **facts.settings()}
     return scaffold.create(name, None, hypothesis, lines=lines, root=root)
 
 

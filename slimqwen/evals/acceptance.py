@@ -12,6 +12,7 @@ from typing import ClassVar
 
 from pydantic import Field
 
+from slimqwen import checkpoint
 from slimqwen import variant as variants
 from slimqwen.evals import drafting, fidelity
 from slimqwen.evals.drafting import AcceptanceSettings, Item
@@ -117,6 +118,7 @@ def measure_acceptance(
     started = provenance.utc_now()
     settings = AcceptanceSettings.load(settings_name, variant.root)
     server = ServerCommand.resolve(variant)
+    checkpoint.digest(variant.weights, progress)
     flags = fidelity.weight_flags(server.flags)
     temperatures = [each for each in settings.temperatures if not greedy_only or each == 0]
     classes = cut_class_prompts(variant, settings, max(depths), split)

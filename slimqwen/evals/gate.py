@@ -10,6 +10,7 @@ from pathlib import Path
 
 from pydantic import Field, field_validator
 
+from slimqwen import checkpoint
 from slimqwen.evals import acceptance, acceptance_share, quality, quality_comparison
 from slimqwen.evals.engine import EngineCheck
 from slimqwen.evals.fidelity import Fidelity
@@ -134,6 +135,7 @@ def measure_gate(
     )
     for side in checks.sides:
         side.require_weights()
+        checkpoint.digest(side.weights, progress)  # with progress, because every check states it
     # One side of a split seldom has more items than a sample by power analysis, so all are used.
     limits: tuple[Limit, ...] = (None,) if checks.split else (None, AUTO)
     scored = {limit: [checks.find("quality", side, limit) for side in checks.sides] for limit in limits}

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import httpx
 
+from slimqwen import checkpoint
 from slimqwen.errors import SlimqwenError
 from slimqwen.progress import Progress, silent
 from slimqwen.serving.command import ServerCommand
@@ -52,13 +53,14 @@ def share_server(
     Args:
         port: TCP port instead of the variant's own.
         log: file that receives the output of a server that is started.
-        progress: receives (activity, done, total) of the start.
+        progress: receives (activity, done, total) of the start, and of hashing the checkpoint where it has to be read.
 
     Raises:
         ServerLostError: the server does not answer.
         SlimqwenError: the server cannot be started (see `slimqwen.serving.server.run_server`).
     """
     command = ServerCommand.resolve(variant, port=port)
+    checkpoint.digest(variant.weights, progress)  # now, because the records of what follows state it
     with contextlib.ExitStack() as stack:
         running = find_running(command)
         server = running or stack.enter_context(run_server(command, log=log, progress=progress))

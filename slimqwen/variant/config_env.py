@@ -68,6 +68,14 @@ def config_env(name: str, root: Path) -> Path:
     return root / "experiments" / name / "config.env"
 
 
+def quoted(value: str) -> str:
+    """A value as a line of config.env needs it: in quotes if it would be read as something else without."""
+    if re.fullmatch(r"[\w./:@+,=~-]*", value):
+        return value
+    escaped = value.replace("\\", "\\\\").replace("'", "\\'")
+    return f"'{escaped}'"
+
+
 def repository_root() -> Path:
     """The checkout that this package is installed from (`make install` installs it editable)."""
     return Path(__file__).resolve().parents[2]

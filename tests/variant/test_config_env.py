@@ -6,6 +6,7 @@ import pytest
 from slimqwen import variant
 from slimqwen.errors import SlimqwenError
 from slimqwen.variant import ConfigError
+from slimqwen.variant.config_env import quoted
 
 MUTATIONS = 4_000
 
@@ -84,6 +85,29 @@ def test_comments_blank_lines_and_quotes_keep_line_numbers_right(add_variant, tm
         "VLLM_SPECULATIVE_CONFIG": (6, '{"method": "mtp"}'),
         "VLLM_PORT": (7, "1"),
     }
+
+
+@pytest.mark.parametrize(
+    "folder",
+    [
+        "a#b",
+        "a #b",
+        " lead",
+        "trail ",
+        "it's",
+        'say "x"',
+        "back\\",
+        "$HOME",
+        "${X}",
+        "a=b",
+        "\\n",
+        "中 文",
+        "a'b\\'c",
+    ],
+)
+def test_a_folder_of_any_name_is_the_one_that_was_written(add_variant, tmp_path, folder):
+    add_variant("v", f"VLLM_MODEL={quoted(f'weights/{folder}')}\nVLLM_PORT=1\n")
+    assert variant.load("v", tmp_path).weights == tmp_path / "weights" / folder
 
 
 def test_an_unknown_variant_names_the_nearest(add_variant, tmp_path):
