@@ -5,7 +5,7 @@ import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 from slimqwen.checkpoint.stored_file import refuse_pointer, remove_mark
 from slimqwen.text.files import CorpusError, DataSet, Document, TextFile, without_nulls
@@ -86,10 +86,9 @@ def content_form(template: str, tools: list[Any] | None = None) -> str:
     # Slow to import, and needed for chats alone.
     from vllm.renderers.hf import resolve_chat_template_content_format
 
-    stand_in = SimpleNamespace(name_or_path="", get_chat_template=lambda text, tools: text)
-    return resolve_chat_template_content_format(
-        template, tools, "auto", cast(Any, stand_in), model_config=cast(Any, _TEXT_MODEL)
-    )
+    stand_in: Any = SimpleNamespace(name_or_path="", get_chat_template=lambda text, tools: text)
+    model: Any = _TEXT_MODEL
+    return str(resolve_chat_template_content_format(template, tools, "auto", stand_in, model_config=model))
 
 
 class ChatRenderer:
