@@ -28,7 +28,7 @@ ROOT = Path(__file__).parents[1]
 BIG = 400_000
 CHUNK = 50_000
 KEPT = ["chat_template.jinja", "config.json", "merges.txt", "model.safetensors", "tokenizer.json"]
-KEPT += ["tokenizer_config.json"]
+KEPT += ["tokenizer_config.json", "additional_chat_templates/tool_use.jinja"]
 OTHER = "f" * 40
 
 
@@ -37,6 +37,7 @@ def served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
     """A hub with one small checkpoint among files that nobody needs."""
     folder = tmp_path / "repository"
     (folder / "onnx").mkdir(parents=True)
+    (folder / "additional_chat_templates").mkdir()
     write_config(folder, {"architectures": ["Qwen3_5ForCausalLM"]})
     for name in (
         "tokenizer.json",
@@ -46,7 +47,8 @@ def served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
         "manifest.json",
     ):
         (folder / name).write_text("{}")
-    for name in ("merges.txt", "chat_template.jinja", "README.md", "pytorch_model.bin", "x.gguf", "x.png"):
+    texts = ("merges.txt", "chat_template.jinja", "README.md", "pytorch_model.bin", "x.gguf", "x.png")
+    for name in (*texts, "additional_chat_templates/tool_use.jinja", "additional_chat_templates/notes.md"):
         (folder / name).write_text(f"{name}\n")
     content = os.urandom(BIG)
     write_tensors(folder / "model.safetensors", {"a": NewTensor("U8", (len(content),), lambda: [content])})
