@@ -16,6 +16,7 @@ from slimqwen.evals.engine_process import EngineSettings
 from slimqwen.evals.fidelity import Fidelity
 from slimqwen.evals.fidelity_figures import FidelitySettings
 from slimqwen.evals.quality import Quality
+from slimqwen.evals.suites import scorer
 from slimqwen.evals.suites.suite import AUTO, Limit, Suite
 from slimqwen.progress import Progress, silent
 from slimqwen.records.reuse import find_reusable
@@ -188,7 +189,10 @@ class GateChecks:
 
 
 def _is_sample(record: Quality, suite: Suite, limit: Limit) -> bool:
-    """Whether a record has this suite and limit; for AUTO, also the sample sizes of the suite's present assumptions."""
+    """Whether a record has this suite, limit and scorer; for AUTO, also the sample sizes of the present assumptions."""
+    scorers = {score.settings.get("scorer") for score in record.tasks.values()} - {None}
+    if scorers - {scorer.digest()} or (suite.questions and not scorers):
+        return False
     return (record.suite, record.limit) == (suite.name, limit) and (
         limit != AUTO
         or all(

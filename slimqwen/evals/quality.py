@@ -76,7 +76,10 @@ class TaskScore(Block):
     )
     empty_count: Count | None = Field(description="Generations of white space; null if nothing is generated.")
     output_tokens: OutputTokens | None = Field(description="null if nothing is generated or reported.")
-    settings: dict[str, Any] = Field(description="Settings that the suite adds to the task's own definition.")
+    settings: dict[str, Any] = Field(
+        description="Settings that the suite adds to the task's own definition, and "
+        " the digest of the product's scorer if it scored."
+    )
     floor: float | None = Field(
         default=None,
         description="Lowest acceptable score, in the unit of the measure; absent if the suite has none.",
@@ -288,7 +291,7 @@ def score_task(run: TaskRun) -> TaskScore:
         truncated_count=sum(bool(item.truncated) for item in outputs) if outputs else None,
         empty_count=sum(not (item.output or "").strip() for item in outputs) if outputs else None,
         output_tokens=_output_tokens([item.output_tokens for item in outputs]),
-        settings=task.settings(rendered=run.rendered),
+        settings=task.settings(rendered=run.rendered) | ({"scorer": run.scorer} if run.scorer else {}),
         **floor,
     )
 

@@ -14,7 +14,8 @@ import aiohttp
 from lm_eval.models.openai_completions import LocalCompletionsAPI
 
 from slimqwen.errors import SlimqwenError
-from slimqwen.evals.suites.questions import chat_of, chat_text, response_text
+from slimqwen.evals.suites.questions import chat_of, chat_text
+from slimqwen.evals.suites.scorer import response_text
 from slimqwen.progress import Progress
 from slimqwen.records.journal import Journal
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from slimqwen.captured_log import capture_output
 from slimqwen.evals import EvalError
-from slimqwen.evals.suites import datasets
+from slimqwen.evals.suites import datasets, scorer
 from slimqwen.evals.suites.loops import is_looping
 from slimqwen.evals.suites.suite import ANSWER_MARGIN, AUTO, BITS_PER_BYTE, ENDED, Limit, Suite, SuiteTask
 from slimqwen.progress import Progress, silent
@@ -68,12 +68,14 @@ class TaskRun:
         items: one for each response, sorted by index and repeat.
         available_count: all items of the task, scored or not.
         rendered: whether the prompts went through a chat template.
+        scorer: digest of `suites.scorer` where that scored the responses; else None.
     """
 
     task: SuiteTask
     items: list[Item]
     available_count: int
     rendered: bool
+    scorer: str | None = None
 
 
 def run_suite(
@@ -150,11 +152,20 @@ def run_suite(
             ]
             sizes = {name: len(each.eval_docs) for name, each in lm_eval_tasks.items()}
             items = parse_samples(task, sizes, [each["samples"] for each in results])
-            runs.append(TaskRun(task, items, sum(sizes.values()), rendered))
+            scored_here = any(map(_is_scored_here, lm_eval_tasks.values()))
+            digest = scorer.digest() if scored_here else None
+            runs.append(TaskRun(task, items, sum(sizes.values()), rendered, digest))
             for name in item_numbers:
                 files.update(_data_files(lm_eval_tasks[name].dump_config(), root))
     require_healthy(server.server, "finishing")
     return runs, sorted(files)
+
+
+def _is_scored_here(lm_eval_task: Any) -> bool:
+    """Whether the scoring function of a task file calls this package, so that its code decides the scores."""
+    names = getattr(lm_eval_task.config.process_results, "__globals__", {}).values()
+    modules = (getattr(value, "__module__", None) or getattr(value, "__name__", "") for value in names)
+    return any(str(module).startswith(f"{__package__}.") for module in modules)
 
 
 def parse_samples(

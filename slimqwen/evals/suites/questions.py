@@ -7,27 +7,23 @@ it has choices, as a tool call if its answer is an object, else by exact match. 
 """
 
 import json
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
+from slimqwen.evals.suites import exact_answers, scorer
+from slimqwen.evals.suites.scorer import Metric
 from slimqwen.records import store
 from slimqwen.text.chats import check_message
 from slimqwen.text.files import CorpusError, read_json_lines
-
-Metric = Literal["exact", "contains", "choice", "tool_call"]
 
 SCORE = "exact_match"
 """Name of the score in lm-eval's results, the same for every metric."""
 
 _CHAT = "slimqwen-chat:"
 """Prefix of a text that encodes a whole chat, because lm-eval passes only text; the client decodes and renders it."""
-
-_CALLS = "slimqwen-calls:"
-"""Separates the text of a response from the tool calls that the server found in it, as JSON."""
 
 
 class Question(BaseModel):
@@ -37,7 +33,8 @@ class Question(BaseModel):
         prompt: message of the user.
         messages: chat instead of a prompt, as chat templates take it, without the response that is asked for.
         tools: functions that the chat offers.
-        answer: the right response; one of the choices; or the tool call {"name", "arguments"}.
+        answer: the right response, one of the choices, or a list of several that are each right; or the tool call
+            {"name", "arguments"}.
         choices: options of a multiple-choice question, listed after the prompt under the letters A, B, C, …
     """
 
@@ -46,14 +43,22 @@ class Question(BaseModel):
     prompt: Annotated[str, Field(min_length=1)] | None = None
     messages: Annotated[list[dict[str, Any]], Field(min_length=1)] | None = None
     tools: list[dict[str, Any]] | None = None
-    answer: str | dict[str, Any]
+    answer: str | Annotated[list[str], Field(min_length=1)] | dict[str, Any]
     choices: Annotated[list[str], Field(min_length=2, max_length=26)] | None = None
 
     @field_validator("answer", mode="before")
     @classmethod
     def _check_answer(cls, answer: Any) -> Any:
-        if not isinstance(answer, (str, dict)):  # the fault of a union would name each of its types
-            raise ValueError('write it as text, such as "3", or as {"name": …, "arguments": {…}}')
+        # The fault of a union would name each of its types.
+        is_list = isinstance(answer, list) and all(isinstance(each, str) for each in answer)
+        if not (isinstance(answer, (str, dict)) or is_list):
+            raise ValueError(
+                'write it as text, such as "3", as a list of texts, or as {"name": …, "arguments": {…}}'
+            )
+        if not isinstance(answer, dict) and not all(
+            map(exact_answers.normalised, [answer] if isinstance(answer, str) else answer or [""])
+        ):
+            raise ValueError("it is empty; write the right response, or leave the question out")
         return answer
 
     @model_validator(mode="after")
@@ -62,13 +67,24 @@ class Question(BaseModel):
             raise ValueError("give either prompt or messages")
         if self.tools and self.messages is None:
             raise ValueError("tools need messages instead of prompt")
-        if self.choices is not None and self.answer not in self.choices:
+        if self.choices is not None and not set(self.right_answers) <= set(self.choices):
             raise ValueError("the answer is none of the choices; write the choice itself, not its letter")
+        if self.choices is not None and len({*map(exact_answers.normalised, self.choices), ""}) <= len(
+            self.choices
+        ):
+            raise ValueError("two choices are the same, or one is empty; give each choice a text of its own")
         if isinstance(self.answer, dict) and not isinstance(self.answer.get("name"), str):
             raise ValueError('write an answer that is a tool call as {"name": …, "arguments": {…}}')
         if isinstance(self.answer, dict) and not self.tools:
             raise ValueError("an answer that is a tool call needs `tools`, without which no call is parsed")
         return self
+
+    @property
+    def right_answers(self) -> list[str]:
+        """The texts of which each is a right response; none if the answer is a tool call."""
+        if isinstance(self.answer, dict):
+            return []
+        return [self.answer] if isinstance(self.answer, str) else self.answer
 
     @property
     def form(self) -> Metric:
@@ -198,64 +214,9 @@ def score_response(
         metric: None for the metric of the question's form.
     """
     question = Question.model_validate_json(item["question"])
-    response = responses[0].strip()
-    match metric or question.form:
-        case "exact":
-            right = _normalised(response) == _normalised(str(question.answer))
-        case "contains":
-            right = _normalised(str(question.answer)) in _normalised(response)
-        case "choice":
-            right = _chosen(response, question.choices or []) == question.answer
-        case "tool_call":
-            assert isinstance(question.answer, dict)  # `read_questions` checks it
-            right = tool_calls(response) == [_call(question.answer)]
-    return {SCORE: float(right)}
-
-
-def response_text(text: str, calls: Sequence[Mapping[str, Any]]) -> str:
-    """Join the text of a response and the tool calls that the server found in it; `tool_calls` separates them."""
-    return text + _CALLS + json.dumps(calls) if calls else text
-
-
-def tool_calls(response: str) -> list[tuple[str, str]]:
-    """Name and normalised arguments of each tool call in a text by `response_text`."""
-    _, _, calls = response.partition(_CALLS)
-    return [_call(call) for call in json.loads(calls or "[]")]
-
-
-def _call(call: Mapping[str, Any]) -> tuple[str, str]:
-    """Name and arguments of a call, normalised so that equal arguments are equal texts; invalid JSON stays as it is."""
-    arguments = call.get("arguments") or {}
-    text = arguments if isinstance(arguments, str) else json.dumps(arguments)
-    try:
-        arguments = json.loads(text, parse_float=_number)
-    except ValueError:
-        return str(call["name"]), text
-    return str(call["name"]), json.dumps(arguments, sort_keys=True)
-
-
-def _number(digits: str) -> float:
-    """Convert a JSON number with a point or exponent; 2.0 becomes the integer 2."""
-    number = float(digits)
-    return int(number) if number.is_integer() else number
-
-
-def _normalised(text: str) -> str:
-    """The text in lower case, with one space between words and no full stop at the end."""
-    return " ".join(text.casefold().split()).rstrip(".")
+    return {SCORE: float(scorer.is_right(question, responses[0], metric))}
 
 
 def _choice_list(choices: Sequence[str]) -> str:
     lines = [f"{chr(ord('A') + number)}. {choice}" for number, choice in enumerate(choices)]
     return "\n".join([*lines, "Answer with the letter of the right choice."])
-
-
-def _chosen(response: str, choices: Sequence[str]) -> str | None:
-    """The choice that a response names: by its whole text, by its letter at the start, or by the last single letter."""
-    for choice in choices:
-        if _normalised(choice) == _normalised(response):
-            return choice
-    last = chr(ord("A") + len(choices) - 1)
-    first = re.match(rf"\W*([A-{last}])(?:[.):]|$)", response)
-    letters = [first[1]] if first else re.findall(rf"\b([A-{last}])\b", response)
-    return choices[ord(letters[-1]) - ord("A")] if letters else None

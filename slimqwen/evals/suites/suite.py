@@ -17,6 +17,7 @@ from pydantic import (
 from slimqwen.evals.suites import questions
 from slimqwen.evals.suites.datasets import HubDataset
 from slimqwen.evals.suites.questions import Question
+from slimqwen.evals.suites.scorer import Metric
 from slimqwen.records.settings import OWN, Settings
 from slimqwen.records.split import Side, Split
 from slimqwen.stats import non_inferiority
@@ -103,7 +104,7 @@ class OwnQuestions(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    metric: questions.Metric | None
+    metric: Metric | None
     non_inferiority_margin: NonNegativeFloat
     assumed_discordance: float = Field(gt=0, lt=1)
     max_gen_toks: PositiveInt

@@ -3,7 +3,7 @@ from pathlib import Path
 
 import pytest
 
-from slimqwen.evals.suites import questions
+from slimqwen.evals.suites import questions, scorer
 from slimqwen.text.files import CorpusError
 
 CALL = {"name": "get_weather", "arguments": {"city": "Köln", "days": 2}}
@@ -21,14 +21,14 @@ def item(**fields: object) -> dict[str, str]:
     return {"question": json.dumps(fields)}
 
 
-def right(response: str, metric: questions.Metric | None = None, **fields: object) -> bool:
+def right(response: str, metric: scorer.Metric | None = None, **fields: object) -> bool:
     fields = fields if "messages" in fields else {"prompt": "?", **fields}
     score = questions.score_response(item(**fields), [response], metric)[questions.SCORE]
     assert score in (0.0, 1.0)
     return score == 1.0
 
 
-def test_exact_ignores_case_spaces_and_a_full_stop_and_nothing_else():
+def test_exact_ignores_case_spaces_and_a_full_stop():
     assert right(" Forty  two.\n", answer="forty two")
     assert not right("Forty two or three", answer="forty two")
     assert not right("", answer="forty two")
@@ -62,7 +62,7 @@ def test_a_choice_is_named_by_its_text_or_its_letter(response, chosen):
 def called(*calls, text=""):
     """A response with tool calls: names, and arguments as the server states them, which is as text."""
     found = [{"name": name, "arguments": arguments} for name, arguments in calls]
-    return right(questions.response_text(text, found), messages=CHAT, tools=TOOLS, answer=CALL)
+    return right(scorer.response_text(text, found), messages=CHAT, tools=TOOLS, answer=CALL)
 
 
 @pytest.mark.parametrize(
@@ -94,7 +94,7 @@ def test_one_call_that_the_server_found_is_right_and_no_other_number():
 def test_true_is_not_one():
     fields = {"messages": CHAT, "tools": TOOLS, "answer": {"name": "switch", "arguments": {"on": True}}}
     for arguments, is_right in (('{"on": true}', True), ('{"on": 1}', False)):
-        response = questions.response_text("", [{"name": "switch", "arguments": arguments}])
+        response = scorer.response_text("", [{"name": "switch", "arguments": arguments}])
         assert right(response, **fields) == is_right
 
 
@@ -140,7 +140,7 @@ def test_every_unusable_line_is_named_at_once(tmp_path):
         "line 4: the answer is none of the choices; write the choice itself, not its letter",
         "line 5: write an answer that is a tool call as {",
         "line 6: an answer that is a tool call needs `tools`",
-        'line 7: answer: write it as text, such as "3", or as {"name": …',
+        'line 7: answer: write it as text, such as "3", as a list of texts, or as {"name": …',
     ):
         assert fault in message
 
@@ -163,3 +163,29 @@ def test_one_question_is_too_few(tmp_path):
         questions.read_questions(write_questions(tmp_path, {"prompt": "1 + 1?", "answer": "2"}), None)
     with pytest.raises(CorpusError, match="put the questions there"):
         questions.read_questions(tmp_path / "absent.jsonl", None)
+
+
+EMPTY = [
+    {"prompt": "?", "answer": ""},
+    {"prompt": "?", "answer": " 。"},
+    {"prompt": "?", "answer": []},
+    {"prompt": "?", "answer": ["a", ""]},
+]
+
+
+def test_empty_answers_and_equal_choices_are_refused_with_their_lines(tmp_path):
+    twice = {"prompt": "?", "answer": "a", "choices": ["a", "A."]}
+    with pytest.raises(CorpusError) as raised:
+        questions.read_questions(
+            write_questions(tmp_path, *EMPTY, twice, twice | {"choices": ["a", " "]}), None
+        )
+    assert "lines 1, 2, 3 and 1 more: answer: it is empty" in str(raised.value)
+    assert "lines 5, 6: two choices are the same, or one is empty" in str(raised.value)
+
+
+def test_each_of_several_answers_is_right():
+    assert right("Deux", answer=["two", "deux"])
+    assert not right("three", answer=["two", "deux"])
+    assert right("B", choices=["red", "blue", "navy"], answer=["blue", "navy"])
+    assert not right("A", choices=["red", "blue", "navy"], answer=["blue", "navy"])
+    assert right("It is deux.", "contains", answer=["two", "deux"])

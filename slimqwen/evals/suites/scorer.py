@@ -1,0 +1,73 @@
+"""Scores responses to questions: right or wrong, by one of four metrics."""
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal
+
+from slimqwen.evals.suites import exact_answers, stated_choices
+from slimqwen.recipe.stage import source_digest
+
+if TYPE_CHECKING:
+    from slimqwen.evals.suites.questions import Question
+
+Metric = Literal["exact", "contains", "choice", "tool_call"]
+
+_CALLS = "slimqwen-calls:"
+"""Separates the text of a response from the tool calls that the server found in it, as JSON."""
+
+
+def digest() -> str:
+    """Digest of the code that scores: records with another one are of other scores, whatever the model answered."""
+    modules = (__name__, exact_answers.__name__, stated_choices.__name__)
+    return hashlib.sha256("".join(map(source_digest, modules)).encode()).hexdigest()[:16]
+
+
+def is_right(question: "Question", response: str, metric: Metric | None = None) -> bool:
+    """Whether a response answers a question.
+
+    Args:
+        response: the model's response without thoughts; tool calls are in it as `response_text` writes them.
+        metric: None for the metric of the question's form.
+    """
+    match metric or question.form:
+        case "exact":
+            statements = stated_choices.stated_texts(response)
+            return exact_answers.is_any(response, statements, question.right_answers, None)
+        case "contains":
+            return any(exact_answers.contains(response, answer) for answer in question.right_answers)
+        case "choice":
+            choices = question.choices or []
+            number = stated_choices.stated_choice(response, choices)
+            return number is not None and choices[number] in question.right_answers
+        case "tool_call":
+            assert isinstance(question.answer, dict)  # `read_questions` checks it
+            return tool_calls(response) == [_call(question.answer)]
+
+
+def response_text(text: str, calls: Sequence[Mapping[str, Any]]) -> str:
+    """Join the text of a response and the tool calls that the server found in it; `tool_calls` separates them."""
+    return text + _CALLS + json.dumps(calls) if calls else text
+
+
+def tool_calls(response: str) -> list[tuple[str, str]]:
+    """Name and normalised arguments of each tool call in a text by `response_text`."""
+    _, _, calls = response.partition(_CALLS)
+    return [_call(call) for call in json.loads(calls or "[]")]
+
+
+def _call(call: Mapping[str, Any]) -> tuple[str, str]:
+    """Name and arguments of a call, normalised so that equal arguments are equal texts; invalid JSON stays as it is."""
+    arguments = call.get("arguments") or {}
+    text = arguments if isinstance(arguments, str) else json.dumps(arguments)
+    try:
+        arguments = json.loads(text, parse_float=_number)
+    except ValueError:
+        return str(call["name"]), text
+    return str(call["name"]), json.dumps(arguments, sort_keys=True)
+
+
+def _number(digits: str) -> float:
+    """Convert a JSON number with a point or exponent; 2.0 becomes the integer 2."""
+    number = float(digits)
+    return int(number) if number.is_integer() else number
