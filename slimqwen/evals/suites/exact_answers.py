@@ -84,10 +84,10 @@ def normalised(text: str) -> str:
 def is_same(response: str, answer: str, tolerance: Tolerance | None = None) -> bool:
     """Whether a response equals an answer: as numbers where both are, else as texts."""
     given, right = normalised(response), normalised(answer)
-    numbers = _number(given), _number(right)
-    if numbers[0] is None or numbers[1] is None:
+    number, right_number = _number(given), _number(right)
+    if number is None or right_number is None:
         return given == right
-    (value, unit), (right_value, right_unit) = numbers
+    (value, unit), (right_value, right_unit) = number, right_number
     limit = Fraction(0) if tolerance is None else tolerance.amount
     if tolerance is not None and tolerance.is_relative:
         limit *= abs(right_value)

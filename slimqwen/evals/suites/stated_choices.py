@@ -49,12 +49,12 @@ _CUES: Final = (
     r"\b(?:richtig|korrekt)(?:e \w+)?\s+(?:ist|wäre)\b",
     # French
     rf"\b(?:réponse|solution|option)\b(?:\s+(?:correcte|exacte|finale|juste|(?:à|au|"
-    rf"de)\b[^.\n:?!]{{0,60}}?))*{_SPACE}(?:(?:est|serait)\b|[:=-]|(?=n'est pas\b))",
+    rf"de)\b[^.\n:?!]{{0,60}}?)){{0,2}}{_SPACE}(?:(?:est|serait)\b|[:=-]|(?=n'est pas\b))",
     # Spanish, Portuguese, Italian, Romanian
     rf"\b(?:respuesta|resposta|risposta|solución|răspunsul?|(?:opción|opção|opzione|"
     rf"alternativa)(?=\s+corr?et?ct?a))\b"
     rf"(?:\s+(?:corr?ec?t?t?[ao]|final[e]?|corect|es correcta|giusta|certa|(?:a|de|alla|"
-    rf"para)\b[^.\n:?!]{{0,60}}?))*{_SPACE}"
+    rf"para)\b[^.\n:?!]{{0,60}}?)){{0,2}}{_SPACE}"
     r"(?:(?:es|sería|é|seria|è|sarebbe|este)\b|[:=-]|(?=(?:no es|não é|non è|nu este)\b))",
     r"\bla correcta es\b",
     # Russian, Ukrainian, Bulgarian, Polish, Czech, Greek
@@ -65,7 +65,7 @@ _CUES: Final = (
     rf"\bαπάντηση\b{_SPACE}(?:είναι\b|[:=-])",
     # Turkish, Vietnamese, Indonesian
     rf"\b(?:cevap|cevabı|yanıt|yanıtı)\b(?:\s+şıkkı)?{_SPACE}[:=-]?",
-    rf"(?:đáp án|câu trả lời)(?:\s+(?:đúng|chính xác|cuối cùng|của[^.\n:?!]{{0,40}}?))*{_SPACE}(?:là\b|[:=-])",
+    rf"(?:đáp án|câu trả lời)(?:\s+(?:đúng|chính xác|cuối cùng|của[^.\n:?!]{{0,40}}?)){{0,2}}{_SPACE}(?:là\b|[:=-])",
     rf"\b(?:jawaban|jawapan)(?:nya)?(?:\s+(?:yang\s+)?(?:benar|tepat|"
     rf"betul)(?:nya)?)*{_SPACE}(?:(?:adalah|ialah)\b|[:=-])?",
     # Chinese, Japanese, Korean
