@@ -89,9 +89,7 @@ class Question(BaseModel):
     @property
     def form(self) -> Metric:
         """The metric by which this question is scored if suite.yaml names none."""
-        if self.choices is not None:
-            return "choice"
-        return "tool_call" if isinstance(self.answer, dict) else "exact"
+        return scorer.form_of(self.answer, self.choices)
 
 
 def read_questions(file: Path, metric: Metric | None) -> list[Question]:
@@ -214,7 +212,7 @@ def score_response(
         metric: None for the metric of the question's form.
     """
     question = Question.model_validate_json(item["question"])
-    return {SCORE: float(scorer.is_right(question, responses[0], metric))}
+    return {SCORE: float(scorer.is_right(responses[0], question.answer, question.choices, metric))}
 
 
 def _choice_list(choices: Sequence[str]) -> str:

@@ -3,13 +3,10 @@
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from slimqwen.evals.suites import exact_answers, stated_choices
 from slimqwen.recipe.stage import source_digest
-
-if TYPE_CHECKING:
-    from slimqwen.evals.suites.questions import Question
 
 Metric = Literal["exact", "contains", "choice", "tool_call"]
 
@@ -23,26 +20,37 @@ def digest() -> str:
     return hashlib.sha256("".join(map(source_digest, modules)).encode()).hexdigest()[:16]
 
 
-def is_right(question: "Question", response: str, metric: Metric | None = None) -> bool:
-    """Whether a response answers a question.
+def form_of(answer: str | Sequence[str] | Mapping[str, Any], choices: Sequence[str] | None) -> Metric:
+    """The metric by which a question with this answer is scored if none is named."""
+    if choices is not None:
+        return "choice"
+    return "tool_call" if isinstance(answer, Mapping) else "exact"
+
+
+def is_right(
+    response: str,
+    answer: str | Sequence[str] | Mapping[str, Any],
+    choices: Sequence[str] | None = None,
+    metric: Metric | None = None,
+) -> bool:
+    """Whether a response is right.
 
     Args:
         response: the model's response without thoughts; tool calls are in it as `response_text` writes them.
+        answer: the right response, several that are each right, or a tool call.
+        choices: options of a multiple-choice question, shown under the letters A, B, C, …
         metric: None for the metric of the question's form.
     """
-    match metric or question.form:
-        case "exact":
-            statements = stated_choices.stated_texts(response)
-            return exact_answers.is_any(response, statements, question.right_answers, None)
-        case "contains":
-            return any(exact_answers.contains(response, answer) for answer in question.right_answers)
-        case "choice":
-            choices = question.choices or []
-            number = stated_choices.stated_choice(response, choices)
-            return number is not None and choices[number] in question.right_answers
-        case "tool_call":
-            assert isinstance(question.answer, dict)  # `read_questions` checks it
-            return tool_calls(response) == [_call(question.answer)]
+    metric = metric or form_of(answer, choices)
+    if isinstance(answer, Mapping):
+        return metric == "tool_call" and tool_calls(response) == [_call(answer)]
+    answers = [answer] if isinstance(answer, str) else answer
+    if metric == "choice":
+        number = stated_choices.stated_choice(response, choices or [])
+        return number is not None and (choices or [])[number] in answers
+    if metric == "contains":
+        return any(exact_answers.contains(response, each) for each in answers)
+    return exact_answers.is_any(response, stated_choices.stated_texts(response), answers, None)
 
 
 def response_text(text: str, calls: Sequence[Mapping[str, Any]]) -> str:
