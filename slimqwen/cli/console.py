@@ -24,13 +24,14 @@ from rich.progress import (
     TimeElapsedColumn,
     TimeRemainingColumn,
 )
-from rich.table import Column, Table
+from rich.table import Column
 from typer.core import TyperCommand
 
 from slimqwen import progress, variant
 from slimqwen.cli.unexpected import report_unexpected
 from slimqwen.errors import SlimqwenError
 from slimqwen.recipe.worker import GARBAGE_THRESHOLD
+from slimqwen.records.fitted_table import FittedTable
 from slimqwen.serving.platform import allowed_cpus, physical_cores, user_variables
 
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # for imports of vLLM in this process
@@ -228,9 +229,9 @@ def measuring(log: Path) -> Iterator[progress.Progress]:
         yield shown
 
 
-def table(text: Sequence[str], figures: Sequence[str]) -> Table:
+def table(text: Sequence[str], figures: Sequence[str]) -> FittedTable:
     """An empty table without rules: left-aligned columns with headings `text`, then right-aligned `figures`."""
-    empty = Table(*text, box=None, pad_edge=False)
+    empty = FittedTable(*text, box=None, pad_edge=False)
     for heading in figures:
         empty.add_column(heading, justify="right")
     return empty

@@ -23,9 +23,12 @@ TORCH_ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     "TOKENIZERS_PARALLELISM": "false",
     "OMP_WAIT_POLICY": "passive",
+    "SLIMQWEN_UNPACK": "0",
 }
 """Environment of a stage that computes with torch: no network; no tokenizer threads, which conflict with a data
-loader's; and OpenMP threads that do not spin while they wait, which is six times slower on a shared machine."""
+loader's; OpenMP threads that do not spin while they wait, which is six times slower on a shared machine; and packed
+products only in vLLM, because unpacking by free memory would change a stage's output (`engine_fixes.unpacked_prompts`).
+"""
 
 
 class StageError(SlimqwenError):

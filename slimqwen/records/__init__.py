@@ -1,5 +1,5 @@
 """Measurement records: schemas, provenance, storage, pairing and export.
 
-Modules import only modules further left: figures, table < record < split < provenance, registry < schemas < store <
-collection, pairing < journal, mlflow_export. `settings` reads the files of eval/.
+Modules import only modules further left: fitted_table < figures, table < record < split < provenance, registry <
+schemas < store < collection, pairing < journal, mlflow_export. `settings` reads the files of eval/.
 """

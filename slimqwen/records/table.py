@@ -5,8 +5,9 @@ from dataclasses import dataclass
 from typing import Self, TypeVar
 
 import rich.box
-import rich.table
 from rich.markup import escape
+
+from slimqwen.records.fitted_table import FittedTable
 
 Row = TypeVar("Row")
 
@@ -46,9 +47,9 @@ class Table:
         texts = tuple(tuple("-" if cell is None else str(cell) for cell in row) for row in cells)
         return cls(title, tuple(columns), texts, notes, text_columns)
 
-    def as_rich(self) -> rich.table.Table:
-        """The table as an object that rich prints in a terminal."""
-        table = rich.table.Table(
+    def as_rich(self) -> FittedTable:
+        """The table as an object that rich prints in a terminal of any width."""
+        table = FittedTable(
             title=escape(self.title),
             title_justify="left",
             caption=escape("\n".join(self.notes)) or None,

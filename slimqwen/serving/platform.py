@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 import psutil
 
-from slimqwen.serving import cgroup
+from slimqwen import cgroup
 
 Platform = Literal["cpu", "cuda"]
 

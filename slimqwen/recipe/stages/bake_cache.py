@@ -266,6 +266,7 @@ STAGE = Stage(
         "slimqwen.serving.http_client",
         "slimqwen.serving.server",
         "slimqwen.vllm_plugin.compile_watch",
+        "slimqwen.vllm_plugin.engine_fixes.unpacked_prompts",
         "slimqwen.vllm_plugin.engine_fixes.w4a16_linear",
         "slimqwen.vllm_plugin.engine_fixes.w8a16_linear",
     ),

@@ -97,7 +97,7 @@ class TorchInt8LinearKernel(MPLinearKernel):  # type: ignore[misc] # vLLM is not
 def install() -> bool:
     """Add the kernel at the end of vLLM's kernels for the CPU; False if it is there already."""
     kernels = mixed_precision_kernels(_FIX, ("_weight_int8pack_mm",))
-    if TorchInt8LinearKernel in kernels:
+    if any(issubclass(kernel, TorchInt8LinearKernel) for kernel in kernels):
         return False
     kernels.append(TorchInt8LinearKernel)
     return True

@@ -44,6 +44,7 @@ def patched_places():
     from vllm.model_executor.models import registry
     from vllm.platforms.cpu import CpuPlatform
     from vllm.utils import cpu_triton_utils
+    from vllm.v1.attention.backends import cpu_attn
     from vllm.v1.core.sched.scheduler import Scheduler
     from vllm.v1.engine.core import EngineCoreProc
     from vllm.v1.executor.multiproc_executor import WorkerProc
@@ -60,6 +61,8 @@ def patched_places():
         (SpinCondition, "record_read"),
         (gdn_attention, "_spec_forward"),
         (gdn_attention, "_causal_conv1d_fwd_cpu"),
+        (gdn_attention, "causal_conv1d_torch"),
+        (cpu_attn.CPUAttentionBackendImpl, "forward"),
         (registry, "_run_in_subprocess"),
         (CpuPlatform, "check_and_update_config"),
         (cpu_triton_utils, "_expand_kernel_impl"),

@@ -7,7 +7,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from slimqwen.serving import cgroup, platform
+from slimqwen import cgroup
+from slimqwen.serving import platform
 
 GIB = 2**30
 Kernel = Callable[[str, Mapping[str, str]], None]
