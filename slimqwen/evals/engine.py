@@ -3,8 +3,9 @@
 The reference engine has the same weights and number formats, and nothing else that could change its tokens: one request
 at a time, whole prompts, eager execution, no drafts, no prefix cache. Compared with it are the served engine and two
 neighbours: one with the prefix cache switched, one with drafts switched. They get prompts of consecutive lengths, each
-alone, again from the prefix cache and all together, and then the turns of several concurrent sessions. Each engine runs
-in its own process, so that a crash or hang of vLLM becomes a result.
+alone, again from the prefix cache and all together; one of a single token while another response is generated; and then
+the turns of several concurrent sessions. Each engine runs in its own process, so that a crash or hang of vLLM becomes a
+result.
 """
 
 import os
@@ -259,8 +260,10 @@ def list_engines(server: ServerCommand, settings: EngineSettings) -> dict[Engine
 def _ways(name: EngineName, flags: Mapping[str, Any]) -> tuple[Way, ...]:
     """Ways in which prompts are sent to an engine: all for the served one; to save time, fewer for a neighbour."""
     if name == "served":
-        return ("alone", "cached", "together", "session")
-    return ("alone", "cached", "session") if flags.get("enable-prefix-caching") else ("together",)
+        return ("alone", "cached", "together", "joining", "session")
+    if flags.get("enable-prefix-caching"):
+        return ("alone", "cached", "session")
+    return ("together", "joining")
 
 
 def reference_flags(server: ServerCommand) -> dict[str, Any]:

@@ -22,9 +22,10 @@ from slimqwen.text.files import CorpusError
 
 Tokens = tuple[int, ...]
 
-Way = Literal["alone", "cached", "together", "session"]
+Way = Literal["alone", "cached", "together", "joining", "session"]
 """How a prompt is sent: `alone`, with an empty prefix cache; `cached`, again, with its prefix in the cache; `together`
-with all other prompts; as a turn of a `session`, beside other sessions. An engine may support fewer ways."""
+with all other prompts; `joining`, while the response to another is generated; as a turn of a `session`, beside other
+sessions. An engine may support fewer ways."""
 
 _TOP_LOGPROBS = 20
 """Log-probabilities per position that the reference engine returns: vLLM's default limit."""
@@ -159,18 +160,7 @@ def generate_responses(
     Args:
         log_probabilities: whether responses carry the log-probabilities of the likeliest tokens.
     """
-    from vllm import SamplingParams
-
-    sampling = [
-        SamplingParams(
-            max_tokens=request.output_tokens,
-            temperature=0.0,
-            ignore_eos=True,
-            detokenize=False,
-            logprobs=_TOP_LOGPROBS if log_probabilities else None,
-        )
-        for request in requests
-    ]
+    sampling = [_greedy(request, _TOP_LOGPROBS if log_probabilities else None) for request in requests]
     outputs = llm.generate(
         [{"prompt_token_ids": list(request.prompt)} for request in requests], sampling, use_tqdm=False
     )
@@ -184,6 +174,19 @@ def generate_responses(
         )
         for output in outputs
     ]
+
+
+def _greedy(request: Request, log_probabilities: int | None = None) -> Any:
+    """Sampling parameters of a request for the likeliest tokens, exactly as many as it wants."""
+    from vllm import SamplingParams
+
+    return SamplingParams(
+        max_tokens=request.output_tokens,
+        temperature=0.0,
+        ignore_eos=True,
+        detokenize=False,
+        logprobs=log_probabilities,
+    )
 
 
 def run_reference(
@@ -265,14 +268,36 @@ def _respond(
         responses["alone", request] = generate_responses(llm, [request])[0].tokens
         if config.cache_config.enable_prefix_caching and "cached" in ways:
             responses["cached", request] = generate_responses(llm, [request])[0].tokens
-    if config.scheduler_config.max_num_seqs > 1 and "together" in ways:
+    several = config.scheduler_config.max_num_seqs > 1
+    if several and "together" in ways:
         progress("together", 0, 1)
         llm.reset_prefix_cache()
-        # The shortest prompts come last, to join running requests: vLLM then schedules a one-token prompt differently.
+        # The shortest prompts come last, to join running requests.
         last_first = requests[::-1]
         for request, response in zip(last_first, generate_responses(llm, last_first), strict=True):
             responses["together", request] = response.tokens
+    if several and "joining" in ways:
+        progress("joining", 0, 1)
+        llm.reset_prefix_cache()
+        responses["joining", requests[0]] = _respond_beside(llm, requests[: len(SHORTEST)][-1], requests[0])
     return responses
+
+
+def _respond_beside(llm: Any, running: Request, joining: Request) -> Tokens:
+    """Respond to a prompt that arrives alone, after the first token of the response to `running`.
+
+    Beside drafts vLLM schedules a prompt of one token differently, if no other prompt arrives in the same step: it pads
+    it with drafts (`engine_fixes/padded_prompts`).
+    """
+    engine = llm.llm_engine
+    engine.add_request("running", {"prompt_token_ids": list(running.prompt)}, _greedy(running))
+    while not engine.step():
+        pass
+    engine.add_request("joining", {"prompt_token_ids": list(joining.prompt)}, _greedy(joining))
+    tokens: dict[str, Tokens] = {}
+    while engine.has_unfinished_requests():
+        tokens |= {output.request_id: tuple(output.outputs[0].token_ids) for output in engine.step()}
+    return tokens["joining"]
 
 
 def choose_turns(output_tokens: int, *, block_size: int, context_len: int) -> list[int]:

@@ -18,7 +18,13 @@ from slimqwen.models.families import find_kind, unshared_heads
 from slimqwen.plan.devices import Gpu
 from slimqwen.plan.resolution import OVERHEAD_GIB
 from slimqwen.roofline import cost
-from slimqwen.roofline.architecture import MEMORY_UTILIZATION, Model, lay_out_cache, read_model
+from slimqwen.roofline.architecture import (
+    MEMORY_UTILIZATION,
+    CacheLayout,
+    Model,
+    lay_out_cache,
+    read_model,
+)
 from slimqwen.variant import read_token_count
 
 DRAFT_DEPTH, SEQUENCES, UTILIZATION, BATCHED_TOKENS = 4, 1, 0.90, 2048
@@ -50,6 +56,8 @@ class ServerSettings:
         prefix_caching: whether blocks are kept for later requests.
         batched_tokens: largest number of tokens in a step.
         gpus: number of GPUs, of one kind, that share the model (tensor parallel).
+        captured_sequences: most sequences of a decode step that vLLM captures as a CUDA graph, its --max-num-seqs; 0
+            without graphs, None for vLLM's default on the GPU.
     """
 
     context_len: int
@@ -62,6 +70,7 @@ class ServerSettings:
     prefix_caching: bool = False
     batched_tokens: int = BATCHED_TOKENS
     gpus: int = 1
+    captured_sequences: int | None = 0
 
     @classmethod
     def of(cls, subject: Subject, context_len: int | None, sequences: int | None) -> Self:
@@ -111,9 +120,15 @@ class ServerSettings:
             raise FitError(
                 f"{gpus} GPUs cannot share {heads} evenly; set VLLM_TENSOR_PARALLEL_SIZE to a divisor of that number"
             )
+        served = sequences or number("max_num_seqs", SEQUENCES, int)
+        captured: int | None = served
+        if flags.get("enforce_eager", "0") != "0":
+            captured = 0
+        elif subject.variant and not sequences and "max_num_seqs" not in flags:
+            captured = None
         return cls(
             context_len=length,
-            sequences=sequences or number("max_num_seqs", SEQUENCES, int),
+            sequences=served,
             depth=depth if subject.has_mtp else 0,
             dtype=flags.get("dtype", "auto"),
             kv_cache_dtype=flags.get("kv_cache_dtype", "auto"),
@@ -124,6 +139,7 @@ class ServerSettings:
                 "max_num_batched_tokens", BATCHED_TOKENS, read_token_count, "4096, 4k or 4K"
             ),
             gpus=gpus,
+            captured_sequences=captured,
         )
 
 
@@ -136,9 +152,11 @@ class Fit:
         weight_bytes: kind of weights -> bytes on disk.
         resident_bytes: bytes of weights in the memory of one GPU.
         cache_bytes: bytes that are left for blocks; negative where not even the weights fit.
+        layout: the blocks of the cache.
         sequence_bytes: bytes of the blocks of one sequence of full length.
-        state_bytes, token_bytes: bytes that a sequence takes for its states, and bytes for each of its tokens.
         missing_bytes: bytes that all sequences of full length need beyond `cache_bytes`; negative if some are left.
+        captured_sequences: sequences of the largest decode step, each of which needs a block for its states before
+            vLLM captures CUDA graphs; 0 without states or graphs.
         full_sequences: number of sequences of full length that the blocks hold.
         kv_tokens: tokens of these sequences.
         tokens_per_second: roofline of one sequence without drafts.
@@ -150,10 +168,10 @@ class Fit:
     weight_bytes: Mapping[str, int]
     resident_bytes: int
     cache_bytes: int
+    layout: CacheLayout
     sequence_bytes: int
-    state_bytes: int
-    token_bytes: int
     missing_bytes: int
+    captured_sequences: int
     full_sequences: float
     kv_tokens: int
     tokens_per_second: float
@@ -162,8 +180,28 @@ class Fit:
 
     @property
     def fits(self) -> bool:
-        """Whether all sequences fit at full length together."""
-        return self.missing_bytes <= 0
+        """Whether all sequences fit at full length together, and vLLM can capture its CUDA graphs."""
+        return self.missing_bytes <= 0 and self.captured_sequences <= self.blocks
+
+    @property
+    def starts(self) -> bool:
+        """Whether vLLM starts: one sequence fits at full length, and there are blocks for the states of a full step."""
+        return self.full_sequences >= 1 and self.captured_sequences <= self.blocks
+
+    @property
+    def blocks(self) -> int:
+        """Number of blocks that the cache has."""
+        return max(0, self.cache_bytes // self.layout.block_bytes)
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes that a sequence takes for its states."""
+        return self.layout.state_blocks * self.layout.block_bytes
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes that a sequence takes for each of its tokens."""
+        return self.layout.block_bytes // self.layout.block_size
 
 
 @dataclass(frozen=True)
@@ -207,6 +245,9 @@ def fit_checkpoint(sized: Sized, settings: ServerSettings, gpu: Gpu, acceptance_
     layout = lay_out_cache(model, depth, prefix_caching=settings.prefix_caching)
     sequence = layout.sequence_bytes(settings.context_len)
     full = max(0, cache // layout.block_bytes) / layout.sequence_blocks(settings.context_len)
+    captured = settings.captured_sequences
+    if captured is None:
+        captured = gpu.default_max_num_seqs
     plain = cost.bound_decode_step(model, gpu, 1, SPEED_CONTEXT_LEN)
     drafting = cost.bound_decode_step(model, gpu, 1, SPEED_CONTEXT_LEN, depth) if depth else None
     return Fit(
@@ -214,10 +255,10 @@ def fit_checkpoint(sized: Sized, settings: ServerSettings, gpu: Gpu, acceptance_
         weight_bytes=sized.weight_bytes,
         resident_bytes=resident,
         cache_bytes=cache,
+        layout=layout,
         sequence_bytes=sequence,
-        state_bytes=layout.state_blocks * layout.block_bytes,
-        token_bytes=layout.block_bytes // layout.block_size,
         missing_bytes=settings.sequences * sequence - cache,
+        captured_sequences=captured if layout.state_blocks else 0,
         full_sequences=full,
         kv_tokens=int(full * settings.context_len),
         tokens_per_second=plain.tokens_per_second,

@@ -42,6 +42,11 @@ def give_verdict(subject: Subject, settings: ServerSettings, gpu: str, fits: Seq
     first = fits[0]
     if first.fits:
         return f"{where}: fits, {-first.missing_bytes / _GB:.1f} GB left"
+    if first.missing_bytes <= 0:
+        return (
+            f"{where}: fits, but vLLM would take {first.captured_sequences} sequences, which need a state block each, "
+            f"and {first.blocks} blocks fit; set VLLM_MAX_NUM_SEQS to at most {first.blocks}"
+        )
     needed = next((fits[1 : row + 1] for row, fit in enumerate(fits) if fit.fits), None)
     cure = (
         f"fits with {', '.join(fit.optimisation for fit in needed)}" if needed else "no recipe makes it fit"
@@ -108,12 +113,14 @@ def _list_trouble(subject: Subject, settings: ServerSettings, gpu: Gpu, root: Pa
             f"{gpu.compute_capability}; set VLLM_DTYPE=float16."
         )
     recorded = find_gpu_plan(root, subject.variant.name, gpu.name) if subject.variant else None
-    plan = recorded or _plan_by_settings(subject, settings, gpu.name, dtype)
+    plan = recorded or _plan_by_settings(subject, settings, gpu, dtype)
     for known in trouble.match_trouble(plan, trouble.read_known_trouble(root)):
+        if known.effect == "mended":
+            continue
         yield f"Known trouble ({known.effect}): {known.description} {known.instead}."
 
 
-def _plan_by_settings(subject: Subject, settings: ServerSettings, gpu: str, dtype: str) -> Plan:
+def _plan_by_settings(subject: Subject, settings: ServerSettings, gpu: Gpu, dtype: str) -> Plan:
     """A plan with only the facts that are known without vLLM; conditions on any other fact do not hold for it."""
     hybrid = LINEAR_ATTENTION in subject.family.linears
     lines = {
@@ -133,7 +140,12 @@ def _plan_by_settings(subject: Subject, settings: ServerSettings, gpu: str, dtyp
     )
     layers = AttentionLayers.model_construct(backend="", prefill="any") if hybrid else None
     return Plan.model_construct(
-        gpu=gpu, vllm=version("vllm"), flags=flags, engine=engine, attention=[layers] if layers else []
+        gpu=gpu.name,
+        compute_capability=gpu.compute_capability,
+        vllm=version("vllm"),
+        flags=flags,
+        engine=engine,
+        attention=[layers] if layers else [],
     )
 
 
@@ -180,6 +192,8 @@ def gpus_table(subject: Subject, settings: ServerSettings, root: Path) -> Table:
 
 def _margin(fit: Fit) -> str:
     missing = fit.missing_bytes / _GB
+    if missing <= 0 and not fit.fits:
+        return f"{fit.blocks} state blocks for {fit.captured_sequences} sequences"
     return f"fits, {-missing:.1f} GB left" if fit.fits else f"{missing:.1f} GB too much"
 
 

@@ -111,6 +111,7 @@ class Plan(Facts):
 
     variant: str
     gpu: str = Field(description="short name of the GPU model; cpu for a CPU")
+    compute_capability: str | None = Field(description="of the GPU, such as 8.6; null for a CPU")
     planned: str = Field(description="time of the plan, UTC, to the second")
     vllm: str
     checkpoint: str = Field(description="where the dimensions of the checkpoint come from")

@@ -37,7 +37,7 @@ class PlanRecord(Record):
     """The plans of one variant on several devices."""
 
     kind = "plan"
-    version = 3
+    version = 4
     verb = "plan"
     verb_options = "--record"
     looked_up = True
@@ -138,8 +138,8 @@ def overview_table(root: Path) -> Table:
 def _overview_cells(plan: Plan, known: Sequence[trouble.KnownTrouble]) -> tuple[str, ...]:
     facts, entries = list_facts(plan), trouble.match_trouble(plan, known)
     effects = (
-        _words(entry.name for entry in entries if entry.prevents_start == prevents)
-        for prevents in (True, False)
+        _words(entry.name for entry in entries if entry.effect in shown)
+        for shown in (("dies", "differs"), ("costs",))
     )
     return *(facts[name] for name in _OVERVIEW), *(effect or "-" for effect in effects)
 
@@ -165,13 +165,13 @@ def plan_tables(variant: str, plans: Sequence[Plan]) -> list[Table]:
 
 
 def trouble_table(plans: Sequence[Plan], known: Sequence[trouble.KnownTrouble]) -> Table:
-    """The known trouble of plans, and what to do instead."""
-    rows = tuple(
-        (plan.gpu, entry.effect, entry.description, entry.instead)
-        for plan in plans
-        for entry in trouble.match_trouble(plan, known)
-    )
-    return Table("Known trouble", ("GPU", "effect", "what happens", "instead"), rows, text_columns=4)
+    """The known trouble of plans, and what to do instead; GPUs with the same trouble share a row."""
+    gpus: dict[tuple[str, ...], list[str]] = {}
+    for plan in plans:
+        for entry in trouble.match_trouble(plan, known):
+            gpus.setdefault((entry.effect, entry.description, entry.instead), []).append(plan.gpu)
+    rows = tuple((", ".join(on), *cells) for cells, on in gpus.items())
+    return Table("Known trouble", ("GPUs", "effect", "what happens", "instead"), rows, text_columns=4)
 
 
 def list_facts(plan: Plan) -> dict[str, str]:

@@ -169,6 +169,7 @@ def _rehearse(request: _Request) -> _Answer:
     facts: dict[str, Any] = {
         "variant": request.variant,
         "gpu": request.gpu.name if request.gpu else CPU,
+        "compute_capability": request.gpu.compute_capability if request.gpu else None,
         "planned": datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
         "vllm": importlib.metadata.version("vllm"),
         "checkpoint": "",
@@ -191,7 +192,7 @@ def _rehearse(request: _Request) -> _Answer:
             target, draft = resolution.build_models(config)
             facts["attention"] = engine_facts.attention_layers(config)
             facts["linears"] = resolution.list_linear_kernels(target, draft)
-            facts["weight_bytes"] = resolution.count_weight_bytes(target, draft)
+            facts["weight_bytes"] = resolution.count_weight_bytes(config, target, draft)
             facts["jit"] = jit_modules.list_modules(facts["attention"], facts["linears"])
             step = "block size"
             resolution.align_blocks(config)

@@ -57,7 +57,11 @@ def _as_one_of_several(config: Any) -> Iterator[None]:
 
 
 def build_models(config: Any) -> tuple[Any, Any]:
-    """The part of target model and MTP head (None without drafts) that one GPU has, on the meta device."""
+    """The part of target model and draft model that one GPU has, on the meta device.
+
+    The draft model is an MTP head or a model of its own; None without drafts, and where drafts are looked up in the
+    prompt.
+    """
     from vllm.config import set_current_vllm_config
     from vllm.distributed import ensure_model_parallel_initialized, init_distributed_environment
     from vllm.model_executor.model_loader.utils import initialize_model
@@ -72,13 +76,24 @@ def build_models(config: Any) -> tuple[Any, Any]:
             _as_one_of_several(config),
         ):
             target = initialize_model(config, model_config=config.model_config)
-            if config.speculative_config is None:
-                return target, None
-            from vllm.compilation.backends import set_model_tag
+            return target, _build_draft(config)
 
-            with set_model_tag("eagle_head"):
-                draft = initialize_model(config, model_config=config.speculative_config.draft_model_config)
-    return target, draft
+
+def _build_draft(config: Any) -> Any:
+    """The draft model, as the speculator of vLLM's model runner builds it; None for a speculator without a model."""
+    from vllm.compilation.backends import set_model_tag
+    from vllm.config import replace
+    from vllm.model_executor.model_loader.utils import initialize_model
+
+    speculation = config.speculative_config
+    if speculation is not None and speculation.use_eagle():
+        with set_model_tag("eagle_head"):
+            return initialize_model(config, model_config=speculation.draft_model_config)
+    if speculation is not None and speculation.uses_draft_model():
+        own = replace(config, model_config=speculation.draft_model_config, quant_config=None)
+        with set_model_tag("draft_model"):
+            return initialize_model(own, prefix="draft_model")
+    return None
 
 
 def align_blocks(config: Any) -> None:
@@ -113,16 +128,23 @@ def samples_with_flashinfer() -> bool:
     return bool(flashinfer_sampler_supported())
 
 
-def count_weight_bytes(target: Any, draft: Any) -> dict[str, int]:
+def count_weight_bytes(config: Any, target: Any, draft: Any) -> dict[str, int]:
     """Kind of parameters -> their bytes; tensors that the MTP head shares with the target count once."""
     totals: dict[str, int] = {}
+    shared = _shared_names(config)
     for model in filter(None, (target, draft)):
         for name, tensor in model.named_parameters():
-            if model is draft and any(part in name for part in _SHARED_WITH_TARGET):
+            if model is draft and any(part in name for part in shared):
                 continue
             kind = "draft head" if model is draft else _weight_kind(name)
             totals[kind] = totals.get(kind, 0) + tensor.numel() * tensor.element_size()
     return totals
+
+
+def _shared_names(config: Any) -> tuple[str, ...]:
+    """Parts of the names of parameters that the draft model shares with the target; a model of its own shares none."""
+    speculation = config.speculative_config
+    return _SHARED_WITH_TARGET if speculation is not None and speculation.use_eagle() else ()
 
 
 def _weight_kind(name: str) -> str:
@@ -171,8 +193,11 @@ def lay_out_kv_cache(config: Any, parameter_bytes: int, device_bytes: int | None
         )
     shortest_with_hit = None
     if cache.enable_prefix_caching:
-        # The last token is always computed; with drafts vLLM also computes the last whole block of a hit again.
-        shortest_with_hit = (2 if config.speculative_config else 1) * alignment + 1
+        # The last token is always computed. A draft model that reads the target's hidden states needs those of the last
+        # whole block of a hit, so vLLM computes that block again.
+        speculation = config.speculative_config
+        recomputes = speculation is not None and speculation.use_eagle_block_drop()
+        shortest_with_hit = (2 if recomputes else 1) * alignment + 1
     facts = KvCache(
         available_bytes=available,
         block_size=cache.block_size,
@@ -244,7 +269,7 @@ def resolve_graphs(config: Any, layout: Any) -> Graphs:
 
 
 def load_names(config: Any, target: Any, draft: Any) -> None:
-    """Pass every tensor of the checkpoint, without content, through vLLM's loaders.
+    """Pass every tensor of the checkpoint, and of a draft model's own, without content, through vLLM's loaders.
 
     Raises:
         ValueError: a parameter has no tensor.
@@ -253,16 +278,19 @@ def load_names(config: Any, target: Any, draft: Any) -> None:
     import torch
     from vllm.config import set_current_vllm_config
 
-    tensors = list_tensors(Path(config.model_config.model))
+    folders = {target: config.model_config.model}
+    if draft is not None:
+        folders[draft] = config.speculative_config.draft_model_config.model
     with set_current_vllm_config(config), on_meta_device(), _as_one_of_several(config):
-        for model in filter(None, (target, draft)):
+        for model, folder in folders.items():
+            tensors = list_tensors(Path(folder))
             weights = (
                 (name, torch.empty(info.shape, dtype=torch_dtype(info.dtype), device="meta"))
                 for name, info in tensors.items()
             )
             loaded = set(model.load_weights(weights) or ())
             # vLLM fills in scales of the KV cache after loading if the checkpoint has none.
-            optional = (".attn.", *(_SHARED_WITH_TARGET if model is draft else ()))
+            optional = (".attn.", *(_shared_names(config) if model is draft else ()))
             names = {
                 name for name, _ in model.named_parameters() if not any(part in name for part in optional)
             }

@@ -80,6 +80,7 @@ def match_flag_trouble(command: ServerCommand) -> StartTrouble:
     plan = Plan(
         variant=command.variant.name,
         gpu=devices.CPU if command.platform == "cpu" else "",
+        compute_capability=None,
         planned="",
         vllm=version("vllm"),
         checkpoint="",
@@ -111,7 +112,7 @@ def match_start_trouble(plan: Plan, command: ServerCommand, *, compiles: bool) -
         if entry.prevents_start:
             effect = "die" if entry.effect == "dies" else "give other tokens"
             dies.append(checks.Trouble(f"would {effect} on {fact}{error}", entry.instead, entry.evidence))
-        else:
+        elif entry.effect == "costs":
             costs.append(f"{fact}; {entry.instead}")
     return StartTrouble(tuple(dies), tuple(costs))
 

@@ -33,9 +33,9 @@ class KnownTrouble(BaseModel):
     when: dict[str, Value | list[Value]] = Field(
         description="conditions on `FACTS` and on vLLM's flags, such as --kv-cache-dtype, all of which must hold"
     )
-    effect: Literal["dies", "differs", "costs"] = Field(
+    effect: Literal["dies", "differs", "costs", "mended"] = Field(
         description="dies: the server ends or responds with errors; differs: it gives other tokens; "
-        "costs: it serves, slower or with less"
+        "costs: it serves, slower or with less; mended: it dies or differs without this project's engine fix"
     )
     description: str
     instead: str = Field(description="what to write into config.env, or to do")
@@ -71,7 +71,7 @@ class KnownTrouble(BaseModel):
     @property
     def prevents_start(self) -> bool:
         """Whether this trouble, where it applies, prevents a start of the server."""
-        return self.effect != "costs"
+        return self.effect in ("dies", "differs")
 
 
 def _fact(plan: Plan, name: str) -> Any:
@@ -116,13 +116,22 @@ def _depth_schedule(plan: Plan) -> list[tuple[int, int, int]]:
     return ranges
 
 
+def _speculative_method(plan: Plan) -> str | None:
+    """How drafts are made; None without drafts. Each kind of MTP head (qwen3_5_mtp) is `mtp`, as vLLM has it."""
+    speculation = json.loads(plan.flags.get("speculative-config", "null")) or {}
+    method = str(speculation.get("method", "")) or None
+    return "mtp" if method and "mtp" in method else method
+
+
 FACTS: Mapping[str, Callable[[Plan], Any]] = MappingProxyType(
     {
         "gpu": lambda plan: plan.gpu,
+        "compute_capability": lambda plan: plan.compute_capability and float(plan.compute_capability),
         "dtype": _field("engine", "dtype"),
         "kv_cache_dtype": _field("engine", "kv_cache_dtype"),
         "state_dtype": _field("engine", "state_dtype"),
         "num_speculative_tokens": _field("engine", "num_speculative_tokens"),
+        "speculative_method": _speculative_method,
         "prefix_caching": _field("engine", "prefix_caching"),
         "max_num_seqs": _field("engine", "max_num_seqs"),
         "attention_backends": lambda plan: [layers.backend for layers in plan.attention],

@@ -10,6 +10,6 @@
 | `draft_vocabulary` | model class, named by `engine_fixes` | engine, workers |
 | `engine_facts` | `--worker-extension-cls` | workers |
 
-`engine_fixes` installs the fixes only on a CPU, and registers `draft_vocabulary` on every platform.
+`engine_fixes` installs the fixes of vLLM's platform, and registers `draft_vocabulary` on every platform.
 pyproject.toml has the entry points; `slimqwen/serving/command.py` writes the options.
 """

@@ -187,7 +187,9 @@ def measure(
         path = measure_engine(subject, "p", command=["check"])
         assert [call.args[0] for call in runs.call_args_list] == [run_engine] * 3 + [run_reference]
         assert [call.args[1][2] for call in runs.call_args_list[:3]] == [
-            ("alone", "cached", "together", "session"), ("together",), ("alone", "cached", "session"),
+            ("alone", "cached", "together", "joining", "session"),
+            ("together", "joining"),
+            ("alone", "cached", "session"),
         ]  # fmt: skip
         assert [call.kwargs.get("is_served", False) for call in runs.call_args_list] == [
             True,
@@ -298,9 +300,10 @@ def test_the_embedded_model_responds_in_processes_as_the_plain_engine_does(
     items = store.read_items(path)
     turns = [item for item in items if item.get("way") == "session"]
     assert {item["engine"] for item in turns} == {"with prefix cache"}
-    assert served.responses == undrafted.responses == (caching.responses - len(turns)) / 2
+    # Only a neighbour has several requests at a time, so that a prompt can join another.
+    assert served.responses == undrafted.responses - 1 == (caching.responses - len(turns)) / 2
     assert len(turns) in (8, 12, 16)  # as many turns of four sessions as blocks fit the context
-    assert {item["way"] for item in items if item["engine"] == "without drafts"} == {"together"}
+    assert {item["way"] for item in items if item["engine"] == "without drafts"} == {"together", "joining"}
     assert heard[0] == "engine served: starting"
     assert heard[-1] == "reference engine: rereading responses"
 

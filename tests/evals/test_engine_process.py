@@ -41,7 +41,7 @@ PLAIN = {
     "dtype": "bfloat16", "max-model-len": CONTEXT_LEN, "max-num-batched-tokens": CONTEXT_LEN, "max-num-seqs": 1,
     "enforce-eager": True, "enable-prefix-caching": False,
 }  # fmt: skip
-WAYS = ("alone", "cached", "together", "session")
+WAYS = ("alone", "cached", "together", "joining", "session")
 DRAFTS = {"method": "mtp", "num_speculative_tokens": 3}
 SERVED = PLAIN | {
     "max-num-seqs": 4, "max-num-batched-tokens": 256, "enable-prefix-caching": True, "speculative-config": DRAFTS,
@@ -221,7 +221,9 @@ def test_drafts_cached_prefixes_chunks_and_batches_change_no_token(
     engine, _ = compare_engine("served", SERVED, served, *reference, 1.0)
     assert (engine.verdict, engine.wrong) == ("pass", {})
     turns = [request for way, request in served.responses if way == "session"]
-    assert engine.responses == 3 * len(served.requests) + len(turns)
+    (joined,) = [request for way, request in served.responses if way == "joining"]
+    assert len(joined.prompt) == 1
+    assert engine.responses == 3 * len(served.requests) + len(turns) + 1
     ends = [len(request.prompt) + request.output_tokens for request in turns]
     assert ends[-4:] == [CONTEXT_LEN] * 4
     assert len(turns) >= 8
@@ -244,5 +246,5 @@ def test_an_engine_that_is_wrong_for_several_requests_at_a_time_is_found(
     run = run_engine(TINY, TINY, (SETTINGS, flags, WAYS, served.requests, ROOT), silent)
     engine, _ = compare_engine("served", flags, run, *reference, 1.0)
     assert engine.verdict == "fail"
-    assert set(engine.wrong) == {"together"}
+    assert set(engine.wrong) == {"together", "joining"}
     assert len(engine.wrong["together"]) > len(run.requests) / 2

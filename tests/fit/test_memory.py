@@ -90,11 +90,44 @@ def test_what_a_config_env_leaves_out_has_the_default_of_vllm(add_variant, tmp_p
         """VLLM_SPECULATIVE_CONFIG='{"method": "mtp", "num_speculative_tokens": 2}'\n""",
     )
     bare, said = (ServerSettings.of(find_subject(name, tmp_path), None, None) for name in ("bare", "said"))
-    assert bare == ServerSettings(4096, 1, 0, utilization=0.92, prefix_caching=True)
-    assert said == ServerSettings(512, 3, 2, kv_cache_dtype="fp8", utilization=0.5, batched_tokens=64)
-    assert ServerSettings.of(find_subject("said", tmp_path), 128, 9) == replace(
-        said, context_len=128, sequences=9
+    assert bare == ServerSettings(4096, 1, 0, utilization=0.92, prefix_caching=True, captured_sequences=None)
+    assert said == ServerSettings(
+        512, 3, 2, kv_cache_dtype="fp8", utilization=0.5, batched_tokens=64, captured_sequences=3
     )
+    assert ServerSettings.of(find_subject("said", tmp_path), 128, 9) == replace(
+        said, context_len=128, sequences=9, captured_sequences=9
+    )
+
+
+@pytest.mark.parametrize(
+    ("model", "gpu", "captured", "starts"),
+    [
+        ("qwen3.5-9b", "rtx-4090", None, False),  # 192 blocks for vLLM's own 256 sequences
+        ("qwen3.5-9b", "rtx-4090", 192, True),
+        ("qwen3.5-9b", "rtx-4090", 193, False),
+        ("qwen3.5-9b", "rtx-5080", 1, False),  # not even the weights
+        ("qwen3.5-4b", "rtx-3060", None, False),
+        ("qwen3.5-4b", "rtx-4060-ti", None, True),
+        ("qwen3.5-9b", "h100", None, True),  # 3,294 blocks for 1,024 sequences
+        ("qwen3-4b", "t4", None, True),  # without states
+    ],
+)
+def test_a_server_has_a_block_for_the_states_of_each_sequence_that_vllm_takes(model, gpu, captured, starts):
+    _, settings, (stored, *_) = fitted(model, gpu, sequences=1, captured_sequences=captured)
+    assert stored.starts == stored.fits == starts
+    if not starts and stored.missing_bytes <= 0:
+        said = tables.give_verdict(find_subject(model, ROOT), settings, gpu, [stored])
+        assert f"{stored.captured_sequences} sequences" in said
+        assert said.endswith(f"set VLLM_MAX_NUM_SEQS to at most {stored.blocks}")
+        assert fitted(model, gpu, sequences=1, captured_sequences=stored.blocks)[2][0].starts
+
+
+@pytest.mark.parametrize("eager", ["0", "1"])
+def test_an_engine_without_graphs_needs_no_block_for_each_sequence(eager):
+    subject = find_subject("qwen3.5-9b", ROOT)
+    lines = {**subject.settings, "VLLM_MAX_NUM_SEQS": "256", "VLLM_ENFORCE_EAGER": eager}
+    settings = ServerSettings.of(replace(subject, settings=lines), None, None)
+    assert settings.captured_sequences == (0 if eager == "1" else 256)
 
 
 @pytest.mark.parametrize(

@@ -45,6 +45,8 @@ def plan(
     libraries=(),
     kernels=None,
     schedule=None,
+    method="mtp",
+    capability="8.6",
 ):
     """The plan of a variant of eight sequences with MTP on an A10G."""
 
@@ -61,12 +63,15 @@ def plan(
     return Plan(
         variant="v",
         gpu=gpu,
+        compute_capability=capability,
         planned="2026-01-01T00:00:00Z",
         vllm=vllm,
         checkpoint="weights/v",
         flags={
             "cudagraph-capture-sizes": json.dumps(list(sizes)),
-            "speculative-config": json.dumps({"num_speculative_tokens_per_batch_size": schedule}),
+            "speculative-config": json.dumps(
+                {"method": method, "num_speculative_tokens_per_batch_size": schedule}
+            ),
         },
         engine=EngineConfig(
             architecture="Qwen3_5ForConditionalGeneration",
@@ -86,7 +91,10 @@ def plan(
             requested_graph_mode="FULL_AND_PIECEWISE",
             requested_graph_sizes=list(sizes),
         ),
-        attention=[layers("Attention", backend, ""), layers("GatedDeltaNet", "GDN_ATTN", prefill)],
+        attention=[
+            layers("Attention", backend, ""),
+            *([layers("GatedDeltaNet", "GDN_ATTN", prefill)] if prefill else []),
+        ],
         kv_cache=KvCache(
             available_bytes=2**33,
             block_size=544,

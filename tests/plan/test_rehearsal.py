@@ -7,8 +7,11 @@ import pytest
 import torch
 
 from slimqwen import variant
+from slimqwen.fit.memory import ServerSettings
+from slimqwen.fit.subject import find_subject
+from slimqwen.fit.tables import fit_on_gpus
 from slimqwen.plan import rehearsal, shapes, simulated_gpu, trouble
-from slimqwen.plan.devices import read_gpu
+from slimqwen.plan.devices import read_gpu, read_gpus
 from slimqwen.serving.command import ServerCommand
 from tests.checkpoints import stage_output
 from tests.plan.example import needs_cuda_build
@@ -130,6 +133,8 @@ def shape_with_heads_of(dimension):
     return {"source": "a test", "config": {**published.config, "text_config": text}}
 
 
+LOOKUP = """'{"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 4}'"""
+
 FAULTS = {
     "sound": ({}, quantised_shape()),
     "fp8-kv-with-mtp": ({"VLLM_KV_CACHE_DTYPE": "fp8"}, quantised_shape()),
@@ -141,6 +146,10 @@ FAULTS = {
     ),
     "groups-of-16": ({"VLLM_DISABLED_KERNELS": "HummingLinearKernel"}, quantised_shape(16)),
     "groups-of-48": ({}, quantised_shape(48)),
+    "prompt-lookup": (
+        {"VLLM_SPECULATIVE_CONFIG": LOOKUP, "VLLM_ENABLE_PREFIX_CACHING": "1"},
+        quantised_shape(),
+    ),
     "heads-of-24-with-fp8-kv": ({"VLLM_KV_CACHE_DTYPE": "fp8"}, shape_with_heads_of(24)),
     "heads-of-192-with-fp8-kv": ({"VLLM_KV_CACHE_DTYPE": "fp8"}, shape_with_heads_of(192)),
 }
@@ -165,15 +174,41 @@ def faulty_plans(faulty_root):
         ("long-context", ["request-does-not-fit"]),
         ("groups-of-16", ["no-linear-kernel"]),
         ("groups-of-48", ["refused-by-vllm"]),
+        ("prompt-lookup", ["prefix-hits-out-of-reach"]),
         ("heads-of-24-with-fp8-kv", ["no-attention-backend"]),
         ("heads-of-192-with-fp8-kv", ["no-attention-backend"]),
     ],
 )
 def test_a_planted_fault_is_known_trouble_before_a_start(faulty_plans, fault, trouble_names):
     plan = faulty_plans[fault]
-    assert [
-        entry.name for entry in trouble.match_trouble(plan, trouble.read_known_trouble(ROOT))
-    ] == trouble_names, plan.error
+    met = trouble.match_trouble(plan, trouble.read_known_trouble(ROOT))
+    assert [entry.name for entry in met if entry.effect != "mended"] == trouble_names, plan.error
+
+
+@needs_cuda_build
+def test_prompt_lookup_has_no_draft_model_and_drops_no_block_of_a_hit(faulty_plans):
+    plan = faulty_plans["prompt-lookup"]
+    assert (plan.failed_at, plan.error) == (None, None)
+    assert "draft head" not in plan.weight_bytes
+    assert not any(layers.drafts for layers in plan.attention)
+    assert plan.kv_cache.shortest_prompt_with_hit == plan.kv_cache.block_size + 1
+
+
+@needs_cuda_build
+@pytest.mark.parametrize(
+    "name", [name for name in variant.names(ROOT) if variant.load(name).platform == "cuda"]
+)
+def test_a_variant_starts_by_its_plan_where_it_starts_by_its_fit(name, tmp_path):
+    """The smallest card on which the variant starts, and the largest on which it does not; both 8.0 or above."""
+    subject = find_subject(name, ROOT)
+    cards = sorted(read_gpus(ROOT).values(), key=lambda gpu: gpu.driver.memory_gib)
+    fits = fit_on_gpus(subject, ServerSettings.of(subject, None, None), cards)
+    able = [gpu for gpu in cards if gpu.capability >= (8, 0)]
+    starting = [gpu for gpu in able if fits[gpu.name][0].starts]
+    nearest = [gpu for gpu in able if gpu not in starting][-1:] + starting[:1]
+    for gpu in nearest:
+        plan = rehearsal.rehearse_variant(variant.load(name), gpu, log=tmp_path / "plan.log")
+        assert (plan.error is None) == (gpu in starting), (gpu.name, plan.error)
 
 
 @needs_cuda_build

@@ -1,10 +1,13 @@
 """Known trouble: conditions on the facts of a plan."""
 
+import importlib
+
 import pytest
 
 from slimqwen import variant
 from slimqwen.plan import trouble
 from slimqwen.records.settings import SettingsError
+from slimqwen.vllm_plugin import engine_fixes
 from tests.plan.example import kernels, plan
 
 ROOT = variant.repository_root()
@@ -27,8 +30,8 @@ def names(plan, effect):
 
 
 def test_a_plan_that_follows_every_cure_is_free_of_trouble():
-    assert trouble.match_trouble(plan(), KNOWN) == []
-    assert trouble.match_trouble(plan(kernels=kernels()), KNOWN) == []
+    for free in (plan(), plan(kernels=kernels())):
+        assert {entry.effect for entry in trouble.match_trouble(free, KNOWN)} == {"mended"}
 
 
 @pytest.mark.parametrize(
@@ -76,6 +79,43 @@ def test_what_costs_is_named_and_kills_nothing(changes, costing):
     changed = plan(**changes)
     assert names(changed, "dies") == []
     assert costing in names(changed, "costs")
+
+
+PREFIX_CACHE = {"prefix_caching": True, "shortest_hit": 545}
+FLASHINFER_FP8 = {"backend": "FLASHINFER", "kv_cache_dtype": "fp8", "full": ()}
+
+
+@pytest.mark.parametrize(
+    ("changes", "unmet"),
+    [
+        (PREFIX_CACHE | {"method": "ngram"}, "prefix-cache-beside-mtp"),
+        (PREFIX_CACHE | {"prefill": ""}, "prefix-cache-beside-mtp"),
+        (FLASHINFER_FP8 | {"method": "ngram"}, "flashinfer-fp8-mtp-memory"),
+        ({"dtype": "float16", "capability": "7.5"}, "float16-slow-decode"),
+        ({"dtype": "float16", "prefill": ""}, "float16-slow-decode"),
+    ],
+)
+def test_trouble_of_one_method_layer_or_card_is_not_that_of_others(changes, unmet):
+    needed = {"method": "mtp", "prefill": "triton", "capability": "8.6"}
+    assert unmet not in names(plan(**changes), "costs")
+    assert unmet in names(plan(**changes | {key: needed[key] for key in needed.keys() & changes}), "costs")
+
+
+def test_every_name_of_an_mtp_head_is_mtp():
+    assert names(plan(**PREFIX_CACHE, method="qwen3_5_mtp"), "costs") == ["prefix-cache-beside-mtp"]
+
+
+def test_what_an_engine_fix_mends_is_said_and_prevents_no_start():
+    """Only states that drafts may spoil, of a server that can pad a prompt beside another."""
+    (entry,) = (entry for entry in KNOWN if entry.effect == "mended")
+    fix = importlib.import_module(f"{engine_fixes.__name__}.padded_prompts")
+    assert "engine fix padded_prompts" in entry.instead
+    assert engine_fixes.FIXES["padded_prompts"] == ("cpu", "cuda")
+    assert callable(fix.install)
+    assert entry.applies_to(plan())
+    assert not entry.prevents_start
+    for free in ({"drafts": 0}, {"prefill": ""}, {"schedule": [[1, 8, 4]]}):
+        assert not entry.applies_to(plan(**free))
 
 
 def test_graphs_of_every_depth_of_a_schedule_are_multiples():

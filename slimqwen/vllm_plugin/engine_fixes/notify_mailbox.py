@@ -4,7 +4,7 @@ The engine and its worker read each other's messages in shared memory, and check
 second without a message. The socket keeps only the last notification (ZMQ_CONFLATE), but libzmq puts a command of 40
 bytes into the socket's mailbox for every notification, and removes it only when the socket is checked. So a server that
 is never idle for a second grows by 40 bytes per message in both processes, 57 MiB an hour at 23 small requests per
-second.
+second. On a CPU every server has a worker process; on a GPU one that shares its model among several GPUs has.
 
 Remove this fix with support for vLLM 0.32: from 0.33 on `record_read` itself polls the socket every two seconds.
 """

@@ -1,13 +1,19 @@
-"""Begin a prompt of one token that joins running requests from an empty state, with drafts on a CPU.
+"""Begin a prompt of one token that joins running requests from an empty state, with drafts.
 
 While other requests run, vLLM's scheduler pads a request that has one token left to compute with K placeholder drafts,
-so that all rows of a step are equally long (`schedule` in `vllm/v1/core/sched/scheduler.py`). Gated DeltaNet treats a
-padded row as one whose drafts are verified, and continues the state in the row's slot. A new prompt of one token has no
-state there yet: it continues the state of the slot's last request, and its response depends on that request's text.
+so that all rows of a step are equally long (`schedule` in `vllm/v1/core/sched/scheduler.py`; a K that depends on the
+load pads none). A new prompt of one token has no state of Gated DeltaNet yet:
 
-With this fix a request without computed tokens is not padded, and vLLM computes its token like that of any prompt.
+- The V1 model runner (CPUs; GPUs by VLLM_USE_V2_MODEL_RUNNER=0) treats a padded row as one whose drafts are verified,
+  and continues the state that the slot's last request left.
+- The V2 model runner (GPUs) takes it for a prefill of K + 1 tokens, which begins empty and leaves the state after the
+  prompt and K placeholders. A prefill is not rolled back (`vllm/v1/worker/gpu/model_states/mamba_hybrid.py`).
 
-Remove this fix when vLLM pads no request without computed tokens, or begins its row with an empty state.
+Either way the response is wrong. With this fix a request without computed tokens is not padded, and vLLM computes its
+token like that of any prompt.
+
+Remove this fix when vLLM pads no request without computed tokens, or begins its row with an empty state and rolls it
+back.
 """
 
 from collections.abc import Callable
@@ -17,7 +23,7 @@ from slimqwen.vllm_plugin.engine_fixes.upstream import replace
 
 _FIX = "padded_prompts"
 WHY = (
-    "with drafts, a prompt of one token that joins running requests continues the state of an earlier request"
+    "with drafts, a prompt of one token that joins running requests is answered from a wrong recurrent state"
 )
 
 

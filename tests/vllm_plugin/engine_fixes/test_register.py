@@ -10,12 +10,10 @@ from slimqwen.vllm_plugin.engine_fixes.upstream import EngineFixError, is_replac
 from tests.vllm_plugin.engine_fixes.conftest import patched_places
 
 
-class OtherPlatform:
-    """A platform of which only one question may be asked."""
+class Gpu:
+    """vLLM's platform for GPUs, as far as the plugin asks for it."""
 
-    @staticmethod
-    def is_cpu():
-        return False
+    device_type = "cuda"
 
 
 def patched_values():
@@ -44,13 +42,19 @@ def needed(monkeypatch):
 
 
 @pytest.mark.usefixtures("stock_vllm", "needed")
-def test_register_does_nothing_where_the_platform_is_not_the_cpu(monkeypatch, caplog):
-    monkeypatch.setattr("vllm.platforms.current_platform", OtherPlatform)
+def test_a_gpu_gets_the_fixes_of_schedule_and_messages_and_no_other(monkeypatch, caplog):
+    from vllm.distributed.device_communicators.shm_broadcast import SpinCondition
+    from vllm.v1.core.sched.scheduler import Scheduler
+
+    monkeypatch.setattr("vllm.platforms.current_platform", Gpu)
     caplog.set_level(logging.INFO, "slimqwen")
     before = patched_values()
     engine_fixes.register()
-    assert patched_values() == before
-    assert not caplog.records
+    changed = [was for was, now in zip(before, patched_values(), strict=True) if was != now]
+    assert is_replaced(Scheduler, "_update_after_schedule")
+    assert is_replaced(SpinCondition, "record_read")
+    assert len(changed) == 2
+    assert [record.args[0] for record in caplog.records] == ["padded_prompts", "notify_mailbox"]
 
 
 @pytest.mark.usefixtures("stock_vllm", "needed")
@@ -94,7 +98,7 @@ def test_a_fix_is_left_out_from_the_version_on_that_has_not_its_fault(
     from vllm.distributed.device_communicators.shm_broadcast import SpinCondition
 
     monkeypatch.setattr("vllm.__version__", version)
-    monkeypatch.setattr(engine_fixes, "FIXES", ("notify_mailbox",))
+    monkeypatch.setattr(engine_fixes, "FIXES", {"notify_mailbox": ("cpu",)})
     caplog.set_level(logging.INFO, "slimqwen")
     for _ in range(2):
         engine_fixes.register()
