@@ -189,10 +189,16 @@ class GateChecks:
 
 
 def _is_sample(record: Quality, suite: Suite, limit: Limit) -> bool:
-    """Whether a record has this suite, limit and scorer; for AUTO, also the sample sizes of the present assumptions."""
-    scorers = {score.settings.get("scorer") for score in record.tasks.values()} - {None}
-    if scorers - {scorer.digest()} or (suite.questions and not scorers):
-        return False
+    """Whether a record has this suite, limit and scorer; for AUTO, also the sample sizes of the present assumptions.
+
+    Of an own evaluation every setting that changes a response or a score must be as it is now.
+    """
+    for task in suite.tasks:
+        settings = record.tasks[task.name].settings if task.name in record.tasks else {}
+        if suite.questions and settings != task.settings(rendered=suite.chat_template) | suite.scoring:
+            return False
+        if settings.get("scorer", scorer.digest()) != scorer.digest():
+            return False
     return (record.suite, record.limit) == (suite.name, limit) and (
         limit != AUTO
         or all(

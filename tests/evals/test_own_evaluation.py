@@ -3,17 +3,21 @@
 import dataclasses
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from slimqwen import variant
-from slimqwen.evals import drafting, fidelity, gate, own_evaluation, quality
+from slimqwen.checkpoint.files import sha256
+from slimqwen.evals import drafting, fidelity, gate, gate_checks, own_evaluation, quality
 from slimqwen.evals.drafting import AcceptanceSettings
 from slimqwen.evals.fidelity_figures import FidelitySettings
 from slimqwen.evals.gate_checks import GateSettings
-from slimqwen.evals.suites import lm_eval_run
+from slimqwen.evals.suites import lm_eval_run, scorer
 from slimqwen.evals.suites.suite import Suite
+from slimqwen.records.provenance import changed_data
 from slimqwen.records.settings import SettingsError
 from slimqwen.serving.shared_server import SharedServer
 from slimqwen.text.files import CorpusError
@@ -197,4 +201,40 @@ def test_own_questions_are_asked_through_the_chat_template_and_scored(
     assert values[8] == values[0]  # the same question as a chat
     assert values[9] == 0
     assert sum(values) >= 4  # tiny knows 71 % of such facts
-    assert {file.name for file in files} == {"items.jsonl", "questions.yaml", "scoring.py"}
+    assert files == [root / OWN / "questions.jsonl"]
+    assert score.settings == {"thinking": False} | suite.scoring
+
+
+@pytest.mark.parametrize(
+    ("edit", "holds"),
+    [
+        (lambda folder: None, True),
+        (lambda folder: (folder / "suite.yaml").write_text("assumed_discordance: 0.1\n"), True),
+        (lambda folder: (folder / "suite.yaml").write_text("max_gen_toks: 9\n"), False),
+        (lambda folder: (folder / "suite.yaml").write_text("metric: contains\n"), False),
+        (lambda folder: (folder / "suite.yaml").write_text("thinking: true\n"), False),
+        (lambda folder: write_questions(folder.parents[2], [*ASKED, *ASKED]), False),
+    ],
+)
+def test_a_record_of_own_questions_holds_until_an_input_of_theirs_changes(
+    root: Path, edit: Callable[[Path], object], holds: bool
+) -> None:
+    write_questions(root, ASKED)
+    suite = Suite.load("mine", root)
+    (task,) = suite.tasks
+    item = lm_eval_run.Item(task.name, 0, "x", 1.0, 1.0, "a", False)
+    run = lm_eval_run.TaskRun(task, [item, dataclasses.replace(item, index=1)], 2, True, suite.scoring)
+    file = root / OWN / "questions.jsonl"
+    record = SimpleNamespace(suite="mine", limit=None, tasks={task.name: quality.score_task(run)})
+    provenance = SimpleNamespace(datasets={f"{OWN}/questions.jsonl": sha256(file)})
+    edit(root / OWN)
+    is_sample = gate_checks._is_sample(record, Suite.load("mine", root), None)  # type: ignore[arg-type]
+    assert (is_sample and not changed_data(provenance, root)) == holds  # type: ignore[arg-type]
+
+
+def test_another_scorer_makes_a_record_of_other_scores(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_questions(root, ASKED)
+    suite = Suite.load("mine", root)
+    before = suite.scoring
+    monkeypatch.setattr(scorer, "digest", lambda: "another")
+    assert suite.scoring == before | {"scorer": "another"}

@@ -8,7 +8,7 @@ import math
 import os
 import random
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -68,14 +68,14 @@ class TaskRun:
         items: one for each response, sorted by index and repeat.
         available_count: all items of the task, scored or not.
         rendered: whether the prompts went through a chat template.
-        scorer: digest of `suites.scorer` where that scored the responses; else None.
+        scoring: settings of own questions and the digest of `suites.scorer`, where that scored the responses.
     """
 
     task: SuiteTask
     items: list[Item]
     available_count: int
     rendered: bool
-    scorer: str | None = None
+    scoring: Mapping[str, Any] = field(default_factory=dict)
 
 
 def run_suite(
@@ -108,8 +108,12 @@ def run_suite(
     suite.write_own_task(root)
     # Data, task files and the Python code that task files call affect the scores.
     files = set(datasets.require_datasets(suite.datasets, suite.nltk, root))
-    for pattern in ("*.yaml", "*.py"):
-        files.update((root / suite.tasks_folder).glob(pattern) if suite.tasks_folder else ())
+    if suite.questions_file:
+        # What a user edits; a record that named the task made of it would still hold after an edit.
+        files.add(root / suite.questions_file)
+    else:
+        for pattern in ("*.yaml", "*.py"):
+            files.update((root / suite.tasks_folder).glob(pattern) if suite.tasks_folder else ())
     progress("loading lm-eval", 0, 0)
     # The libraries read these variables at import: every item is on disk, so no hub is asked.
     os.environ.update(HF_HUB_OFFLINE="1", HF_DATASETS_OFFLINE="1", TOKENIZERS_PARALLELISM="false")
@@ -153,9 +157,9 @@ def run_suite(
             sizes = {name: len(each.eval_docs) for name, each in lm_eval_tasks.items()}
             items = parse_samples(task, sizes, [each["samples"] for each in results])
             scored_here = any(map(_is_scored_here, lm_eval_tasks.values()))
-            digest = scorer.digest() if scored_here else None
-            runs.append(TaskRun(task, items, sum(sizes.values()), rendered, digest))
-            for name in item_numbers:
+            scoring = suite.scoring or ({"scorer": scorer.digest()} if scored_here else {})
+            runs.append(TaskRun(task, items, sum(sizes.values()), rendered, scoring))
+            for name in item_numbers if suite.questions_file is None else ():
                 files.update(_data_files(lm_eval_tasks[name].dump_config(), root))
     require_healthy(server.server, "finishing")
     return runs, sorted(files)

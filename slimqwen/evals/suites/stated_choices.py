@@ -65,7 +65,8 @@ _CUES: Final = (
     rf"\bαπάντηση\b{_SPACE}(?:είναι\b|[:=-])",
     # Turkish, Vietnamese, Indonesian
     rf"\b(?:cevap|cevabı|yanıt|yanıtı)\b(?:\s+şıkkı)?{_SPACE}[:=-]?",
-    rf"(?:đáp án|câu trả lời)(?:\s+(?:đúng|chính xác|cuối cùng|của[^.\n:?!]{{0,40}}?)){{0,2}}{_SPACE}(?:là\b|[:=-])",
+    rf"(?:đáp án|câu trả lời)(?:\s+(?:đúng|chính xác|cuối cùng|"
+    rf"của[^.\n:?!]{{0,40}}?)){{0,2}}{_SPACE}(?:là\b|[:=-])",
     rf"\b(?:jawaban|jawapan)(?:nya)?(?:\s+(?:yang\s+)?(?:benar|tepat|"
     rf"betul)(?:nya)?)*{_SPACE}(?:(?:adalah|ialah)\b|[:=-])?",
     # Chinese, Japanese, Korean
@@ -120,6 +121,11 @@ _NEGATED_AFTER = re.compile(
 _NEGATED_BEFORE = re.compile(
     r"(?:\b(?:not(?! hard)|never|cannot|neither|nor|hardly|(?<!no )doubt|deny|nicht|keine?|pas|não|"
     r"nie|не|ne|δεν)(?:\s+\w+){0,4}\s*$|"
+    r"\b(?:people|many|most|some|others|students|they|someone|one|you|i)\s+(?:might|may|could|often|wrongly|"
+    r"mistakenly)\s+(?:\w+\s+)?$|\b(?:people|many|most|some|others|students|they|someone)\s+(?:would|"
+    r"will)\s+(?:\w+\s+)?$|"
+    r"\b(?:common|popular|frequent)\s+(?:\w+\s+)?$|"
+    r"(?:很多人|许多人|許多人|有人|有些人|不少人|大多数人|多くの人|많은 사람)[^.,;:!?\n]*$|"
     r"n't(?:\s+\w+){0,4}\s*$|\b(?:no|non)\s*(?:\w+\s)?$|(?:不|非|别)$|"
     r"\b(?:if|whether|suppos\w+|assum(?:e|ing)|imagine|unless|except|wrong|incorrect|false|tempting|"
     r"mistaken|other|another|"

@@ -14,7 +14,7 @@ from pydantic import (
     model_validator,
 )
 
-from slimqwen.evals.suites import questions
+from slimqwen.evals.suites import questions, scorer
 from slimqwen.evals.suites.datasets import HubDataset
 from slimqwen.evals.suites.questions import Question
 from slimqwen.evals.suites.scorer import Metric
@@ -170,6 +170,18 @@ class Suite(Settings):
         return cls(
             name=name, tasks_folder=folder, chat_template=True, sample="first", tasks=(task,), questions=own
         )
+
+    @property
+    def scoring(self) -> dict[str, Any]:
+        """Settings of an own evaluation that change responses or scores, the scorer's code among them; else none."""
+        if self.questions is None:
+            return {}
+        return {"scorer": scorer.digest(), **self.questions.model_dump(include={"metric", "max_gen_toks"})}
+
+    @property
+    def questions_file(self) -> Path | None:
+        """The questions of an own evaluation, relative to the repository; None for other suites."""
+        return OWN / self.name / "questions.jsonl" if self.questions is not None else None
 
     def require_questions(self, root: Path) -> None:
         """Check the questions of an own evaluation; does nothing for other suites.
