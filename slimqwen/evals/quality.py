@@ -291,7 +291,7 @@ def score_task(run: TaskRun) -> TaskScore:
         truncated_count=sum(bool(item.truncated) for item in outputs) if outputs else None,
         empty_count=sum(not (item.output or "").strip() for item in outputs) if outputs else None,
         output_tokens=_output_tokens([item.output_tokens for item in outputs]),
-        settings=task.settings(rendered=run.rendered) | run.scoring,
+        settings={**task.settings(rendered=run.rendered), **run.scoring},
         **floor,
     )
 
