@@ -28,7 +28,8 @@ RUN --mount=type=bind,from=wheelhouse,target=/wheelhouse \
     export PIP_NO_CACHE_DIR=1 \
     && if ls /wheelhouse/*.whl > /dev/null 2>&1; then export PIP_NO_INDEX=1 PIP_FIND_LINKS=/wheelhouse; fi \
     && python3 scripts/install.py --platform "${PLATFORM}" \
-    && rm -rf logs build
+    && { .venv/bin/python -m compileall -q -j 0 .venv/lib > /dev/null 2>&1 || true; } \
+    && rm -rf logs build .venv/uv
 
 # On top of the environment, not beside it: that layer of gigabytes is one for all variants, and never copied.
 FROM environment

@@ -12,8 +12,11 @@ CONTEXT  = $(call option,BASE_IMAGE,--base-image) $(call option,WHEELHOUSE,--whe
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-18s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
-install: ## make .venv from the exact lock (PLATFORM=cpu|cuda; default: what this machine has; EXTRAS=ray)
-	@$(PYTHON) scripts/install.py $(call option,PLATFORM,--platform) $(call option,EXTRAS,--extras)
+install: ## make .venv from the exact lock (PLATFORM=cpu|cuda; default: what this machine has; EXTRAS=ray; FROM=folder of a pack)
+	@$(PYTHON) scripts/install.py $(call option,PLATFORM,--platform) $(call option,EXTRAS,--extras) $(call option,FROM,--from)
+
+pack: ## what a host without a network lacks, in parts of 40 MB (PLATFORM=cpu|cuda HOST=packages.json GPU=h100 PYTHON_VERSION=3.12 TO=folder)
+	@$(PYTHON) scripts/pack.py $(call option,PLATFORM,--platform) $(call option,HOST,--host) $(call option,GPU,--gpu) $(call option,PYTHON_VERSION,--python-version) $(call option,TO,--to)
 
 demo: install ## the whole pipeline on the embedded model: calibrate, serve, score, time, compare
 	@$(RUN) demo
@@ -87,8 +90,11 @@ build-import: | $(READY) ## as build, with the compile cache of another host (CA
 verify-image: | $(READY) ## look into VARIANT's image without a GPU; one for a CPU is started and asked
 	@$(RUN) image verify --variant $(VARIANT) $(IMAGE)
 
-# Whatever needs .venv makes it where it is missing or unfinished.
+# Whatever needs .venv makes it where it is missing, unfinished, or was made in another folder.
 $(READY):
 	@$(PYTHON) scripts/install.py
+ifneq ($(shell sed -n 2p .venv/slimqwen-made-for 2>&1),$(CURDIR))
+.PHONY: $(READY)
+endif
 
 .PHONY: $(shell sed -n 's/^\([a-z-]*\):.*/\1/p' $(firstword $(MAKEFILE_LIST)))

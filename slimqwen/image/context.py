@@ -29,7 +29,10 @@ _ROOT = "/opt/slimqwen"
 _INSTALL_FILES = (
     "README.md",
     "pyproject.toml",
+    "requirements/uv.txt",
     "scripts/install.py",
+    "scripts/pack.py",
+    "scripts/package_client.py",
     "scripts/_torchvision_schemas.py",
     "slimqwen/__init__.py",
 )
@@ -116,7 +119,10 @@ def gather(
     for file in (*sorted((code / "slimqwen").rglob("*")), code / "scripts" / "serve.py"):
         if file.is_file() and "__pycache__" not in file.parts:
             served[file.relative_to(code).as_posix()] = file
-    installed = {name: code / name for name in (*_INSTALL_FILES, f"requirements/{command.platform}.txt")}
+    locks = {"cpu": ("cpu", "torch-cpu"), "cuda": ("cuda",)}[command.platform]
+    installed = {
+        name: code / name for name in (*_INSTALL_FILES, *(f"requirements/{lock}.txt" for lock in locks))
+    }
     # The build commands of kernels have paths of headers, so the cache has to be at the path where it was made.
     image_root = str(Path(cache.machine["environment"]).parent) if cache else _ROOT
     return Content(command, image_root, installed, served, _replaced_texts(variant), cache)

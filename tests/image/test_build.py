@@ -70,7 +70,7 @@ def test_a_base_that_was_not_finished_leaves_no_container_in_the_way(fake_tool, 
 def test_an_empty_wheelhouse_is_refused_with_the_command_that_fills_it(content, tmp_path):
     with pytest.raises(
         ImageError,
-        match=r"has no wheels; fill it with `.venv/bin/pip wheel .* requirements/cpu\.txt`, run with",
+        match=r"fill it with `for lock in torch-cpu cpu; do .venv/bin/pip download .*/\$lock\.txt; done`, run with",
     ):
         build.build_image(
             content, tool="docker", base="localhost/x", tag="x", log=tmp_path / "log", wheelhouse=tmp_path

@@ -50,9 +50,9 @@ def content() -> Content:
 @pytest.fixture(scope="module")
 def image(content: Content, tool: tools.Tool, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     wheels = ROOT / ".cache" / "wheels" / "cpu"
-    lock = ROOT / "requirements" / "cpu.txt"
-    pip = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", f"--find-links={wheels}"]
-    subprocess.run([*pip, f"--wheel-dir={wheels}", f"--requirement={lock}"], check=True)
+    pip = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", f"--find-links={wheels}"]
+    for lock in ("torch-cpu", "cpu"):
+        subprocess.run([*pip, f"--dest={wheels}", f"--requirement={ROOT}/requirements/{lock}.txt"], check=True)
     build.build_image(
         content,
         tool=tool,

@@ -1,9 +1,11 @@
 """`scripts/install.py` as a person meets it: one line for what they can expect to go wrong."""
 
 import importlib.util
+import json
 import os
 import subprocess
 import sys
+import threading
 import zipfile
 
 import pytest
@@ -15,9 +17,15 @@ from slimqwen import variant
 def bare_copy(tmp_path):
     """What scripts/install.py reads, in a repository without a .venv."""
     root = tmp_path / "copy"
-    for name in ("scripts/install.py", "requirements/cpu.txt", "requirements/cuda.txt", "pyproject.toml"):
-        (root / name).parent.mkdir(parents=True, exist_ok=True)
-        (root / name).write_bytes((variant.repository_root() / name).read_bytes())
+    checkout = variant.repository_root()
+    for file in (
+        *checkout.glob("scripts/*.py"),
+        *checkout.glob("requirements/*"),
+        checkout / "pyproject.toml",
+    ):
+        copied = root / file.relative_to(checkout)
+        copied.parent.mkdir(parents=True, exist_ok=True)
+        copied.write_bytes(file.read_bytes())
     return root
 
 
@@ -33,7 +41,7 @@ def test_an_environment_of_another_python_or_platform_is_made_anew(bare_copy, mo
     install = script_of(bare_copy)
     made = []
 
-    def create(folder, with_pip, clear):
+    def create(folder, clear, **_):
         made.append(clear)
         install.PYTHON.parent.mkdir(parents=True, exist_ok=True)
         install.PYTHON.touch()
@@ -86,13 +94,12 @@ def index_with_a_cpu_torch(tmp_path, monkeypatch):
     ids=["the lock's pin", "a pin that a CPU build satisfies"],
 )
 def test_a_cuda_environment_never_takes_a_cpu_build_of_torch(bare_copy, index_with_a_cpu_torch, pin, said):
-    lock = variant.repository_root() / "requirements" / "cuda.txt"
     if pin is not None:
-        lock = bare_copy / "lock.txt"
-        lock.write_text(f"{pin}\ntorchvision==0.28.0\n")
+        (bare_copy / "requirements/cuda.txt").write_text(f"{pin}\ntorchvision==0.28.0\n")
     install = script_of(bare_copy)
+    install.LOG.parent.mkdir()
     with pytest.raises(install.InstallError, match=said) as refused:
-        install.install("cuda", [lock])
+        install.install("cuda", [])
     assert "\n" not in str(refused.value)
     assert not install.STAMP.exists()
 
@@ -201,20 +208,39 @@ def test_no_compiler_is_refused_in_one_line(bare_copy, tmp_path, monkeypatch):
 
 def test_an_extra_stays_installed_and_is_named_once(bare_copy, monkeypatch, capsys):
     install = script_of(bare_copy)
-    (bare_copy / "requirements" / "ray.txt").write_text("ray==2.60.0\n")
 
-    def make_environment(_: str) -> None:
+    def make_environment(*_):
         install.PYTHON.parent.mkdir(parents=True, exist_ok=True)
         install.PYTHON.touch()
 
     monkeypatch.setattr(install, "make_environment", make_environment)
-    for name in ("check_machine", "require_build", "name_vllm", "mend_torchvision", "try_import"):
+    steps = (
+        "check_machine",
+        "forget_unfinished",
+        "require_build",
+        "name_vllm",
+        "mend_torchvision",
+        "try_import",
+    )
+    for name in steps:
         monkeypatch.setattr(install, name, lambda *_: None)
     asked = []
-    monkeypatch.setattr(install, "pip", lambda what, *_, **__: asked.append(what))
+
+    class Client:
+        def __init__(self, *_):
+            pass
+
+        def fetch_uv(self, *_):
+            pass
+
+        def install(self, what, *_):
+            asked.append(what)
+
+    monkeypatch.setattr(install, "PackageClient", Client)
+    always = ["torch (cpu)", "setuptools", "packages of cpu.txt"]
     for options, packages in (
-        ([], ["torch (cpu)", "packages", "slimqwen"]),
-        (["--extras", "ray"], ["torch (cpu)", "packages", "ray", "slimqwen"]),
+        ([], [*always, "slimqwen"]),
+        (["--extras", "ray"], [*always, "packages of ray.txt", "slimqwen"]),
         ([], []),
     ):
         asked.clear()
@@ -222,6 +248,42 @@ def test_an_extra_stays_installed_and_is_named_once(bare_copy, monkeypatch, caps
         assert install.main() == 0
         assert asked == packages
     assert capsys.readouterr().out.splitlines()[-1] == "environment is up to date (cpu): .venv"
+
+
+def test_a_package_that_an_interruption_left_unfinished_is_installed_again(bare_copy, monkeypatch):
+    install = script_of(bare_copy)
+    monkeypatch.setattr(install, "site_packages", lambda: bare_copy)
+    for name, files in {"whole": ["whole.py"], "halved": ["halved.py", "gone.py"], "cut": None}.items():
+        info = bare_copy / f"{name}-1.dist-info"
+        info.mkdir()
+        (bare_copy / f"{name}.py").touch()
+        if files:
+            rows = [*files, "__pycache__/never_compiled.pyc"]
+            (info / "RECORD").write_text("".join(f"{file},,\n" for file in rows))
+    install.forget_unfinished()
+    assert [info.name for info in bare_copy.glob("*.dist-info")] == ["whole-1.dist-info"]
+
+
+def test_a_second_make_install_waits_and_does_nothing(bare_copy, monkeypatch, capsys):
+    install = script_of(bare_copy)
+    monkeypatch.setattr(install, "check_machine", lambda _: None)
+    monkeypatch.setattr(sys, "argv", ["install.py", "--platform", "cpu"])
+    with install.alone():
+        other = threading.Thread(target=install.main)
+        other.start()
+        while "waiting for it" not in capsys.readouterr().out:
+            assert other.is_alive()
+        monkeypatch.setattr(install, "install", lambda *_: pytest.fail("installed twice"))
+        stamp = {
+            "platform": "cpu",
+            "python": sys.version.split()[0],
+            "extras": [],
+            "folder": str(install.ROOT),
+        }
+        install.PYTHON.parent.mkdir(parents=True)
+        install.PYTHON.touch()
+        install.STAMP.write_text(json.dumps({**stamp, "ingredients": install.ingredients("cpu", [])}))
+    other.join()
 
 
 def test_an_extra_adds_only_what_the_platforms_locks_lack():

@@ -1,0 +1,47 @@
+"""Whether .venv still is what `make install` would make of this checkout."""
+
+import hashlib
+import json
+import platform
+import sys
+from pathlib import Path
+
+from slimqwen.variant import repository_root
+
+_STAMP, _MADE_FOR = "slimqwen-install.json", "slimqwen-made-for"  # scripts/install.py writes both
+
+
+def describe_outdated(environment: Path, program: Path) -> str | None:
+    """Why an environment has to be installed again, in one line; None where it need not, or is a person's own.
+
+    Args:
+        environment: folder of the running Python's environment.
+        program: path by which the running program was called.
+    """
+    environment, called_in = environment.resolve(), program.resolve().parent.parent
+    if not (environment / _MADE_FOR).is_file():
+        return None
+    if called_in != environment and (called_in / _MADE_FOR).is_file():
+        return f"{called_in} is a copy of {environment} and runs the code of that one"
+    try:
+        stamp = json.loads((environment / _STAMP).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return f"the installation of {environment} has not ended"
+    if Path(stamp["folder"], environment.name).resolve() != environment:
+        return f"{environment} was made in {stamp['folder']}"
+    if stamp["python"] != platform.python_version():
+        return f"{environment} was made with Python {stamp['python']}, this is {platform.python_version()}"
+    if not isinstance(stamp["ingredients"], dict):
+        return f"{environment} was made by an earlier scripts/install.py"
+    files = {name: repository_root() / name for name in stamp["ingredients"]}
+    changed = [
+        name
+        for name, file in files.items()
+        if file.is_file() and hashlib.sha256(file.read_bytes()).hexdigest() != stamp["ingredients"][name]
+    ]
+    return f"{environment} was made before {', '.join(changed)} changed" if changed else None
+
+
+def outdated() -> str | None:
+    """`describe_outdated` of the running process."""
+    return describe_outdated(Path(sys.prefix), Path(sys.argv[0]))
