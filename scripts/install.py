@@ -356,6 +356,7 @@ def name_vllm() -> None:
     folder = site_packages() / f"vllm-{version}+cpu.dist-info"
     folder.mkdir(exist_ok=True)
     (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {version}+cpu\n")
+    (folder / "RECORD").write_text(f"{folder.name}/METADATA,,\n{folder.name}/RECORD,,\n")
 
 
 def mend_torchvision() -> None:

@@ -40,13 +40,8 @@ def installed_wheel(folder, name):
 def checkout(tmp_path, monkeypatch, offline):  # noqa: F811
     """A checkout whose lock has a handful of small packages, of which pip finds the wheels."""
     root, wheels = tmp_path / "it's a checkout", tmp_path / "wheels"
-    for name in (
-        "scripts/install.py",
-        "scripts/pack.py",
-        "scripts/package_client.py",
-        "scripts/_torchvision_schemas.py",
-    ):
-        (root / "scripts").mkdir(parents=True, exist_ok=True)
+    (root / "scripts").mkdir(parents=True)
+    for name in ("install.py", "pack.py", "package_client.py", "_torchvision_schemas.py"):
         shutil.copy(ROOT / "scripts" / name, root / "scripts" / name)
     for name in ("pyproject.toml", "README.md"):
         shutil.copy(ROOT / name, root / name)
