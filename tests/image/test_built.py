@@ -52,7 +52,9 @@ def image(content: Content, tool: tools.Tool, tmp_path_factory: pytest.TempPathF
     wheels = ROOT / ".cache" / "wheels" / "cpu"
     pip = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", f"--find-links={wheels}"]
     for lock in ("torch-cpu", "cpu"):
-        subprocess.run([*pip, f"--dest={wheels}", f"--requirement={ROOT}/requirements/{lock}.txt"], check=True)
+        subprocess.run(
+            [*pip, f"--dest={wheels}", f"--requirement={ROOT}/requirements/{lock}.txt"], check=True
+        )
     build.build_image(
         content,
         tool=tool,
