@@ -33,7 +33,7 @@ from slimqwen.serving import spawner
 from slimqwen.serving.command import ServerCommand
 from slimqwen.serving.server import RunningServer, free_port, run_server
 from slimqwen.serving.shared_server import SharedServer, max_model_len
-from tests import cpu_kinds
+from tests import cpu_kinds, tracked_copy
 from tests.stand_in import add_served, stand_in, write_task  # noqa: F401  (fixtures)
 
 # A shell without job control starts what it puts in the background with SIGINT ignored, and every child inherits that.
@@ -58,9 +58,13 @@ SHARED_BY_FILES = ("tiny_server",)
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Print on which kind of CPU the tests ran."""
+    """Print on which kind of CPU the tests ran, and which changes they did not see."""
     cpu = cpu_kinds.describe_cpu(Path("/proc/cpuinfo").read_text(), os.environ)
     terminalreporter.write_line(f"CPU: {cpu}")
+    if changed := os.environ.get(tracked_copy.LEFT_OUT):
+        first, *others = changed.splitlines()
+        more = f" and {len(others)} more" if others else ""
+        terminalreporter.write_line(f"changed, but tested as git tracks it until `git add`: {first}{more}")
 
 
 ONLY_IF_NAMED = ("image", "soak", "zoo")

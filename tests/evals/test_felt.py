@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import json
+import os
 import re
 import shutil
 from pathlib import Path
@@ -365,7 +366,7 @@ def test_a_real_parser_reads_planted_calls_where_the_template_shows_the_tools(tm
     }
     shutil.copy(Path(__file__).with_name("planted_responses.py"), tmp_path)
     (tmp_path / "responses.json").write_text(json.dumps(responses))
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
     without_tools = variant.load("tiny")
     template = tmp_path / "tools.jinja"
     template.write_text(TOOLS + (without_tools.weights / "chat_template.jinja").read_text())
