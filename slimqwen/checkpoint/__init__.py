@@ -14,4 +14,5 @@ from slimqwen.checkpoint.errors import UnsupportedFormatError as UnsupportedForm
 from slimqwen.checkpoint.files import Manifest as Manifest
 from slimqwen.checkpoint.files import check_folder as check_folder
 from slimqwen.checkpoint.files import digest as digest
+from slimqwen.checkpoint.files import recipe_key as recipe_key
 from slimqwen.checkpoint.files import verify as verify

@@ -75,6 +75,8 @@ class Manifest(BaseModel):
         files: every file except the manifest and the model card, by its path in the folder.
         stage: name of the stage that made the checkpoint, or `download`.
         key: content key: SHA-256 over the ingredients, which names the checkpoint in the store; empty outside a store.
+        recipe_key: SHA-256 over the base's digest, and stage, parameters and data of every stage up to this one; empty
+            outside a store. Other than `key`, it does not depend on the bytes that a stage made on this kind of CPU.
         ingredients: everything that decides the content, by dotted name.
         wall_seconds: duration of the stage.
         peak_memory_bytes: largest resident size of the stage's process.
@@ -87,6 +89,7 @@ class Manifest(BaseModel):
     schema_version: Literal[1] = 1
     stage: str
     key: str = ""
+    recipe_key: str = ""
     ingredients: dict[str, str] = {}
     files: dict[str, FileRecord]
     wall_seconds: float
@@ -185,8 +188,24 @@ def digest(folder: Path, progress: Progress = silent) -> str:
         progress: receives (activity, done, total) in bytes where files are read.
     """
     files = {name: path for name, path in list_files(folder).items() if name not in COMPILE_CACHE}
-    records = known_hashes(folder, files, progress)
-    lines = (f"{record.sha256}  {name}\n" for name, record in sorted(records.items()))
+    return _digest_of(known_hashes(folder, files, progress))
+
+
+def recipe_key(folder: Path) -> str | None:
+    """The recipe key of a checkpoint that a recipe made and nobody changed since; None for any other one."""
+    if not (folder / MANIFEST).is_file():
+        return None
+    manifest = Manifest.read(folder)
+    if not manifest.recipe_key or digest(folder) != _digest_of(manifest.files):
+        return None
+    return manifest.recipe_key
+
+
+def _digest_of(records: Mapping[str, FileRecord]) -> str:
+    """The digest of a checkpoint with these files."""
+    lines = (
+        f"{record.sha256}  {name}\n" for name, record in sorted(records.items()) if name not in COMPILE_CACHE
+    )
     return hashlib.sha256("".join(lines).encode()).hexdigest()
 
 

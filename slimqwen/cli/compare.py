@@ -21,7 +21,7 @@ def compare_variants(
     records_dir: RecordsFolder = None,
 ) -> None:
     """Say what to serve on this machine; or compare two variants: scores paired by item, latency ratios, size."""
-    from slimqwen.report import tables
+    from slimqwen.report import choice, tables
 
     if not names:
         _say_what_to_serve()
@@ -36,6 +36,8 @@ def compare_variants(
     folders = [records_dir / each.name if records_dir else each.folder for each in subjects]
     for shown in tables.comparison_tables(*folders):
         console.print(shown.as_rich())
+    for phrase in choice.list_other_builds([each for each in subjects if not records_dir]):
+        say(f"{phrase}.")
 
 
 def _say_what_to_serve() -> None:

@@ -49,18 +49,18 @@ def roofline(
 
 def _newest_acceptance_length(variant: Variant) -> tuple[float | None, str]:
     """The newest acceptance length of this checkpoint at the variant's K and its source; or None and the reason."""
-    from slimqwen import checkpoint
     from slimqwen.evals.acceptance import Acceptance
-    from slimqwen.records import store
+    from slimqwen.records import provenance, store
     from slimqwen.serving import checked_lines
 
     flags = checked_lines.resolve(variant).flags
     speculation = flags["speculative-config"].value if "speculative-config" in flags else None
     depth = int((speculation or {}).get("num_speculative_tokens", 0))
-    digest = checkpoint.digest(variant.weights) if variant.weights.is_dir() else None
+    weights = variant.weights
+    present = provenance.checkpoint_files(weights, variant.root) if weights.is_dir() else None
     for path in store.records(variant.folder, Acceptance):
         record = store.read_record(path, Acceptance)
-        if record.split or record.provenance.checkpoint_digest != digest:
+        if record.split or present is None or not record.provenance.checkpoint.has_recipe_of(present):
             continue
         for row in record.depths:
             if row.depth == depth:

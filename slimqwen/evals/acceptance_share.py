@@ -9,6 +9,7 @@ from slimqwen.evals.acceptance import Acceptance
 from slimqwen.evals.drafting import Item, acceptance_lengths
 from slimqwen.records import store
 from slimqwen.records.pairing import NotComparableError, newest_pair, require_same
+from slimqwen.records.record import MeasuredCheckpoint
 from slimqwen.stats import intervals
 from slimqwen.stats.estimates import Ratio
 from slimqwen.stats.verdict import Verdict
@@ -38,12 +39,12 @@ class AcceptanceShare:
 
 
 def pair_acceptance_records(
-    first: Path, second: Path, digests: Sequence[str] | None = None
+    first: Path, second: Path, checkpoints: Sequence[MeasuredCheckpoint] | None = None
 ) -> tuple[Path, Path]:
     """Find the newest acceptance records of two variants that used the same prompts at the gate's depth.
 
     Args:
-        digests: digests of the two checkpoints; None accepts records of any checkpoint.
+        checkpoints: the two checkpoints, of which other builds fit, too; None accepts records of any checkpoint.
 
     Raises:
         MissingRecordError: a variant has no such record.
@@ -52,7 +53,10 @@ def pair_acceptance_records(
 
     def fits(record: Acceptance) -> bool:
         has_gate_depth = record.gate_depth in [row.depth for row in record.depths]
-        return has_gate_depth and (digests is None or record.provenance.checkpoint.digest in digests)
+        measured = record.provenance.checkpoint
+        return has_gate_depth and (
+            checkpoints is None or any(measured.has_recipe_of(each) for each in checkpoints)
+        )
 
     def command(variant: str, like: Acceptance) -> str:
         return f"slimqwen eval acceptance --variant {variant}"

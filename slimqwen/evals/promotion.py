@@ -14,6 +14,7 @@ from slimqwen.evals import EvalError
 from slimqwen.evals.gate import Gate
 from slimqwen.recipe.recipe_file import Recipe, read_recipe
 from slimqwen.records import provenance, store
+from slimqwen.records.record import MeasuredCheckpoint
 from slimqwen.serving.command import ServerCommand
 from slimqwen.stats.verdict import Verdict
 from slimqwen.variant import Variant
@@ -57,12 +58,9 @@ def promote_variant(variant: Variant) -> Promotion:
     if variant.weights.resolve().parent == (variant.root / "weights" / "store").resolve():
         card = variant.weights / CARD
         changed = _replace(card.parent.resolve() / CARD, _render_card(variant, gate, record))
-    digest = record.provenance.checkpoint.digest
-    # Records of an earlier checkpoint support nothing that is promoted now.
+    # Records of an earlier checkpoint support nothing that is promoted now; those of another build of it do.
     names = {
-        name
-        for name in claims.records
-        if store.read_record(variant.folder / name).provenance.checkpoint_digest == digest
+        name for name in claims.records if _is_of_build(variant.folder / name, record.provenance.checkpoint)
     }
     names |= {path.name for path in [gate, *_evidence(variant, record)] if path.parent == variant.folder}
     update = {"status": "promoted", "verdict": Verdict.PASS, "records": tuple(sorted(names))}
@@ -70,6 +68,11 @@ def promote_variant(variant: Variant) -> Promotion:
         text = json.dumps(promoted.as_json(), indent=2, ensure_ascii=False) + "\n"
         changed = _replace(variant.folder / "measurements.json", text)
     return Promotion(gate, card, changed)
+
+
+def _is_of_build(path: Path, gated: MeasuredCheckpoint) -> bool:
+    measured = store.read_record(path).provenance.checkpoint
+    return measured is not None and measured.has_recipe_of(gated)
 
 
 def _passing_gate(variant: Variant) -> tuple[Path, Gate]:

@@ -104,9 +104,13 @@ def current_records(folder: Path) -> list[StoredRecord[Quality]]:
 
 
 def of_newest_checkpoint(records: Sequence[StoredRecord[Quality]]) -> list[StoredRecord[Quality]]:
-    """Keep the records that have the same checkpoint as the first one."""
-    digests = [entry.record.provenance.checkpoint.digest for entry in records]
-    return [entry for entry, digest in zip(records, digests, strict=True) if digest == digests[0]]
+    """Keep the records of the first one's checkpoint, and of other builds of it."""
+    checkpoints = [entry.record.provenance.checkpoint for entry in records]
+    return [
+        entry
+        for entry, measured in zip(records, checkpoints, strict=True)
+        if measured.has_recipe_of(checkpoints[0])
+    ]
 
 
 def largest_record(records: Iterable[StoredRecord[Quality]]) -> StoredRecord[Quality] | None:

@@ -249,6 +249,7 @@ def _ensure(step: Step, source: Path, store: Path, progress: Progress) -> Outcom
                     Manifest(
                         stage=stage.name,
                         key=key,
+                        recipe_key=_recipe_key(step, source),
                         ingredients=ingredients,
                         files=file_records(staging),
                         wall_seconds=round(time.monotonic() - started, 3),
@@ -260,6 +261,8 @@ def _ensure(step: Step, source: Path, store: Path, progress: Progress) -> Outcom
     if reused:
         checkpoint.check_folder(entry, _REMOVE_AND_RERUN)
     manifest = Manifest.read(entry)
+    if not manifest.recipe_key:
+        manifest = _add_recipe_key(manifest, _recipe_key(step, source), entry)
     before, after = bytes_on_disk(source), bytes_on_disk(entry)
     return Outcome(stage.name, entry, reused, manifest, before, after, log)
 
@@ -273,6 +276,30 @@ def _ingredients(step: Step, input_digest: str) -> dict[str, str]:
     code = {f"code.{module}": source_digest(module) for module in modules}
     versions = {f"version.{name}": version for name, version in _versions(stage.packages).items()}
     return {"stage": stage.name, "input": input_digest} | parameters | data | code | versions
+
+
+def _recipe_key(step: Step, source: Path) -> str:
+    """The recipe key of a step's output: of what a recipe says, without the bytes, code and versions that carry it out.
+
+    A cache changes no checkpoint, so the key stays that of the input. A parameter at its default counts as not said: a
+    new one must not give every recipe another key.
+    """
+    before = checkpoint.recipe_key(source) or checkpoint.digest(source)
+    stage, parameters = step.stage, step.parameters
+    if stage.only_caches(parameters):
+        return before
+    said = _flat("parameters", parameters.model_dump(mode="json", exclude_defaults=True))
+    data = {f"data.{name}": digest for name, digest in stage.data(parameters).items()}
+    return _key({"stage": stage.name, "input": before} | said | data)
+
+
+def _add_recipe_key(manifest: Manifest, recipe_key: str, entry: Path) -> Manifest:
+    """Give an output of before there were recipe keys its own; `digest` trusts the manifest's time, so it stays."""
+    keyed = manifest.model_copy(update={"recipe_key": recipe_key})
+    times = (entry / MANIFEST).stat()
+    keyed.write(entry)
+    os.utime(entry / MANIFEST, ns=(times.st_atime_ns, times.st_mtime_ns))
+    return keyed
 
 
 def _key(ingredients: Mapping[str, str]) -> str:

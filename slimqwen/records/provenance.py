@@ -131,6 +131,7 @@ def checkpoint_files(weights: Path, root: Path) -> MeasuredCheckpoint:
         path=portable(str(weights), root),
         digest=checkpoint.digest(weights),
         size_bytes=bytes_on_disk(weights),
+        recipe_key=checkpoint.recipe_key(weights),
     )
 
 
@@ -180,7 +181,7 @@ def changed_inputs(
         block: provenance of the record.
         command: command that would serve the variant now; its port does not matter.
         deciding_flags: flags to compare, and no environment; None to compare all flags and the environment.
-        on_any_machine: whether hardware, threads and folders of caches may differ.
+        on_any_machine: whether hardware, threads, folders of caches and the build of the checkpoint may differ.
     """
     root, present = command.variant.root, of_server(command)
     flags = [deciding(each) for each in (block.flags, present["flags"])]
@@ -194,8 +195,11 @@ def changed_inputs(
             {name: value for name, value in each.items() if not name.endswith(ignored)}
             for each in environments
         ]
+    present_checkpoint = checkpoint_files(command.variant.weights, root)
+    is_same = block.checkpoint_digest == present_checkpoint.digest
+    is_build = block.checkpoint is not None and block.checkpoint.has_recipe_of(present_checkpoint)
     same = {
-        "checkpoint": block.checkpoint_digest == checkpoint.digest(command.variant.weights),
+        "checkpoint": is_same or (on_any_machine and is_build),
         "data files": not changed_data(block, root),
         "flags": flags[0] == flags[1],
         "environment": not environments or environments[0] == environments[1],

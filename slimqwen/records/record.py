@@ -103,12 +103,37 @@ class Hardware(Block):
     gpus: tuple[InstalledGpu, ...]
 
 
+Build = Literal["same", "another build", "unknown build", "another recipe"]
+"""How one checkpoint is related to another of the same variant.
+
+same: the same bytes. another build: other bytes of the same recipe, as another kind of CPU makes them. unknown build:
+other bytes, and the record is of before records had a recipe key. another recipe: other parameters, data or base.
+"""
+
+
 class MeasuredCheckpoint(Block):
     """The checkpoint that was measured."""
 
     path: RelativePath = Field(description="Path relative to the repository.")
     digest: Annotated[str, Field(min_length=16)]
     size_bytes: Count
+    recipe_key: Sha256 | None = Field(
+        default=None,
+        description="Key of what the recipe says, the same on every machine; null without a recipe, absent in old "
+        "records whose recipe is unknown.",
+    )
+
+    def compare_build(self, present: "MeasuredCheckpoint") -> Build:
+        """How this checkpoint is related to the present one."""
+        if self.digest == present.digest:
+            return "same"
+        if self.recipe_key == present.recipe_key:
+            return "another build" if self.recipe_key else "another recipe"
+        return "another recipe" if self.recipe_key else "unknown build"
+
+    def has_recipe_of(self, other: "MeasuredCheckpoint") -> bool:
+        """Whether both are builds of one recipe, so that what was found of one holds for the other."""
+        return self.compare_build(other) in ("same", "another build")
 
 
 class Provenance(Block):

@@ -12,12 +12,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from slimqwen import checkpoint
 from slimqwen import variant as variants
 from slimqwen.errors import SlimqwenError
 from slimqwen.records.collection import Collection, Problem, StoredRecord, collect
-from slimqwen.records.provenance import run_git
-from slimqwen.records.record import Record
+from slimqwen.records.provenance import checkpoint_files, run_git
+from slimqwen.records.record import Build, Record
 from slimqwen.report import markdown
 
 _RECORDS = (
@@ -36,7 +35,7 @@ class CheckResult:
     Attributes:
         records: number of readable records.
         faults: faults, sorted by location.
-        notes: sentences about what could not be checked on this machine.
+        notes: sentences about what could not be checked on this machine, and records of another build of a checkpoint.
     """
 
     records: int
@@ -55,7 +54,7 @@ def check_records(root: Path, base: str | None = None) -> CheckResult:
     faults = [*collection.problems]
     for entry in collection.records:
         faults += _item_faults(entry)
-    checkpoint_faults, absent = _checkpoint_faults(collection)
+    checkpoint_faults, absent, builds = _checkpoint_faults(collection)
     history_faults, notes = _history_faults(root, base)
     faults += [*checkpoint_faults, *history_faults, *_table_faults(root), *_uncited_records(collection)]
     if absent:
@@ -63,6 +62,7 @@ def check_records(root: Path, base: str | None = None) -> CheckResult:
         if len(absent) > _LISTED_NAMES:
             names += f" and {len(absent) - _LISTED_NAMES} others"
         notes = [f"Checkpoints not on this machine, so not checked: {names}.", *notes]
+    notes = [*builds, *notes]
     ordered = sorted(dict.fromkeys(faults), key=lambda fault: (fault.location, fault.reason))
     return CheckResult(len(collection.records), tuple(ordered), tuple(notes))
 
@@ -88,9 +88,13 @@ def _item_faults(entry: StoredRecord[Record]) -> Iterator[Problem]:
         yield Problem(location, f"has not the {items.count} items that {entry.path.name} states; {cure}")
 
 
-def _checkpoint_faults(collection: Collection) -> tuple[list[Problem], list[str]]:
-    """Faults of cited records whose checkpoint is not the present one, and variants whose checkpoint is not here."""
-    faults, absent = [], []
+def _checkpoint_faults(collection: Collection) -> tuple[list[Problem], list[str], list[str]]:
+    """Compare the checkpoints of cited records with those on this machine.
+
+    Returns:
+        Faults of records of another recipe, variants whose checkpoint is not here, notes on records of another build.
+    """
+    faults, absent, notes = [], [], []
     for name, claims in collection.measurements.items():
         cited = set(claims.records)
         records = [
@@ -100,7 +104,7 @@ def _checkpoint_faults(collection: Collection) -> tuple[list[Problem], list[str]
             continue
         try:
             weights = variants.load(name, collection.root).weights
-            present = checkpoint.digest(weights) if weights.is_dir() else None
+            present = checkpoint_files(weights, collection.root) if weights.is_dir() else None
         except (SlimqwenError, OSError) as error:
             faults.append(
                 Problem(f"experiments/{name}", f"its checkpoint is unreadable: {error}; fix that first")
@@ -109,17 +113,26 @@ def _checkpoint_faults(collection: Collection) -> tuple[list[Problem], list[str]
         if present is None:
             absent.append(name)
             continue
+        builds: dict[Build, list[str]] = {}
         for entry in records:
-            digest = entry.record.provenance.checkpoint_digest
-            if digest and digest != present:
+            if (measured := entry.record.provenance.checkpoint) is None:
+                continue
+            build = measured.compare_build(present)
+            builds.setdefault(build, []).append(entry.path.name)
+            if build == "another recipe":
                 faults.append(
                     Problem(
                         entry.location,
-                        f"measured with checkpoint {digest[:12]}, but {weights.name} is now {present[:12]}; "
-                        f"measure again, and cite the new record in experiments/{name}/measurements.json",
+                        f"measured with checkpoint {measured.digest[:12]}, but {weights.name} is now "
+                        f"{present.digest[:12]}; measure again, and cite the new record in "
+                        f"experiments/{name}/measurements.json",
                     )
                 )
-    return faults, absent
+        for build in ("another build", "unknown build"):
+            if files := builds.get(build):
+                article = "an " if build == "unknown build" else ""
+                notes.append(f"Measured on {article}{build} of {name}: {', '.join(files)}.")
+    return faults, absent, notes
 
 
 def _table_faults(root: Path) -> Iterator[Problem]:
@@ -155,7 +168,8 @@ def _history_faults(root: Path, base: str | None) -> tuple[list[Problem], list[s
         faults = []
         for location in changed:
             before = run_git(root, "show", f"{commit}:./{location}")
-            if _schema_names(before) == _schema_names((root / location).read_text(encoding="utf-8")):
+            after = (root / location).read_text(encoding="utf-8")
+            if _schema_names(before) == _schema_names(after) and not _only_gained_key(before, after):
                 cure = f"restore it with `git checkout {commit[:10]} -- {location}`, because a new run is a new file"
                 faults.append(
                     Problem(location, f"changed since {commit[:10]}, but records never change; {cure}")
@@ -173,6 +187,16 @@ def _schema_names(text: str) -> tuple[str, str] | None:
         return content["schema"], content["provenance"]["schema"]
     except (ValueError, TypeError, KeyError):
         return None
+
+
+def _only_gained_key(before: str, after: str) -> bool:
+    """Whether a record of before there were recipe keys was given its own, and nothing else."""
+    try:
+        old, new = json.loads(before), json.loads(after)
+        new["provenance"]["checkpoint"].pop("recipe_key")
+    except (ValueError, TypeError, KeyError):
+        return False
+    return bool(old == new)
 
 
 def _uncited_records(collection: Collection) -> Iterator[Problem]:

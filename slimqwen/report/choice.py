@@ -1,6 +1,6 @@
 """Decides which variant to serve on each hardware, and says why and what evidence is missing."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -42,6 +42,7 @@ class Choice:
             sentences = [
                 f"Serve {row.variant} {where}: {row.timed.speed.ratio} as fast over the workload {workload}{worst}.",
                 *(f"{row.variant}: {each.caution}." for each in row.evidence if each.caution),
+                *(f"{row.variant}: {each}." for each in row.other_builds),
             ]
         if (other := self.candidate) is not None:
             doubts, missing = list(other.doubts), _missing_evidence(other)
@@ -82,6 +83,15 @@ def collect_choices(root: Path) -> list[Choice]:
     """Apply `choose_variants` to the records of a repository."""
     records = collection.collect(root)
     return choose_variants([row for name in variants.names(root) for row in rows_of(records, name)[0]])
+
+
+def list_other_builds(subjects: Iterable[variants.Variant]) -> list[str]:
+    """Phrases that name the newest records of another build of a variant than the one on this machine."""
+    return [
+        f"{one.name}: {phrase}"
+        for one in subjects
+        for phrase in rows_of(collection.collect(one.root), one.name)[0][0].other_builds
+    ]
 
 
 def list_unjudged(root: Path) -> list[str]:

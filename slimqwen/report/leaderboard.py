@@ -11,12 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from slimqwen.bench.latency import Latency
-from slimqwen.bench.latency.speedups import (
-    ALL_CLASSES,
-    Speedup,
-    compare_latency,
-    latency_basis,
-)
+from slimqwen.bench.latency.speedups import ALL_CLASSES, Speedup, compare_latency, latency_basis
 from slimqwen.errors import SlimqwenError
 from slimqwen.evals import quality_comparison
 from slimqwen.evals.gate import Gate
@@ -24,8 +19,9 @@ from slimqwen.evals.quality import Quality, TaskScore
 from slimqwen.evals.quality_comparison import TaskComparison
 from slimqwen.records import provenance, registry, store
 from slimqwen.records.collection import Collection, Problem, StoredRecord
-from slimqwen.records.record import Figure, Record
+from slimqwen.records.record import Figure, MeasuredCheckpoint, Record
 from slimqwen.records.table import Table
+from slimqwen.report import builds
 from slimqwen.stats import verdict
 
 DAMAGED = (SlimqwenError, ValueError, TypeError, KeyError)
@@ -77,7 +73,7 @@ class Evidence:
 
     Attributes:
         verdict: pass, fail, inconclusive; "measured" for a kind without verdict, "missing" without a record.
-        is_stale: whether its checkpoint differs from that of the newest quality record.
+        is_stale: whether its checkpoint is of another recipe than that of the newest quality record.
         caution: a warning that the record adds to its verdict; empty for none.
     """
 
@@ -93,7 +89,7 @@ class Timing:
 
     Attributes:
         comparison: paired ratios of the two latency records; empty if they were not timed in turns.
-        as_scored: whether the checkpoint is that of the newest quality record.
+        as_scored: whether the checkpoint is that of the newest quality record, or another build of it.
     """
 
     latency: StoredRecord[Latency]
@@ -126,6 +122,9 @@ class Row:
         figures: figure and its record for each heading of the kinds' leaderboard columns.
         size_bytes: size of the checkpoint that was measured last; None without a measurement.
         evidence: the newest record of each kind in experiments/.
+        other_builds: phrases that name the kinds measured on another build of the checkpoint than the one on this
+            machine; without one here, than the one that was scored.
+        is_remade: whether the checkpoint on this machine is of another recipe than the one that was scored.
     """
 
     variant: str
@@ -140,6 +139,8 @@ class Row:
     figures: Mapping[str, tuple[Figure, StoredRecord[Record]]]
     size_bytes: int | None
     evidence: tuple[Evidence, ...]
+    other_builds: tuple[str, ...] = ()
+    is_remade: bool = False
 
     @property
     def group(self) -> tuple[str, str]:
@@ -184,6 +185,8 @@ class Row:
             ]
         if self.timed and not self.timed.as_scored:
             doubts.append("latency and quality are of different checkpoints")
+        if self.is_remade:
+            doubts.append("its checkpoint was made by another recipe since")
         return doubts
 
     @property
@@ -216,17 +219,18 @@ def rows_of(collection: Collection, variant: str) -> tuple[list[Row], list[Probl
         reverse=True,
     )
     scored = next(iter(collection.select(Quality, variant)), None)
-    digest = _digest(scored) if scored else None
+    scored_checkpoint = scored.record.provenance.checkpoint if scored else None
+    present = builds.find_made_checkpoint(collection.root, variant) or scored_checkpoint
     scores = _scores(collection, variant, baseline, problems)
     changes = [score.change.judgement.verdict for score in scores.values() if score.change]
     paired_verdicts = {Quality.kind: str(verdict.overall(changes))} if changes else {}
     latencies = collection.select(Latency, variant)
     machines = list(dict.fromkeys(map(hardware, latencies)))
     machines = machines or [hardware(entry) for entry in (scored, *records) if entry][:1] or [""]
-    checkpoints = (entry.record.provenance.checkpoint for entry in records)
-    sizes = [checkpoint.size_bytes for checkpoint in checkpoints if checkpoint]
+    sizes = [each.size_bytes for entry in records if (each := entry.record.provenance.checkpoint)]
     rows = []
     for machine in machines:
+        timed = [each for each in latencies if hardware(each) == machine]
         rows.append(
             Row(
                 variant=variant,
@@ -240,16 +244,12 @@ def rows_of(collection: Collection, variant: str) -> tuple[list[Row], list[Probl
                     for entry in records
                 ),
                 scores=scores,
-                timed=_timing(
-                    collection,
-                    [each for each in latencies if hardware(each) == machine],
-                    baseline,
-                    digest,
-                    problems,
-                ),
+                timed=_timing(collection, timed, baseline, scored_checkpoint, problems),
                 figures=_figures(collection, variant, machine),
                 size_bytes=next(filter(None, sizes), None),
-                evidence=tuple(_evidence(collection, variant, digest, paired_verdicts)),
+                evidence=tuple(_evidence(collection, variant, scored_checkpoint, paired_verdicts)),
+                other_builds=tuple(builds.describe_builds(variant, [*timed, *records], present)),
+                is_remade=builds.relate(scored_checkpoint, present) == "another recipe",
             )
         )
     return rows, [Problem(location, reason) for location, reason in problems.items()]
@@ -274,10 +274,6 @@ def _items(path: Path) -> tuple[Mapping[str, Any], ...]:
     return tuple(store.read_items(path))
 
 
-def _digest(entry: StoredRecord[Record]) -> str | None:
-    return entry.record.provenance.checkpoint_digest
-
-
 def _figures(
     collection: Collection, variant: str, machine: str
 ) -> dict[str, tuple[Figure, StoredRecord[Record]]]:
@@ -294,7 +290,10 @@ def _figures(
 
 
 def _evidence(
-    collection: Collection, variant: str, digest: str | None, paired_verdicts: Mapping[str, str]
+    collection: Collection,
+    variant: str,
+    scored: MeasuredCheckpoint | None,
+    paired_verdicts: Mapping[str, str],
 ) -> Iterable[Evidence]:
     """The newest record of each kind; `paired_verdicts`, by kind, replace the verdict of the record itself."""
     for kind, model in registry.kinds().items():
@@ -305,8 +304,7 @@ def _evidence(
             yield Evidence(kind, "missing")
             continue
         outcome = paired_verdicts.get(kind) or entry.record.outcome or "measured"
-        is_stale = digest is not None and _digest(entry) != digest
-        yield Evidence(kind, outcome, is_stale, entry.record.caution)
+        yield Evidence(kind, outcome, not builds.fits(entry, scored), entry.record.caution)
 
 
 def _scores(
@@ -346,14 +344,14 @@ def _timing(
     collection: Collection,
     entries: Sequence[StoredRecord[Latency]],
     baseline: str | None,
-    digest: str | None,
+    scored: MeasuredCheckpoint | None,
     problems: _Problems,
 ) -> Timing | None:
     """The newest latency record that was timed in turns with the baseline, over any workload; else the newest one."""
     if not entries:
         return None
     for entry in entries:
-        as_scored = digest is None or _digest(entry) == digest
+        as_scored = builds.fits(entry, scored)
         for other in collection.select(Latency, baseline) if baseline else ():
             is_one_run = entry.record.run == other.record.run
             if not is_one_run or latency_basis(other.record) != latency_basis(entry.record):
@@ -364,7 +362,7 @@ def _timing(
                 return Timing(entry, tuple(compare_latency(other.path, entry.path)), as_scored)
             except DAMAGED as error:
                 problems[entry.location] = f"its items give no speed-up: {error!r}"
-    return Timing(entries[0], as_scored=digest is None or _digest(entries[0]) == digest)
+    return Timing(entries[0], as_scored=builds.fits(entries[0], scored))
 
 
 _ORDER = {"promoted": 0, "pass": 1, "inconclusive": 2, "measured": 3, "fail": 4, "rejected": 5}

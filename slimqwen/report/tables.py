@@ -15,7 +15,7 @@ from slimqwen.evals.acceptance import Acceptance
 from slimqwen.evals.fidelity import Fidelity
 from slimqwen.evals.quality import Quality
 from slimqwen.records import pairing, provenance, store
-from slimqwen.records.record import Record
+from slimqwen.records.record import MeasuredCheckpoint, Record
 from slimqwen.records.table import Table
 
 Sources = list[tuple[Record, Path]]
@@ -121,16 +121,16 @@ def summary_table(root: Path, baseline: str, name: str, folder: str = "experimen
     paths = quality_comparison.pair_quality_records(*folders)
     records = [store.read_record(path, Quality) for path in paths]
     first, second = (record.provenance.checkpoint.size_bytes / 1e6 for record in records)
-    digests = [record.provenance.checkpoint.digest for record in records]
+    checkpoints = [record.provenance.checkpoint for record in records]
     sources: Sources = []
-    rows = [*_speed_rows(folders, digests, sources)]
+    rows = [*_speed_rows(folders, checkpoints, sources)]
     if folder == "experiments":
-        rows += _start_up_rows(root, name, digests[1], sources)
-    rows += _acceptance_rows(folders, digests, sources)
+        rows += _start_up_rows(root, name, checkpoints[1], sources)
+    rows += _acceptance_rows(folders, checkpoints, sources)
     rows.append(
         ("size on disk, MB", f"{first:.2f}", f"{second:.2f}", f"{first / second:.2f}x smaller", "", "")
     )
-    rows += _fidelity_rows(folders[1], baseline, digests[1], sources)
+    rows += _fidelity_rows(folders[1], baseline, checkpoints[1], sources)
     sources += zip(records, paths, strict=True)
     prefix = f"{records[0].suite}_"
     for row in quality_comparison.compare_quality(*paths):
@@ -147,6 +147,7 @@ def summary_table(root: Path, baseline: str, name: str, folder: str = "experimen
     notes = (
         quality.TABLE_NOTE,
         quality_comparison.VERDICT_NOTE,
+        *_note_builds(name, checkpoints[1], sources),
         *provenance.cpu_notes(*records),
         *provenance.shared_source_notes(*zip(*sources, strict=True)),
     )
@@ -159,6 +160,13 @@ def summary_table(root: Path, baseline: str, name: str, folder: str = "experimen
         "sample (items that would decide)",
     )
     return Table(f"{name} and its baseline {baseline}", columns, tuple(rows), notes)
+
+
+def _note_builds(name: str, scored: MeasuredCheckpoint, sources: Sources) -> list[str]:
+    """Note that names the records of another build of a variant than the one whose quality was scored."""
+    measured = [(record.provenance.checkpoint, path) for record, path in sources if record.variant == name]
+    other = [path.name for one, path in measured if one and one.compare_build(scored) == "another build"]
+    return [f"Measured on another build of {name} than its quality: {', '.join(other)}."] if other else []
 
 
 def _quality_comparison(first: Path, second: Path) -> list[Table]:
@@ -194,7 +202,7 @@ def _latest_latency(folder: Path) -> str:
 
 
 def _speed_rows(
-    folders: tuple[Path, Path], digests: Sequence[str], sources: Sources
+    folders: tuple[Path, Path], checkpoints: Sequence[MeasuredCheckpoint], sources: Sources
 ) -> Iterator[tuple[str, ...]]:
     """Rows of TTFT and TPOT for each prompt class and of the time of all requests, from records timed in turns."""
     try:
@@ -202,7 +210,8 @@ def _speed_rows(
     except (store.MissingRecordError, pairing.NotComparableError):
         return
     records = [store.read_record(path, Latency) for path in paths]
-    if [record.provenance.checkpoint_digest for record in records] != digests:
+    timed = [record.provenance.checkpoint for record in records]
+    if not all(one.has_recipe_of(scored) for one, scored in zip(timed, checkpoints, strict=True)):
         return
     sources += zip(records, paths, strict=True)
     forms = {
@@ -219,11 +228,11 @@ def _speed_rows(
 
 
 def _acceptance_rows(
-    folders: tuple[Path, Path], digests: Sequence[str], sources: Sources
+    folders: tuple[Path, Path], checkpoints: Sequence[MeasuredCheckpoint], sources: Sources
 ) -> Iterator[tuple[str, ...]]:
     """Row of both acceptance lengths at the gate's K."""
     try:
-        paths = acceptance_share.pair_acceptance_records(*folders, digests)
+        paths = acceptance_share.pair_acceptance_records(*folders, checkpoints)
     except (store.MissingRecordError, pairing.NotComparableError):
         return
     share = acceptance_share.compare_acceptance(*paths)
@@ -239,11 +248,13 @@ def _acceptance_rows(
     )
 
 
-def _fidelity_rows(folder: Path, baseline: str, digest: str, sources: Sources) -> Iterator[tuple[str, ...]]:
+def _fidelity_rows(
+    folder: Path, baseline: str, scored: MeasuredCheckpoint, sources: Sources
+) -> Iterator[tuple[str, ...]]:
     """Row of the largest KL divergence over the modes, with the verdict on all fidelity figures."""
 
     def fits(record: Fidelity) -> bool:
-        return record.baseline == baseline and record.provenance.checkpoint_digest == digest
+        return record.baseline == baseline and record.provenance.checkpoint.has_recipe_of(scored)
 
     try:
         path = store.latest(folder, Fidelity, fits)
@@ -260,11 +271,15 @@ def _fidelity_rows(folder: Path, baseline: str, digest: str, sources: Sources) -
     yield "KL from the baseline, nats a token", "", f"{worst.kl_nats:.5f}", "", limit, sample
 
 
-def _start_up_rows(root: Path, name: str, digest: str, sources: Sources) -> Iterator[tuple[str, ...]]:
+def _start_up_rows(
+    root: Path, name: str, scored: MeasuredCheckpoint, sources: Sources
+) -> Iterator[tuple[str, ...]]:
     """Row of cold starts and starts from the baked compile cache."""
 
     def fits(record: StartUp) -> bool:
-        return record.provenance.checkpoint_digest == digest and record.ready_cold_over_baked is not None
+        started = record.provenance.checkpoint
+        is_same = started is not None and started.has_recipe_of(scored)
+        return is_same and record.ready_cold_over_baked is not None
 
     try:
         path = store.latest_result(root, StartUp, name, fits)

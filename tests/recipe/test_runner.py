@@ -389,3 +389,47 @@ def test_a_stage_ends_with_the_run_that_wants_its_result(workshop: Workshop) -> 
     while Path(f"/proc/{worker}").exists():
         assert time.monotonic() < deadline
         time.sleep(0.02)
+
+
+def test_the_recipe_key_is_that_of_what_the_recipe_says_whatever_bytes_came_of_it(workshop: Workshop) -> None:
+    """`limit` plays another kind of CPU: a stage that leaves other bytes, so that the next stage has another key."""
+    steps = workshop.add(2), workshop.add(3)
+    first = workshop.run(workshop.recipe(*steps))
+    entry = first[0].folder
+    for file in entry.glob("*.safetensors"):
+        file.write_bytes(file.read_bytes()[:-1] + b"\xff")
+    first[0].manifest.model_copy(update={"files": file_records(entry)}).write(entry)
+    other = workshop.run(workshop.recipe(*steps))
+    assert other[1].manifest.key != first[1].manifest.key
+    assert (
+        other[1].manifest.recipe_key
+        == first[1].manifest.recipe_key
+        == checkpoint.recipe_key(workshop.weights / "v")
+    )
+
+
+def test_another_parameter_base_or_number_of_stages_is_another_recipe(workshop: Workshop) -> None:
+    recipes = [
+        workshop.recipe(workshop.add(2), workshop.add(3)),
+        workshop.recipe(workshop.add(2), workshop.add(4)),
+        workshop.recipe(workshop.add(3), workshop.add(2)),
+        workshop.recipe(workshop.add(2)),
+    ]
+    keys = [workshop.run(recipe)[-1].manifest.recipe_key for recipe in recipes]
+    assert len({*keys}) == len(keys)
+
+
+def test_an_output_of_before_there_were_recipe_keys_gets_its_own(workshop: Workshop) -> None:
+    recipe = workshop.recipe(workshop.add(2))
+    [made] = workshop.run(recipe)
+    made.manifest.model_copy(update={"recipe_key": ""}).write(made.folder)
+    assert checkpoint.recipe_key(made.folder) is None
+    [again] = workshop.run(recipe)
+    assert again.reused
+    assert Manifest.read(made.folder).recipe_key == made.manifest.recipe_key
+
+
+def test_a_checkpoint_that_was_changed_by_hand_has_no_recipe(workshop: Workshop) -> None:
+    [made] = workshop.run(workshop.recipe(workshop.add(2)))
+    (made.folder / "tokenizer.json").write_text('{"of": "mine"}')
+    assert checkpoint.recipe_key(made.folder) is None

@@ -59,7 +59,7 @@ def add_record(tmp_path, templates):
         folder.mkdir(parents=True, exist_ok=True)
         items = source.with_name(template.items.file)
         mine = folder / f"{kind}_{stamp}.items.jsonl"
-        record["provenance"]["checkpoint"]["digest"] = digest(name)
+        record["provenance"]["checkpoint"] |= {"digest": digest(name), "recipe_key": None}
         record["provenance"]["hardware"] = templates["latency"][1].provenance.hardware.as_json()
         edit(record)
         if edit_items is None:

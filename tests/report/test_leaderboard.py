@@ -161,6 +161,23 @@ def test_a_speed_of_another_checkpoint_than_was_scored_is_none_to_serve_for(pair
     assert row.doubts == ["latency and quality are of different checkpoints"]
 
 
+def test_a_speed_of_another_build_counts_and_is_said(pair, add_record, board, tmp_path):
+    def built(digest):
+        return lambda record: record["provenance"]["checkpoint"].update(
+            digest=digest * 64, recipe_key="1" * 64
+        )
+
+    pair(edit=built("e"))
+    for file in (tmp_path / "experiments" / "quick").glob("quality_*.json"):
+        record = json.loads(file.read_text())
+        built("f")(record)
+        file.write_text(json.dumps(record))
+    leaders, _ = board()
+    row = by_name(leaders, "quick")
+    assert (row.doubts, leaders.choices[0].serve) == ([], row)
+    assert leaders.choices[0].advice[-1] == "quick: latency measured on another build of quick."
+
+
 def test_a_gain_within_its_interval_is_not_to_be_served(pair, board):
     pair(factor=0.999)
     leaders, _ = board()
