@@ -18,6 +18,9 @@ if TYPE_CHECKING:
 
 _BASELINE, _VARIANT = "tiny", "tiny-best"
 _CHECKS: Sequence["Check"] = ("quality", "fidelity", "acceptance")
+_GATE_ALONE = "engine"
+"""The gate's check that the demo leaves out, because it takes minutes."""
+
 _FAILED = "failed"
 
 
@@ -148,27 +151,35 @@ def _sort_outcomes(parts: Mapping[str, Sequence["Outcome"]]) -> DemoRecords:
 
 def _conclude(found: DemoRecords) -> Iterator[str]:
     """Yield a line on each part, then one on the variant to serve."""
+    from slimqwen.records import store
+    from slimqwen.report import choice
     from slimqwen.stats.verdict import Verdict, overall
 
+    variant = variants.load(_VARIANT)
     verdicts = {part: _judge(part, paths) for part, paths in found.records.items()}
-    for part, outcome in {**verdicts, **found.missing}.items():
+    speed = verdicts.pop("speed", None)
+    left_out = f" ({_GATE_ALONE} not checked: `slimqwen gate --variant {_VARIANT}`)"
+    if gated := choice.judged_by_gate(variant):
+        path, gate = gated
+        found_before = f"{gate.verdicts[_GATE_ALONE]}, by {relative(path)}"
+        left_out = ""
+    for part, outcome in {**verdicts, **({"speed": speed} if speed else {}), **found.missing}.items():
         yield f"  {part:<11} {outcome}"
-    is_faster = verdicts.pop("speed", None)
-    verdict = overall(list(verdicts.values()))
-    unchecked = [part for part in found.missing if part != "speed"]
-    if verdict == Verdict.FAIL:
-        answer = f"slimqwen serve --variant {_BASELINE}: {_VARIANT} lost more than a limit allows"
-    elif unchecked:
-        answer = f"not decided: no verdict on {', '.join(unchecked)}"
-    elif verdict == Verdict.INCONCLUSIVE:
-        answer = f"not decided: `slimqwen gate --variant {_VARIANT}` goes on with all items"
-    elif is_faster is None:
-        answer = f"not decided: {_VARIANT} is as good; when nothing else runs, `slimqwen demo` times it again"
-    elif is_faster == Verdict.PASS:
-        answer = f"slimqwen serve --variant {_VARIANT}: faster; no check saw a loss beyond its limit"
-    else:
-        answer = f"slimqwen serve --variant {_BASELINE}: {_VARIANT} is as good, but not surely faster here"
-    yield f"  {'serve':<11} {answer}"
+    if gated:
+        yield f"  {_GATE_ALONE:<11} {found_before}"
+    decision = choice.decide(
+        choice.Case(
+            variant=_VARIANT,
+            baseline=_BASELINE,
+            verdict=overall([*verdicts.values(), *([gate.verdict] if gated else [])]),
+            is_faster=None if speed is None else speed == Verdict.PASS,
+            unchecked=[part for part in found.missing if part != "speed"],
+            doubts=choice.object_to(store.read_measurements(variant.folder).status),
+        )
+    )
+    is_short = found.missing and not decision.is_final
+    again = "; `slimqwen demo` measures again what is missing" if is_short else ""
+    yield f"  {'serve':<11} slimqwen serve --variant {decision.serve}: {decision.reason}{again}{left_out}"
 
 
 def _judge(part: str, paths: Sequence[Path]) -> "Verdict":

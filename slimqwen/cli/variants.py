@@ -136,6 +136,7 @@ def promote(variant: VariantOption) -> None:
     gate = relative(promoted.gate)
     if not promoted.changed:
         say(f"{variant.name} is promoted already by {gate}; nothing changed")
+        _say_what_to_serve(variant)
         return
     say(f"{variant.name} was promoted by {gate}")
     if promoted.card:
@@ -143,3 +144,12 @@ def promote(variant: VariantOption) -> None:
     else:
         say(f"no model card: no recipe made {relative(variant.weights)}")
     update_list(variant.root)
+    _say_what_to_serve(variant)
+
+
+def _say_what_to_serve(variant: variants.Variant) -> None:
+    from slimqwen.report import choice
+
+    assert variant.baseline is not None
+    for sentence in choice.advise_here(variant.root, variant.baseline):
+        say(sentence)

@@ -121,10 +121,13 @@ class Collection:
         return [entry for entry in self.records if not entry.record.provenance.host_was_busy]
 
 
-def collect(root: Path) -> Collection:
+def collect(root: Path, demo: str = "") -> Collection:
     """Read all records of experiments/ and results/, but not their items.
 
     Damaged, missing and misplaced files become problems; nothing raises.
+
+    Args:
+        demo: folder of further records, with a folder for each variant; damaged ones of it are left out.
     """
     reader = _Reader(root, frozenset(names(root)))
     for path in reader.list_files("experiments"):
@@ -132,6 +135,8 @@ def collect(root: Path) -> Collection:
     for path in reader.list_files("results"):
         if path.parent != root / "results" / _EXPLORATIONS:
             reader.read_file(path)
+    for path in sorted((root / demo).glob("*/*.json")) if demo else ():
+        reader.read_further(path)
     for name in sorted(reader.variants):
         reader.read_claims(name)
     reader.require_cited()
@@ -201,6 +206,18 @@ class _Reader:
                 )
             else:
                 self.records.append(StoredRecord(path, self.location(path), record))
+
+    def read_further(self, path: Path) -> None:
+        """Read a record of another folder than experiments/; one that cannot be used is passed over."""
+        try:
+            record = store.validate(store.parse(path), store.short_path(path))
+        except store.RecordError:
+            return
+        has_items = (
+            isinstance(record, Record) and record.items and path.with_name(record.items.file).is_file()
+        )
+        if isinstance(record, Record) and has_items and record.variant in self.variants:
+            self.records.append(StoredRecord(path, self.location(path), record))
 
     def parse(self, path: Path) -> Record | Measurements | None:
         """Read and validate a record; returns None if that fails, and adds the fault to the problems."""

@@ -1,4 +1,8 @@
-"""Decides which variant to serve on each hardware, and says why and what evidence is missing."""
+"""Decides which variant to serve, by one rule for every verb; says why, and what evidence is missing.
+
+`decide` is the rule. The page, `compare` and `promote` apply it to the records of experiments/ and demo/ on each
+hardware, the demo to its own records, `search` to a finalist's proof and modelled speed, `tune` to ways to speculate.
+"""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -8,8 +12,80 @@ from slimqwen import variant as variants
 from slimqwen.bench.latency import Latency
 from slimqwen.evals.gate import Gate
 from slimqwen.evals.quality import Quality
-from slimqwen.records import collection, registry, store
+from slimqwen.records import collection, provenance, registry, store
+from slimqwen.report.builds import find_made_checkpoint
 from slimqwen.report.leaderboard import Row, margins, rows_of, sort_rows, speed_up
+from slimqwen.stats.verdict import Verdict
+
+DEMO = "demo"
+"""Folder of the repository for the records of `slimqwen demo`."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is known of a variant beside what is served without it.
+
+    Attributes:
+        verdict: joint verdict on what it may lose; None where a check has none.
+        is_faster: whether the whole interval of its speed-up is above 1; None where it was not compared in speed.
+        unchecked: checks without a verdict.
+        doubts: reasons against it that no verdict holds, such as records of another checkpoint.
+    """
+
+    variant: str
+    baseline: str
+    verdict: Verdict | None
+    is_faster: bool | None
+    unchecked: Sequence[str] = ()
+    doubts: Sequence[str] = ()
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What to serve, why, and whether more measurements could change it."""
+
+    serve: str
+    reason: str
+    is_final: bool = True
+
+
+def decide(case: Case) -> Decision:
+    """The rule: a variant is served if no check saw a loss, none is missing, and it is faster by its whole interval."""
+    variant, baseline = case.variant, case.baseline
+    if case.verdict == Verdict.FAIL:
+        return Decision(baseline, f"{variant} lost more than a limit allows")
+    if case.doubts:
+        return Decision(baseline, f"{variant}: {'; '.join(case.doubts)}")
+    if case.unchecked or case.verdict is None:
+        missing = ", ".join(case.unchecked) or "its quality"
+        return Decision(baseline, f"not decided: no verdict on {missing}", is_final=False)
+    if case.verdict == Verdict.INCONCLUSIVE:
+        reason = f"not decided: `slimqwen gate --variant {variant}` goes on with all items"
+        return Decision(baseline, reason, is_final=False)
+    if case.is_faster is None:
+        return Decision(baseline, f"not decided: {variant} is as good, but was not timed", is_final=False)
+    if not case.is_faster:
+        return Decision(baseline, f"{variant} is as good, but not surely faster here")
+    return Decision(variant, "faster; no check saw a loss beyond its limit")
+
+
+def case_of(row: Row) -> Case:
+    """The case of a variant on one hardware by its records: a person's verdict, else that of the newest gate record."""
+    verdict = Verdict.PASS if row.status == "promoted" else None
+    if verdict is None and row.verdict:
+        verdict = Verdict(row.verdict)
+    if verdict is None:
+        gated = [each.verdict for each in row.evidence if each.kind == Gate.kind and not each.is_stale]
+        verdict = next((Verdict(each) for each in gated if each != "missing"), None)
+    unchecked = [] if row.passed_quality else [Quality.kind]
+    is_faster = row.timed.is_faster if row.timed and row.timed.speed else None
+    doubts = [*object_to(row.status), *row.doubts]
+    return Case(row.variant, row.baseline or row.variant, verdict, is_faster, unchecked, doubts)
+
+
+def object_to(status: str) -> list[str]:
+    """The objection that a person's status in measurements.json is."""
+    return ["its measurements.json says rejected"] if status == "rejected" else []
 
 
 @dataclass(frozen=True)
@@ -81,8 +157,26 @@ def measuring_command(row: Row, kind: str) -> str:
 
 def collect_choices(root: Path) -> list[Choice]:
     """Apply `choose_variants` to the records of a repository."""
-    records = collection.collect(root)
+    records = collection.collect(root, demo=DEMO)
     return choose_variants([row for name in variants.names(root) for row in rows_of(records, name)[0]])
+
+
+def advise_here(root: Path, baseline: str) -> list[str]:
+    """Sentences of the choices for a baseline on this machine; one that says so where none was timed here."""
+    here = provenance.hardware_name(provenance.hardware())
+    choices = [each for each in collect_choices(root) if (each.baseline, each.hardware) == (baseline, here)]
+    return [sentence for each in choices for sentence in each.advice] or [
+        f"Serve {baseline} on {here}: no variant of it was measured here."
+    ]
+
+
+def judged_by_gate(variant: variants.Variant) -> tuple[Path, Gate] | None:
+    """The newest gate record of a variant's checkpoint or of another build of it; None without one."""
+    present = find_made_checkpoint(variant.root, variant.name)
+    for path, record in store.comparable(store.records(variant.folder, Gate), Gate, lambda _: True):
+        if present is None or record.provenance.checkpoint.has_recipe_of(present):
+            return path, record
+    return None
 
 
 def list_other_builds(subjects: Iterable[variants.Variant]) -> list[str]:
@@ -109,15 +203,7 @@ def choose_variants(rows: Sequence[Row]) -> list[Choice]:
             groups.setdefault(row.group, []).append(row)
     choices = []
     for (baseline, machine), members in sorted(groups.items(), key=lambda group: (-len(group[1]), group[0])):
-        proven = [
-            row
-            for row in members
-            if row.standing in ("promoted", "pass")
-            and row.passed_quality
-            and row.timed
-            and row.timed.is_faster
-            and not row.doubts
-        ]
+        proven = [row for row in members if decide(case_of(row)).serve == row.variant]
         serve = min(proven, key=lambda row: (row.status != "promoted", -speed_up(row)), default=None)
         others = (row for row in members if row is not serve and row.standing not in ("fail", "rejected"))
         choices.append(Choice(baseline, machine, members[0].on_cpu, serve, next(others, None)))

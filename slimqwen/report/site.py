@@ -17,13 +17,11 @@ from slimqwen.records.collection import Collection, Problem, StoredRecord
 from slimqwen.records.record import Record
 from slimqwen.records.table import Table
 from slimqwen.report import choice, leaderboard, tables
+from slimqwen.report.choice import DEMO as DEMO
 from slimqwen.report.leaderboard import Row
 from slimqwen.report.pareto_chart import draw_front
 
 _HERE = Path(__file__).parent
-
-DEMO = "demo"
-"""Folder of the repository for the records of `slimqwen demo`."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +40,7 @@ def build_page(root: Path, destination: Path, progress: Progress = silent) -> Si
     Args:
         destination: folder of the page, created if missing.
     """
-    records = collection.collect(root)
+    records = collection.collect(root, demo=DEMO)
     problems = {problem.location: problem for problem in records.problems}
     names = variants.names(root)
     rows: list[Row] = []

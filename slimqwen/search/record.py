@@ -1,6 +1,6 @@
 """The record kind search: every candidate that a search tried, the rung at which it ended, and the result."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -9,6 +9,7 @@ from pydantic import Field, PositiveFloat
 from slimqwen.records.provenance import source_notes
 from slimqwen.records.record import Block, Count, Estimate, NonNegative, Positive, Ratio, Record, VariantName
 from slimqwen.records.table import Table
+from slimqwen.report.choice import Case, decide
 from slimqwen.search.candidate import describe_changes
 from slimqwen.search.proof import Finalist, Proof
 
@@ -117,14 +118,24 @@ class Search(Record):
                 f"{fastest.speed / least:.2f} times as fast as {incumbent} by the roofline of the {self.gpu}"
             )
             return f"Fastest candidate, not proven: {fastest.label}; {factor}."
-        proven = next((each for each in self.proof.finalists if each.passed), None)
+        speeds = {trial.name: trial.speed for trial in self.trials}
+        proven = next((each for each in self.proof.finalists if self._is_served(each, speeds)), None)
         if not proven:
             return f"Serve {incumbent}: no finalist passed on items that the search had not seen."
-        speed = next(trial.speed for trial in self.trials if trial.name == proven.variant) / least
+        speed = speeds[proven.variant] / least
         return (
             f"Serve {proven.variant}: it passed every check on items that the search had not seen (adjusted p-value "
             f"{proven.adjusted_p_value:.2g}, alpha {self.proof.alpha:g}), and by the roofline of the {self.gpu} it is "
             f"{speed:.2f} times as fast as {incumbent}."
+        )
+
+    def _is_served(self, finalist: Finalist, speeds: Mapping[str, float]) -> bool:
+        """Whether a finalist is to be served, by the rule of all verbs; its speed is modelled."""
+        incumbent = self.incumbent
+        is_faster = speeds[finalist.variant] > incumbent.tokens_per_second
+        return (
+            decide(Case(finalist.variant, incumbent.variant, finalist.verdict, is_faster)).serve
+            == finalist.variant
         )
 
     def tables(self, path: Path) -> list[Table]:

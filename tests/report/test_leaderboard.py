@@ -44,39 +44,6 @@ def board(tmp_path):
     return build
 
 
-@pytest.fixture
-def pair(add_variant, add_record, claim):
-    """Write a baseline and a variant that answers the same in a share of its time."""
-
-    def make(factor=0.5, edit=lambda record: None, workload="classes"):
-        add_variant("base", "VLLM_MODEL=weights/base\n")
-        add_variant("quick", "BASE=base\nVLLM_MODEL=weights/quick\n", baseline="base")
-        claim("quick", status="measured", verdict="pass")
-
-        def shorten(record):
-            for row in record["classes"].values():
-                row["e2el_ms"]["median"] *= factor
-            edit(record)
-
-        numbers = itertools.count()
-
-        def shorten_each(item):
-            noise = 1 + 0.02 * (-1) ** item.get("round", 0) + 0.02 * (-1) ** next(numbers)
-            return item | {"e2el_ms": item["e2el_ms"] * factor * noise}
-
-        def widen(record):
-            # So few items would leave an equal variant undecided.
-            for row in record["tasks"].values():
-                row["non_inferiority_margin"] = 0.5
-
-        for name in ("base", "quick"):
-            add_record(name, "quality", edit=widen)
-        add_record("base", "latency", edit=lambda record: record.update(workload=workload))
-        add_record("quick", "latency", edit=shorten, edit_items=shorten_each)
-
-    return make
-
-
 def by_name(board, name):
     return next(row for row in board.rows if row.variant == name)
 

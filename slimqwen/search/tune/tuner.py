@@ -30,6 +30,7 @@ from slimqwen.plan import start
 from slimqwen.progress import Progress, silent
 from slimqwen.records import provenance, store
 from slimqwen.records.journal import Journal, journal_file, locked
+from slimqwen.report import choice
 from slimqwen.search import SearchError
 from slimqwen.search.tune.arms import UNDRAFTED, Arm, list_arms, probe_configurations, vary_sampling
 from slimqwen.search.tune.contest import Contest, LoadTurn, Turn
@@ -295,7 +296,7 @@ class _Tuner:
     def make_record(self, started: str, command: Sequence[str]) -> Tune:
         """Make the record of all turns so far."""
         subject, contest, workload = self._subject, self._contest, self._subject.workload
-        chosen = {Verdict.PASS: contest.find_fastest(), Verdict.FAIL: UNDRAFTED}.get(contest.verdict)
+        chosen = _choose_arm(contest)
         lines = chosen.list_lines(subject.served, subject.sequences) if chosen else {}
         root = subject.variant.root
         text = root / workload.prompts if workload.prompts else resolve_text(workload.documents, root)
@@ -341,3 +342,15 @@ def _read_load(side: MeasuredVariant, load: int) -> LoadTurn:
         drafts=sum(result.drafts for result in results),
         accepted_tokens=sum(result.accepted_tokens for result in results),
     )
+
+
+def _choose_arm(contest: Contest) -> Arm | None:
+    """The arm to serve by the rule of all verbs; None while more turns could change it. Arms lose no quality."""
+    fastest = contest.find_fastest()
+    if fastest is None:
+        return UNDRAFTED if contest.verdict == Verdict.FAIL else None
+    is_faster = {Verdict.PASS: True, Verdict.FAIL: False}.get(contest.verdict)
+    decision = choice.decide(choice.Case(fastest.name, UNDRAFTED.name, Verdict.PASS, is_faster))
+    if not decision.is_final:
+        return None
+    return fastest if decision.serve == fastest.name else UNDRAFTED
