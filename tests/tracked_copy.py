@@ -18,6 +18,9 @@ from typing import NoReturn
 VARIABLE = "SLIMQWEN_TRACKED_COPY"
 """Environment variable with the folder of the copy, for pytest in it and for all that it starts."""
 
+CHECKOUT = "SLIMQWEN_CHECKOUT"
+"""Environment variable with the checkout, for what a test is there to write: files that `git add` takes."""
+
 LEFT_OUT = "SLIMQWEN_NOT_TESTED"
 """Environment variable with the changed files, one a line, that the copy has as git's index has them."""
 
@@ -45,6 +48,7 @@ def start_again(root: Path, arguments: Sequence[str]) -> NoReturn:
     folder = copy / here.relative_to(root) if here.is_relative_to(root) else here
     variables = {
         VARIABLE: str(copy),
+        CHECKOUT: str(root),
         LEFT_OUT: "\n".join(left_out),
         # Programs that tests start import slimqwen from here, not from where it is installed.
         "PYTHONPATH": os.pathsep.join(filter(None, [str(copy), os.environ.get("PYTHONPATH")])),

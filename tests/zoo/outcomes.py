@@ -1,15 +1,17 @@
 """What was seen of every animal and verb: kept in outcomes.json, shown as a table in docs/checkpoints.md."""
 
 import json
+import os
 from collections import defaultdict
 from collections.abc import Mapping
 from pathlib import Path
 
+from tests import tracked_copy
 from tests.zoo.animals import ANIMALS
 from tests.zoo.verbs import QUICK, SLOW, WORKS
 
 ROOT = Path(__file__).parents[2]
-SEEN = Path(__file__).with_name("outcomes.json")
+SEEN = Path("tests") / "zoo" / "outcomes.json"
 PAGE = ROOT / "docs" / "checkpoints.md"
 VERBS = tuple(dict.fromkeys([*QUICK, *SLOW]))
 _BEGIN, _END = "<!-- zoo: written by `pytest -m zoo tests/zoo` -->\n", "<!-- end of zoo -->\n"
@@ -18,25 +20,27 @@ Outcomes = dict[str, dict[str, str]]
 """Animal -> verb -> `WORKS` or the message of its refusal."""
 
 
-def read_outcomes() -> Outcomes:
+def read_outcomes(root: Path = ROOT) -> Outcomes:
     """What has been seen so far."""
-    seen: Outcomes = json.loads(SEEN.read_text(encoding="utf-8")) if SEEN.is_file() else {}
+    file = root / SEEN
+    seen: Outcomes = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
     return seen
 
 
 def note_outcomes(animal: str, outcomes: Mapping[str, str]) -> None:
-    """Keep what was seen of an animal, and write the table anew."""
-    seen = read_outcomes()
+    """Keep what was seen of an animal in the checkout, and write the table anew there."""
+    checkout = Path(os.environ.get(tracked_copy.CHECKOUT) or ROOT)
+    seen = read_outcomes(checkout)
     seen[animal] = {**seen.get(animal, {}), **outcomes}
     ordered = {
         name: {verb: seen[name][verb] for verb in VERBS if verb in seen[name]}
         for name in ANIMALS
         if name in seen
     }
-    SEEN.write_text(json.dumps(ordered, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
-    page = PAGE.read_text(encoding="utf-8")
-    before, _, rest = page.partition(_BEGIN)
-    PAGE.write_text(before + _BEGIN + as_markdown(ordered) + _END + rest.partition(_END)[2], encoding="utf-8")
+    (checkout / SEEN).write_text(json.dumps(ordered, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    page = checkout / PAGE.relative_to(ROOT)
+    before, _, rest = page.read_text(encoding="utf-8").partition(_BEGIN)
+    page.write_text(before + _BEGIN + as_markdown(ordered) + _END + rest.partition(_END)[2], encoding="utf-8")
 
 
 def as_markdown(outcomes: Outcomes) -> str:
