@@ -1,17 +1,11 @@
 """`slimqwen fit`: computes in seconds, on any machine, whether a model fits on a GPU and how fast it could be there."""
 
-import shutil
-import subprocess
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from slimqwen import variant as variants
 from slimqwen.cli.console import console, say, silence_hub_client
-
-if TYPE_CHECKING:
-    from slimqwen.plan.devices import Gpu
 
 
 def fit(
@@ -24,7 +18,17 @@ def fit(
     ],
     gpu: Annotated[
         str | None,
-        typer.Option(metavar="NAME", help="GPU of eval/devices.yaml (default: this machine's, else all)"),
+        typer.Option(
+            metavar="GPU",
+            help="its name, as nvidia-smi writes it or in short, or memory=16,bandwidth=448,capability=8.9 "
+            "(default: this machine's, else a table of many)",
+        ),
+    ] = None,
+    gpus: Annotated[
+        int | None,
+        typer.Option(
+            min=1, help="such GPUs that share the model (default: the variant's, else this machine's)"
+        ),
     ] = None,
     context: Annotated[
         int | None,
@@ -39,37 +43,30 @@ def fit(
     This is arithmetic: it loads no weights and needs no CUDA; of a hub repository it reads config.json and the
     safetensors index. Exit code 1: as stored, the model does not fit on that GPU.
     """
-    from slimqwen.fit import tables
+    from slimqwen.fit import tables, verdict
     from slimqwen.fit.memory import ServerSettings
     from slimqwen.fit.subject import find_subject
-    from slimqwen.plan.devices import read_gpu
+    from slimqwen.plan.host_gpus import choose_gpu
 
     silence_hub_client()
     root = variants.repository_root()
-    chosen = read_gpu(gpu, root) if gpu else _find_gpu_here(root)
+    found = choose_gpu(gpu, root)
     subject = find_subject(model, root)
-    settings = ServerSettings.of(subject, context, sequences)
-    if chosen is None:
+    here = found.here if found and gpu is None else 1
+    settings = ServerSettings.of(subject, context, sequences, gpus, gpus_here=here)
+    if found is None:
         console.print(tables.gpus_table(subject, settings, root).as_rich())
+        if subject.namesakes:
+            say(f"{model} was taken as {subject.namesakes}.")
         say(tables.suggest_start(subject, root))
         return
-    fits = tables.fit_on_gpus(subject, settings, [chosen])[chosen.name]
-    say(tables.give_verdict(subject, settings, chosen.name, fits))
+    chosen = found.gpu
+    fits = verdict.fit_on_gpus(subject, settings, [chosen])[chosen.name]
+    say(verdict.give_verdict(subject, settings, chosen, fits))
     console.print(tables.steps_table(subject, settings, chosen.name, fits).as_rich())
-    for line in (
-        *tables.list_notes(subject, settings, chosen, fits[0], root),
-        tables.suggest_start(subject, root),
-    ):
+    for line in tables.list_notes(subject, settings, chosen, fits, root):
         say(line)
+    if here > settings.gpus:
+        say(f"This machine has {here} such GPUs: --gpus {here} shares the model among them.")
+    say(tables.suggest_start(subject, root))
     raise typer.Exit(0 if fits[0].fits else 1)
-
-
-def _find_gpu_here(root: Path) -> "Gpu | None":
-    """The first GPU that nvidia-smi shows, of eval/devices.yaml; None without a GPU or if it is not listed."""
-    from slimqwen.plan.devices import find_gpu
-
-    if shutil.which("nvidia-smi") is None:
-        return None
-    command = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
-    shown = subprocess.run(command, capture_output=True, text=True, check=False).stdout.splitlines()
-    return find_gpu(shown[0], root) if shown else None

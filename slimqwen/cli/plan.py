@@ -10,6 +10,7 @@ from slimqwen.cli.options import VariantOption
 from slimqwen.variant import Variant
 
 if TYPE_CHECKING:
+    from slimqwen.plan.devices import Gpu
     from slimqwen.plan.facts import Plan
     from slimqwen.serving.checks import Trouble
     from slimqwen.serving.command import ServerCommand
@@ -19,7 +20,15 @@ def plan(
     variant: VariantOption,
     gpu: Annotated[
         list[str] | None,
-        typer.Option(metavar="GPU", help="GPU of eval/devices.yaml; may be repeated (default: six of them)"),
+        typer.Option(
+            metavar="GPU",
+            help="its name, as nvidia-smi writes it or in short, or memory=16,bandwidth=448,capability=8.9, or cpu; "
+            "may be repeated (default: this machine's)",
+        ),
+    ] = None,
+    gpus: Annotated[
+        int | None,
+        typer.Option(min=1, help="such GPUs that share the model (default: the variant's, else 1)"),
     ] = None,
     kernels: Annotated[
         bool,
@@ -46,23 +55,22 @@ def plan(
     """
     from slimqwen.plan import record as plans
     from slimqwen.plan import trouble
-    from slimqwen.plan.devices import CPU
+    from slimqwen.plan.rehearsal import SHARED_BY
     from slimqwen.records import provenance
-    from slimqwen.serving import platform as machine
 
-    gpus = tuple(
-        gpu or (plans.DEFAULT_GPUS if variant.platform == "cuda" or machine.is_gpu_build() else (CPU,))
-    )
+    chosen = _choose_devices(variant, gpu)
+    if gpus is not None:
+        variant = variant.with_lines({SHARED_BY: str(gpus)})
     if compile_:
-        if len(gpus) != 1 or gpus == (CPU,):
+        if len(chosen) != 1 or chosen[0] is None:
             raise typer.BadParameter("--compile works for one GPU at a time; name it with --gpu")
-        _compile_ahead(variant, gpus[0])
+        _compile_ahead(variant, chosen[0])
         return
-    if kernels and CPU in gpus:
+    if kernels and None in chosen:
         raise typer.BadParameter("a CPU runs no Triton kernels; name a GPU with --gpu, or omit --kernels")
     started, known = provenance.utc_now(), trouble.read_known_trouble(variant.root)
     with progress_bar() as progress:
-        made = plans.make_plans(variant, gpus, kernels=kernels, progress=progress)
+        made = plans.make_plans(variant, chosen, kernels=kernels, progress=progress)
     found = plans.trouble_table(made, known)
     for table in (*plans.plan_tables(variant.name, made), *([found] if found.rows else [])):
         console.print(table.as_rich())
@@ -73,7 +81,30 @@ def plan(
     raise typer.Exit(1 if refused else 0)
 
 
-def _compile_ahead(variant: Variant, gpu: str) -> None:
+def _choose_devices(variant: Variant, names: Sequence[str] | None) -> "list[Gpu | None]":
+    """The named GPUs, else this machine's; None stands for its CPU.
+
+    Raises:
+        UnknownGpuError, UnservedGpuError: as `choose_gpu`; or this machine has no GPU, and the variant or the installed
+            vLLM needs one.
+    """
+    from slimqwen.plan.devices import CPU, UnknownGpuError
+    from slimqwen.plan.host_gpus import choose_gpu
+    from slimqwen.serving import platform as machine
+
+    if names:
+        named = [None if name == CPU else choose_gpu(name, variant.root) for name in names]
+        return [each.gpu if each else None for each in named]
+    if variant.platform is None and not machine.is_gpu_build():
+        return [None]
+    if here := choose_gpu(None, variant.root):
+        return [here.gpu]
+    raise UnknownGpuError(
+        f"this machine shows no NVIDIA GPU; name one, as in `slimqwen plan --variant {variant.name} --gpu rtx-4090`"
+    )
+
+
+def _compile_ahead(variant: Variant, gpu: "Gpu") -> None:
     """Compile FlashInfer libraries and Triton kernels for a first start on a GPU, without a GPU, and pack them.
 
     `slimqwen image build --cache` puts the archive into an image; `slimqwen serve` finds it beside the checkpoint.
@@ -81,8 +112,8 @@ def _compile_ahead(variant: Variant, gpu: str) -> None:
     from slimqwen.plan import archive
     from slimqwen.serving import baked_cache
 
-    destination = variant.root / ".cache" / "compiled" / f"{variant.name}-{gpu}"
-    log = variant.root / "logs" / f"compile-{variant.name}-{gpu}.log"
+    destination = variant.root / ".cache" / "compiled" / f"{variant.name}-{gpu.name}"
+    log = variant.root / "logs" / f"compile-{variant.name}-{gpu.name}.log"
     with progress_bar() as progress:
         packed = archive.make_archive(variant, gpu, destination, log=log, progress=progress)
     for name, seconds in packed.baked.libraries.items():

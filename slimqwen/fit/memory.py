@@ -73,11 +73,20 @@ class ServerSettings:
     captured_sequences: int | None = 0
 
     @classmethod
-    def of(cls, subject: Subject, context_len: int | None, sequences: int | None) -> Self:
+    def of(
+        cls,
+        subject: Subject,
+        context_len: int | None,
+        sequences: int | None,
+        gpus: int | None = None,
+        gpus_here: int = 1,
+    ) -> Self:
         """The settings that a variant's config.env gives, or those that this project would begin with.
 
         Args:
-            context_len, sequences: replace the subject's own settings; None keeps them.
+            context_len, sequences, gpus: replace the subject's own settings; None keeps them.
+            gpus_here: number of GPUs of the host that a model without a config.env is shared by; fewer if its heads
+                cannot be shared by so many.
 
         Raises:
             FitError: the GPUs cannot share the heads, the model was not made for `context_len`, or a setting that has
@@ -115,11 +124,12 @@ class ServerSettings:
             raise FitError(
                 f"{subject.name} was made for contexts of 1 to {native:,} tokens, not {length:,}; correct --context"
             )
-        gpus = number("tensor_parallel_size", 1, int)
+        if gpus is None and subject.variant is None:
+            gpus = next(each for each in range(gpus_here, 0, -1) if not unshared_heads(subject.text, each))
+        cure = "set VLLM_TENSOR_PARALLEL_SIZE" if gpus is None else "set --gpus"
+        gpus = gpus or number("tensor_parallel_size", 1, int)
         if heads := unshared_heads(subject.text, gpus):
-            raise FitError(
-                f"{gpus} GPUs cannot share {heads} evenly; set VLLM_TENSOR_PARALLEL_SIZE to a divisor of that number"
-            )
+            raise FitError(f"{gpus} GPUs cannot share {heads} evenly; {cure} to a divisor of that number")
         served = sequences or number("max_num_seqs", SEQUENCES, int)
         captured: int | None = served
         if flags.get("enforce_eager", "0") != "0":
@@ -203,6 +213,10 @@ class Fit:
         """Bytes that a sequence takes for each of its tokens."""
         return self.layout.block_bytes // self.layout.block_size
 
+    def longest_context(self, sequences: int) -> int:
+        """Tokens of the longest context with which so many sequences fit; 0 or less if none does."""
+        return (self.blocks // sequences - self.layout.state_blocks) * self.layout.block_size
+
 
 @dataclass(frozen=True)
 class Sized:
@@ -241,7 +255,7 @@ def fit_checkpoint(sized: Sized, settings: ServerSettings, gpu: Gpu, acceptance_
     """
     model, depth = sized.model, settings.depth
     resident = model.resident_bytes(depth)
-    cache = int(settings.utilization * gpu.driver.memory_bytes - resident - OVERHEAD_GIB * 2**30)
+    cache = int(settings.utilization * gpu.cuda_memory_bytes - resident - OVERHEAD_GIB * 2**30)
     layout = lay_out_cache(model, depth, prefix_caching=settings.prefix_caching)
     sequence = layout.sequence_bytes(settings.context_len)
     full = max(0, cache // layout.block_bytes) / layout.sequence_blocks(settings.context_len)

@@ -12,8 +12,20 @@ from slimqwen.models.shape import Packing
 from slimqwen.roofline.architecture import shape_tensors
 
 _FOUR_BITS = Packing(bits=4, group_size=32)
+_PUBLISHED_FOUR_BITS = Packing(bits=4, group_size=128)
 _VOCABULARY, _DRAFT_VOCABULARY = 65_536, 32_768
 """Rows of embedding and output head, and of the draft head, that the recipe of qwen3.5-4b-best keeps."""
+
+
+PUBLISHED_EXPERTS = "published 4-bit experts"
+"""The optimisation of a mixture whose experts no stage packs: others have published such checkpoints."""
+
+_QWENS_OWN = "-GPTQ-Int4"
+_PACKED_BY_QWEN = (
+    *("Qwen/Qwen3.5-35B-A3B", "Qwen/Qwen3.5-122B-A10B", "Qwen/Qwen3.5-397B-A17B"),
+    *("Qwen/Qwen3-30B-A3B", "Qwen/Qwen3-235B-A22B"),
+)
+"""Mixtures that Qwen publishes with 4-bit experts too, under the name with `_QWENS_OWN` at its end."""
 
 
 @dataclass(frozen=True)
@@ -28,7 +40,7 @@ def list_optimised(subject: Subject) -> list[Optimised]:
     """The checkpoint as stored, then with one more optimisation each; optimisations that it has already are left out.
 
     No 4-bit steps for a checkpoint that is quantised in another format than compressed-tensors: its linears cannot be
-    packed.
+    packed. The stage `calibrate` takes no mixtures, whose experts are then packed only in published checkpoints.
     """
     stored = Outline(subject.name, Path(), subject.config, shape_tensors(subject.tensors))
     steps = [Optimised("as stored", stored)]
@@ -39,10 +51,14 @@ def list_optimised(subject: Subject) -> list[Optimised]:
             steps.append(Optimised(optimisation, outline))
 
     if quantisation(subject.config).get("quant_method", "compressed-tensors") == "compressed-tensors":
-        add("4-bit experts" if subject.family.has_experts else "4-bit MLPs", _packed("mlp", "experts"))
-        add("4-bit attention", _packed("attention", "linear_attention"))
+        if subject.family.is_calibrated:
+            add("4-bit MLPs", _packed("mlp"))
+            add("4-bit attention", _packed("attention", "linear_attention"))
+        else:
+            add(PUBLISHED_EXPERTS, _packed("experts", form=_PUBLISHED_FOUR_BITS))
         add("4-bit head", _packed("lm_head"))
-        add("4-bit MTP", _packed("mtp"))
+        if subject.family.is_calibrated:
+            add("4-bit MTP", _packed("mtp"))
     rows = int(subject.text["vocab_size"])
     # vLLM builds the MTP head of a mixture of experts by a class of its own, which has no draft vocabulary.
     if subject.has_mtp and not subject.family.has_experts and rows > 2 * _DRAFT_VOCABULARY:
@@ -52,13 +68,25 @@ def list_optimised(subject: Subject) -> list[Optimised]:
     return steps
 
 
-def _packed(*kinds: str) -> Callable[[Outline], Outline]:
+def _packed(*kinds: str, form: Packing = _FOUR_BITS) -> Callable[[Outline], Outline]:
     """A change of an outline that packs its 16-bit linears of these kinds to 4 bits."""
 
     def pack(outline: Outline) -> Outline:
         found = [kind for kind in kinds if packing.linears(outline.tensors, kind)]
         if "lm_head" in kinds and not any(name.startswith("lm_head.") for name in outline.tensors):
             found = ["lm_head"]  # a tied head gets tensors of its own
-        return outline.with_packing(dict.fromkeys(found, _FOUR_BITS)) if found else outline
+        return outline.with_packing(dict.fromkeys(found, form)) if found else outline
 
     return pack
+
+
+def name_published(repository: str) -> str:
+    """Where a mixture with 4-bit experts is published, in words.
+
+    Args:
+        repository: owner/name of the checkpoint in 16 bits, or another name of it.
+    """
+    if repository in _PACKED_BY_QWEN:
+        return f"{repository}{_QWENS_OWN}"
+    name = repository.rpartition("/")[2]
+    return f"what the hub finds for {name}-AWQ-4bit or {name}{_QWENS_OWN}"

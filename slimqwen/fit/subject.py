@@ -3,7 +3,7 @@
 import re
 import tempfile
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -11,7 +11,7 @@ from typing import Any
 
 from slimqwen import checkpoint
 from slimqwen import variant as variants
-from slimqwen.checkpoint.config import quantisation, read_json_object
+from slimqwen.checkpoint.config import quantisation, quantised, read_json_object
 from slimqwen.checkpoint.tensors import INDEX, list_tensors, tensor_bytes
 from slimqwen.checkpoint.weights import holds_mtp_head
 from slimqwen.errors import SlimqwenError, suggest_name
@@ -30,6 +30,18 @@ _LAYERS_ALONE = (
 
 
 _EXPERT = re.compile(r"\.experts\.\d+\.")
+_MODELOPT = "hf_quant_config.json"
+"""The quantisation of a checkpoint by ModelOpt before 0.31, which vLLM reads where config.json has none."""
+
+_OTHER_FORMATS = {
+    ".gguf": "GGUF",
+    ".bin": "PyTorch's own format",
+    ".pth": "PyTorch's own format",
+    ".pt": "PyTorch's own format",
+    ".onnx": "ONNX",
+    ".npz": "MLX",
+}
+"""Endings of weight files that are not safetensors."""
 
 
 class SubjectError(SlimqwenError):
@@ -50,6 +62,7 @@ class Subject:
         other_bytes: bytes of the other tensors.
         settings: lines of a variant's config.env by key; empty without a variant.
         variant: the variant, if MODEL names one.
+        namesakes: what MODEL was taken for and how to name what else has that name; empty where nothing else has.
     """
 
     name: str
@@ -60,6 +73,7 @@ class Subject:
     other_bytes: int = 0
     settings: Mapping[str, str] = field(default_factory=dict)
     variant: Variant | None = None
+    namesakes: str = ""
 
     @property
     def family(self) -> Family:
@@ -99,28 +113,32 @@ class Subject:
             weights = [group["weights"] for group in form["config_groups"].values() if group.get("weights")]
             widths = ", ".join(dict.fromkeys(f"{each['num_bits']}-bit {each['type']}" for each in weights))
             return f"compressed-tensors, {widths}", "all (but calibrate only on what is not packed)"
-        return str(method), _LAYERS_ALONE
+        return " ".join(filter(None, (method, form.get("quant_algo")))), _LAYERS_ALONE
 
 
 def find_subject(model: str, root: Path) -> Subject:
     """The checkpoint that MODEL names: a variant, else a folder or config.json, a shape of eval/shapes, a repository.
 
     Raises:
-        SubjectError: `model` names no checkpoint.
+        SubjectError: `model` names no checkpoint, or weights that are no safetensors.
         HubError: the hub cannot be reached, hides the repository, or the repository has no safetensors checkpoint.
         FamilyError, UnsupportedFormatError, CorruptCheckpointError, ShapeError, ConfigError: as raised when the
             variant, folder or shape is read.
     """
-    path = Path(model)
+    path, shape_file = Path(model), root / shapes.FOLDER / f"{model}.json"
+    readings: dict[str, Callable[[], Subject]] = {}
     if model in variants.names(root):
-        return _of_variant(variants.load(model, root))
+        readings["the variant of that name"] = lambda: _of_variant(variants.load(model, root))
     if path.is_dir():
-        return _of_folder(path, model)
+        readings[f"the folder ./{path}"] = lambda: _of_folder(path, model)
     if path.is_file():
-        config = read_json_object(path)
-        return Subject(model, "config.json alone", config, with_first_experts(published_tensors(config)))
-    if shape := shapes.published_shape(root, model):
-        return _of_shape(shape, model)
+        readings[f"the file ./{path}"] = lambda: _of_file(path, model, root)
+    if shape_file.is_file():
+        readings[f"the shape {shapes.FOLDER / shape_file.name}"] = lambda: _read_shape(root, model, model)
+    if readings:
+        (taken, read), *others = readings.items()
+        paths = " or ".join(f"`slimqwen fit {name.rpartition(' ')[2]}`" for name, _ in others)
+        return replace(read(), namesakes=f"{taken}; {paths} takes the other" if others else "")
     if "/" in model and path.parent.is_dir():
         hint = suggest_name(model, list(map(str, path.parent.iterdir())), "name one that is there")
         raise SubjectError(f"there is no {path.name} in the folder {path.parent}; {hint}")
@@ -141,13 +159,42 @@ def _of_variant(variant: Variant) -> Subject:
     return replace(found, name=variant.name, settings=settings, variant=variant)
 
 
+def _of_file(file: Path, name: str, root: Path) -> Subject:
+    """The checkpoint that a config.json promises, or a file of eval/shapes; raises SubjectError for other files."""
+    if file.resolve().parent == (root / shapes.FOLDER).resolve():
+        return _read_shape(root, file.stem, name)
+    if file.suffix == ".safetensors":
+        raise SubjectError(f"{name} is one file of a checkpoint; name its folder, {file.parent}")
+    _refuse_format(file.suffix, name)
+    return _of_config(file, name)
+
+
+def _of_config(file: Path, name: str) -> Subject:
+    config = _with_modelopt(read_json_object(file), file.parent)
+    _refuse_mlx(config, name)
+    return Subject(name, "config.json alone", config, with_first_experts(published_tensors(config)))
+
+
+def _read_shape(root: Path, stem: str, name: str) -> Subject:
+    shape = shapes.published_shape(root, stem)
+    assert shape is not None
+    return _of_shape(shape, name)
+
+
 def _of_shape(shape: Shape, name: str) -> Subject:
     return Subject(name, shape.source, shape.config_json, with_first_experts(shape.tensors), frozenset())
 
 
 def _of_folder(folder: Path, name: str) -> Subject:
-    stored, config = list_tensors(folder), checkpoint.read_config(folder)
+    if not any(folder.glob("*.safetensors")):
+        for suffix in sorted({file.suffix for file in folder.glob("*.*")}):
+            _refuse_format(suffix, name)
+        if (folder / "config.json").is_file():
+            return _of_config(folder / "config.json", name)
+    config = _with_modelopt(checkpoint.read_config(folder), folder)
     find_family(config)
+    _refuse_mlx(config, name)
+    stored = list_tensors(folder)
     others = frozenset(filter(_is_other, stored))
     # As in `published_tensors`, the first expert of a layer stands for all.
     counts = Counter(_EXPERT.sub(".experts.0.", tensor) for tensor in stored if tensor not in others)
@@ -158,6 +205,45 @@ def _of_folder(folder: Path, name: str) -> Subject:
     }
     size = sum(stored[tensor].end - stored[tensor].start for tensor in others)
     return Subject(name, f"the tensors of {folder}", config, with_first_experts(served), others, size)
+
+
+def _with_modelopt(config: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """The config with the quantisation that an older ModelOpt wrote into a file beside it."""
+    file = folder / _MODELOPT
+    if quantisation(config) or not file.is_file():
+        return config
+    form = read_json_object(file).get("quantization") or {}
+    kv_cache = {"num_bits": 8, "type": "float"} if form.get("kv_cache_quant_algo") == "FP8" else None
+    return quantised(
+        config,
+        {
+            "quant_method": "modelopt",
+            "quant_algo": form.get("quant_algo"),
+            "group_size": form.get("group_size"),
+            "ignore": form.get("exclude_modules") or [],
+            "kv_cache_scheme": kv_cache,
+        },
+    )
+
+
+def _refuse_mlx(config: Mapping[str, Any], name: str) -> None:
+    """Raise SubjectError for a checkpoint of MLX, whose config.json has the key `quantization`."""
+    form = config.get("quantization")
+    if isinstance(form, dict) and not quantisation(config).get("quant_method"):
+        bits = f" of {form['bits']} bits" if "bits" in form else ""
+        raise SubjectError(_say_original(f"{name} is a checkpoint{bits} in MLX's format"))
+
+
+def _refuse_format(suffix: str, name: str) -> None:
+    """Raise SubjectError for a file ending of weights that are no safetensors."""
+    if suffix in _OTHER_FORMATS:
+        raise SubjectError(_say_original(f"{name} has weights in {_OTHER_FORMATS[suffix]} ({suffix})"))
+
+
+def _say_original(fault: str) -> str:
+    return (
+        f"{fault}, but recipes and servers here take safetensors; name the checkpoint that it was made from"
+    )
 
 
 def _is_other(tensor: str) -> bool:
@@ -186,7 +272,8 @@ def _fetch_descriptions(name: str) -> tuple[dict[str, Any], dict[str, Any] | Non
         target = Path(folder) / "checkpoint"
         with download_files(repository, target, partial(_select_descriptions, name), silent):
             pass
-        config = checkpoint.read_config(target)
+        config = _with_modelopt(checkpoint.read_config(target), target)
+        _refuse_mlx(config, name)
         return config, read_json_object(target / INDEX) if (target / INDEX).is_file() else None
 
 
@@ -196,4 +283,4 @@ def _select_descriptions(name: str, files: Sequence[str]) -> list[str]:
         raise HubError(f"{name} has {form}; name the repository of its safetensors checkpoint")
     if "config.json" not in files:
         raise HubError(f"{name} has no config.json; name the repository of the whole model")
-    return [file for file in ("config.json", INDEX) if file in files]
+    return [file for file in ("config.json", _MODELOPT, INDEX) if file in files]

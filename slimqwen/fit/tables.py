@@ -1,16 +1,17 @@
-"""What `slimqwen fit` shows: a checkpoint on one GPU, on all GPUs, and every committed shape on every GPU."""
+"""The tables of `slimqwen fit` and its notes: a checkpoint on one GPU, and checkpoint and shapes over many GPUs."""
 
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 
 from slimqwen import variant as variants
-from slimqwen.fit.memory import Fit, ServerSettings, estimate_activations, fit_checkpoint, size_checkpoint
-from slimqwen.fit.optimised import list_optimised
+from slimqwen.fit.memory import Fit, ServerSettings, estimate_activations
+from slimqwen.fit.optimised import PUBLISHED_EXPERTS, name_published
 from slimqwen.fit.subject import Subject, find_subject
+from slimqwen.fit.verdict import fit_on_gpus
 from slimqwen.models.families import LINEAR_ATTENTION
 from slimqwen.plan import trouble
 from slimqwen.plan.devices import Gpu, read_gpus
@@ -27,31 +28,42 @@ _FIRST_BFLOAT16 = (8, 0)
 SHAPES_CONTEXT_LEN = 8192
 """Context of the table of all shapes, tokens."""
 
+TABLE_GPUS = (
+    *(
+        "rtx-3060-laptop",
+        "rtx-4060",
+        "rtx-3060",
+        "rtx-4070",
+        "rtx-4060-ti-16gb",
+        "rtx-5070-ti",
+        "rtx-3090",
+        "rtx-4090",
+    ),
+    *(
+        "rtx-5090",
+        "rtx-a6000",
+        "rtx-6000-ada",
+        "rtx-pro-6000",
+        "t4",
+        "l4",
+        "a10g",
+        "a10",
+        "a100-40gb",
+        "l40s",
+        "a100",
+    ),
+    *("h100", "h200", "b200", "gb10"),
+)
+"""The GPUs of tables over all GPUs: the whole list would be five times as long."""
 
-def fit_on_gpus(subject: Subject, settings: ServerSettings, gpus: Iterable[Gpu]) -> dict[str, list[Fit]]:
-    """How a checkpoint and its optimised forms fit, by the name of the GPU."""
-    length = subject.family.acceptance_lengths.get(settings.depth)
-    sized = [size_checkpoint(step, settings) for step in list_optimised(subject)]
-    return {gpu.name: [fit_checkpoint(each, settings, gpu, length) for each in sized] for gpu in gpus}
-
-
-def give_verdict(subject: Subject, settings: ServerSettings, gpu: str, fits: Sequence[Fit]) -> str:
-    """One line: whether the checkpoint fits as stored, by how much, and which optimisations make it fit."""
-    requests = f"{settings.sequences} x {settings.context_len:,} tokens"
-    where = f"{subject.name} with {requests} on {settings.gpus if settings.gpus > 1 else 'one'} {gpu}"
-    first = fits[0]
-    if first.fits:
-        return f"{where}: fits, {-first.missing_bytes / _GB:.1f} GB left"
-    if first.missing_bytes <= 0:
-        return (
-            f"{where}: fits, but vLLM would take {first.captured_sequences} sequences, which need a state block each, "
-            f"and {first.blocks} blocks fit; set VLLM_MAX_NUM_SEQS to at most {first.blocks}"
-        )
-    needed = next((fits[1 : row + 1] for row, fit in enumerate(fits) if fit.fits), None)
-    cure = (
-        f"fits with {', '.join(fit.optimisation for fit in needed)}" if needed else "no recipe makes it fit"
-    )
-    return f"{where}: does not fit as stored, {first.missing_bytes / _GB:.1f} GB too much; {cure}"
+_MARKS = {
+    "as stored": "",
+    "4-bit MLPs": "a",
+    "4-bit attention": "b",
+    "4-bit head": "c",
+    "4-bit MTP": "d",
+    PUBLISHED_EXPERTS: "e",
+}
 
 
 def steps_table(subject: Subject, settings: ServerSettings, gpu: str, fits: Sequence[Fit]) -> Table:
@@ -78,12 +90,16 @@ def steps_table(subject: Subject, settings: ServerSettings, gpu: str, fits: Sequ
     return Table.from_rows(f"{subject.name} on {gpu}, GB", fits, columns)
 
 
-def list_notes(subject: Subject, settings: ServerSettings, gpu: Gpu, fit: Fit, root: Path) -> Iterator[str]:
-    """Yield, a line each, what else to know about a server on the GPU; `fit` is that of the checkpoint as stored."""
+def list_notes(
+    subject: Subject, settings: ServerSettings, gpu: Gpu, fits: Sequence[Fit], root: Path
+) -> Iterator[str]:
+    """Yield, a line each, what else to know about a server on the GPU."""
+    fit = fits[0]
     states = f"{fit.state_bytes / _GB:.2f} GB of states and " if fit.state_bytes else ""
     yield (
         f"One sequence: {states}{fit.token_bytes / 1024:.0f} KiB per token, {fit.sequence_bytes / _GB:.2f} GB in all; "
-        f"vLLM may use {settings.utilization:.0%} of {gpu.driver.memory_gib:g} GiB."
+        f"vLLM may use {settings.utilization:.0%} of {gpu.cuda_memory_gib:g} GiB"
+        f"{'' if gpu.driver.memory_gib else ' (assumed: 96 % of its memory)'}."
     )
     yield (
         f"Left for activations, CUDA context and graphs: {OVERHEAD_GIB:g} GiB, assumed; a step of "
@@ -99,8 +115,17 @@ def list_notes(subject: Subject, settings: ServerSettings, gpu: Gpu, fit: Fit, r
         if settings.depth in lengths
         else ""
     )
-    yield f"tok/s: roofline of one sequence with 2,048 cached tokens{drafts}. Computed, not timed."
+    bandwidth = (
+        "" if gpu.dense_peak_tflops else f" by bandwidth alone, as no peak FLOP/s of {gpu.name} is known"
+    )
+    yield f"tok/s: roofline of one sequence with 2,048 cached tokens{bandwidth}{drafts}. Computed, not timed."
     yield f"Dimensions: {subject.source}."
+    if subject.namesakes:
+        yield f"{subject.name} was taken as {subject.namesakes}."
+    if any(each.optimisation == PUBLISHED_EXPERTS for each in fits):
+        yield f"No stage packs experts; 4-bit ones are published: {name_published(_name_repository(subject))}."
+    if settings.gpus > 1 and "VLLM_TENSOR_PARALLEL_SIZE" not in subject.settings:
+        yield f"{settings.gpus} GPUs share a model with VLLM_TENSOR_PARALLEL_SIZE={settings.gpus} in config.env."
     yield from _list_trouble(subject, settings, gpu, root)
 
 
@@ -160,16 +185,20 @@ def suggest_start(subject: Subject, root: Path) -> str:
         made = "recipe run" if subject.variant.recipe else "download"
         verb = "serve" if subject.variant.weights.is_dir() else made
         return f"Start from {subject.name}: `slimqwen {verb} --variant {subject.name}`"
-    # The `source` of a committed shape begins with the name of its repository.
-    checkpoint = subject.name if "/" in subject.name else re.split("[,: ]", subject.source)[0]
+    checkpoint = _name_repository(subject).removesuffix("/config.json")
     flags = "qwen3.5-4b-best" if subject.has_mtp else "qwen3.5-4b"
-    command = f"slimqwen variant new --name base --checkpoint {checkpoint.removesuffix('/config.json')}"
+    command = f"slimqwen variant new --name base --checkpoint {checkpoint}"
     return f"Start from a new baseline: `{command}`; flags for a GPU are in experiments/{flags}/config.env"
 
 
+def _name_repository(subject: Subject) -> str:
+    # The `source` of a committed shape begins with the name of its repository.
+    return subject.name if "/" in subject.name else re.split("[,: ]", subject.source)[0]
+
+
 def gpus_table(subject: Subject, settings: ServerSettings, root: Path) -> Table:
-    """The checkpoint on every GPU: as stored, and with as few optimisations as make it fit."""
-    gpus = read_gpus(root)
+    """The checkpoint on the GPUs of `TABLE_GPUS`: as stored, and with as few optimisations as make it fit."""
+    gpus = _table_gpus(root)
     rows = fit_on_gpus(subject, settings, gpus.values())
 
     def enough(cell: Callable[[Fit], str]) -> Callable[[str], object]:
@@ -177,7 +206,7 @@ def gpus_table(subject: Subject, settings: ServerSettings, root: Path) -> Table:
 
     columns: dict[str, Callable[[str], object]] = {
         "GPU": lambda gpu: gpu,
-        "GiB": lambda gpu: f"{gpus[gpu].driver.memory_gib:g}",
+        "GiB": lambda gpu: f"{gpus[gpu].cuda_memory_gib:g}",
         "as stored": lambda gpu: _margin(rows[gpu][0]),
         "fits with": enough(lambda fit: fit.optimisation),
         "left, GB": enough(lambda fit: f"{-fit.missing_bytes / _GB:.1f}"),
@@ -187,7 +216,15 @@ def gpus_table(subject: Subject, settings: ServerSettings, root: Path) -> Table:
         "with drafts": enough(lambda fit: f"{fit.drafted:.0f}" if fit.drafted else "-"),
     }
     requests = f"{settings.sequences} x {settings.context_len:,} tokens"
-    return Table.from_rows(f"{subject.name} with {requests} on every GPU", rows, columns, text_columns=1)
+    note = f"{len(read_gpus(root)) - len(gpus)} more GPUs are known by name, and any by its figures: --gpu."
+    return Table.from_rows(
+        f"{subject.name} with {requests} on some GPUs", rows, columns, note, text_columns=1
+    )
+
+
+def _table_gpus(root: Path) -> dict[str, Gpu]:
+    known = read_gpus(root)
+    return {name: known[name] for name in TABLE_GPUS}
 
 
 def _margin(fit: Fit) -> str:
@@ -198,8 +235,8 @@ def _margin(fit: Fit) -> str:
 
 
 def shapes_table(root: Path) -> Table:
-    """The roofline of every committed 16-bit shape on every GPU, of the first optimised form that fits."""
-    gpus = read_gpus(root)
+    """The roofline of every committed 16-bit shape on `TABLE_GPUS`, of the first optimised form that fits."""
+    gpus = _table_gpus(root)
     names = sorted(file.stem for file in (root / FOLDER).glob("*.json") if '"config"' in file.read_text())
     cells: dict[str, Mapping[str, str]] = {}
     for name in names:
@@ -209,7 +246,7 @@ def shapes_table(root: Path) -> Table:
         cells[name] = {gpu: _first_that_fits(each) for gpu, each in fits.items()}
     columns: dict[str, Callable[[str], object]] = {
         "GPU": str,
-        "GiB": lambda gpu: f"{gpus[gpu].driver.memory_gib:g}",
+        "GiB": lambda gpu: f"{gpus[gpu].cuda_memory_gib:g}",
     }
     for name in names:
         columns[name] = lambda gpu, name=name: cells[name][gpu]  # type: ignore[misc]
@@ -218,11 +255,12 @@ def shapes_table(root: Path) -> Table:
         gpus,
         columns,
         f"Without drafts, of the first form that fits with {SHAPES_CONTEXT_LEN:,} tokens. No mark: as stored in 16 "
-        "bits; a: 4-bit MLPs or experts; b: a and 4-bit attention; c: b and a 4-bit output head; d: c and a 4-bit MTP "
-        "head; -: none fits, or only one with a smaller vocabulary. Computed, not timed.",
+        "bits; a: 4-bit MLPs; b: a and 4-bit attention; c: b (of a mixture e) and a 4-bit output head; d: c and a "
+        "4-bit MTP head; e: published 4-bit experts, as no stage packs them; -: none fits, or only one with a smaller "
+        "vocabulary. Computed, not timed.",
     )
 
 
 def _first_that_fits(fits: Sequence[Fit]) -> str:
-    marked = zip(fits, ("", *"abcd"), strict=False)
-    return next((f"{fit.tokens_per_second:.0f}{mark}" for fit, mark in marked if fit.fits), "-")
+    known = (fit for fit in fits if fit.optimisation in _MARKS)
+    return next((f"{fit.tokens_per_second:.0f}{_MARKS[fit.optimisation]}" for fit in known if fit.fits), "-")

@@ -95,6 +95,12 @@ def _parts(rows: int, columns: int, module: str, form: Mapping[str, Any]) -> Ten
             "weight_scale_2": ("F32", (1,)),
             "input_scale": ("F32", (1,)),
         }
+    elif method == "modelopt" and form.get("quant_algo") == "FP8":
+        parts = {
+            "weight": ("F8_E4M3", (rows, columns)),
+            "weight_scale": ("F32", (1,)),
+            "input_scale": ("F32", (1,)),
+        }
     elif method in ("awq", "gptq", "auto-round"):
         per_word, size = 32 // form["bits"], form["group_size"]
         groups_of_row = columns // size if size > 0 else 1
@@ -108,8 +114,9 @@ def _parts(rows: int, columns: int, module: str, form: Mapping[str, Any]) -> Ten
     else:
         parts = {}
     if not parts:
+        found = f"in the format {method}" if method else "without a quant_method"
         raise UnsupportedFormatError(
-            f"config.json: the sizes of weights in the format {method} are not known here; take a checkpoint in "
-            "compressed-tensors, FP8, NVFP4, GPTQ or AWQ"
+            f"config.json: the sizes of weights {found} are not known here; take "
+            "a checkpoint in compressed-tensors, FP8, NVFP4, GPTQ or AWQ"
         )
     return parts

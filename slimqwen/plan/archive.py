@@ -12,7 +12,7 @@ from pathlib import Path
 from slimqwen.checkpoint.files import MANIFEST
 from slimqwen.errors import SlimqwenError
 from slimqwen.plan import rehearsal
-from slimqwen.plan.devices import read_gpu
+from slimqwen.plan.devices import Gpu
 from slimqwen.plan.facts import Plan
 from slimqwen.progress import Progress, silent
 from slimqwen.serving import baked_cache
@@ -32,30 +32,28 @@ class Archive:
 
 
 def make_archive(
-    variant: Variant, gpu_name: str, destination: Path, *, log: Path, progress: Progress = silent
+    variant: Variant, gpu: Gpu, destination: Path, *, log: Path, progress: Progress = silent
 ) -> Archive:
     """Compile the libraries and kernels that a first start would compile, and pack them with a manifest.
 
     Args:
         variant: variant, whose checkpoint need not be here.
-        gpu_name: short name of the GPU model.
+        gpu: GPU model of the first start.
         destination: folder for the archive, its manifest, and a copy of the checkpoint's manifest if there is one.
         log: file that receives the output of vLLM and the compilers.
 
     Raises:
-        UnknownGpuError: the GPU is not listed.
         NothingToCompileError: there is nothing to compile ahead.
         RehearsalError: as `rehearsal.compile_for_gpu`.
     """
-    gpu = read_gpu(gpu_name, variant.root)
     with tempfile.TemporaryDirectory(prefix="slimqwen-compile-") as folder:
         cache_root = Path(folder)
-        progress(f"compiling for {gpu_name}", 0, 0)
+        progress(f"compiling for {gpu.name}", 0, 0)
         plan, build = rehearsal.compile_for_gpu(variant, gpu, cache_root, log=log, kernels=True)
         if not any(cache_root.iterdir()):
             raise NothingToCompileError(
-                f"{variant.name} compiles nothing on {gpu_name} that can be compiled ahead; see what its first start "
-                f"compiles with `slimqwen plan --kernels --variant {variant.name} --gpu {gpu_name}`"
+                f"{variant.name} compiles nothing on {gpu.name} that can be compiled ahead; see what its first start "
+                f"compiles with `slimqwen plan --kernels --variant {variant.name} --gpu {gpu.name}`"
             )
         destination.mkdir(parents=True, exist_ok=True)
         progress("packing", 0, 0)

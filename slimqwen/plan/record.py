@@ -9,7 +9,7 @@ from packaging.version import Version
 from pydantic import Field
 
 from slimqwen.plan import rehearsal, resolution, trouble
-from slimqwen.plan.devices import CPU, read_gpu
+from slimqwen.plan.devices import CPU, Gpu
 from slimqwen.plan.facts import Plan, TritonKernels
 from slimqwen.progress import Progress, silent
 from slimqwen.records import provenance, store
@@ -54,20 +54,19 @@ class PlanRecord(Record):
 
 
 def make_plans(
-    variant: Variant, gpus: Sequence[str], *, kernels: bool = False, progress: Progress = silent
+    variant: Variant, gpus: Sequence[Gpu | None], *, kernels: bool = False, progress: Progress = silent
 ) -> list[Plan]:
     """Plan a variant on simulated GPUs, or on this machine's CPU.
 
     Args:
-        gpus: short names of GPUs, or `CPU`.
+        gpus: the GPUs to simulate; None: this machine's CPU.
         kernels: whether to compile the Triton kernels that the simulated GPUs would run.
         progress: receives (activity, devices done, number of devices).
 
     Raises:
-        UnknownGpuError: a GPU is not listed.
         RehearsalError: as `rehearsal.rehearse_variant`.
     """
-    devices = {name: None if name == CPU else read_gpu(name, variant.root) for name in gpus}
+    devices = {gpu.name if gpu else CPU: gpu for gpu in gpus}
     plans: list[Plan] = []
     for name, gpu in devices.items():
         progress(f"plan of {variant.name} on {name}", len(plans), len(devices))

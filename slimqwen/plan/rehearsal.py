@@ -33,6 +33,9 @@ from slimqwen.serving.server_log import find_last_cause
 from slimqwen.variant import Variant
 from slimqwen.vllm_plugin import engine_facts
 
+SHARED_BY = "VLLM_TENSOR_PARALLEL_SIZE"
+"""Key of config.env: the number of GPUs that share the model."""
+
 
 class RehearsalError(SlimqwenError):
     """A rehearsal ended without an answer, or could not compile."""
@@ -43,7 +46,7 @@ class _Request(BaseModel):
 
     root: Path
     variant: str
-    model: str  # value of VLLM_MODEL
+    lines: dict[str, str]  # lines of config.env whose values may differ from the file's
     gpu: Gpu | None
     gpus: int  # number of GPUs that share the model
     kernels: bool
@@ -108,14 +111,13 @@ def _ask_process(
     variant: Variant, gpu: Gpu | None, log: Path, *, kernels: bool, cache_root: Path | None = None
 ) -> _Answer:
     """Start a process that sees the device, and return its answer to a request."""
-    shared = variant.settings.get("VLLM_TENSOR_PARALLEL_SIZE")
-    gpus = (
-        int(shared.value) if shared and shared.value.isdigit() else 1
-    )  # vLLM itself refuses any other value
+    lines = {key: variant.settings[key].value for key in ("VLLM_MODEL", SHARED_BY) if key in variant.settings}
+    shared = lines.get(SHARED_BY, "")
+    gpus = int(shared) if shared.isdigit() else 1  # vLLM itself refuses any other value
     request = _Request(
         root=variant.root,
         variant=variant.name,
-        model=variant.settings["VLLM_MODEL"].value,
+        lines=lines,
         gpu=gpu,
         gpus=gpus,
         kernels=kernels,
@@ -177,7 +179,7 @@ def _rehearse(request: _Request) -> _Answer:
     step = "configuration"
     with _blocked_network(), tempfile.TemporaryDirectory(prefix="slimqwen-plan-") as folder:
         try:
-            variant = variants.load(request.variant, request.root).with_lines({"VLLM_MODEL": request.model})
+            variant = variants.load(request.variant, request.root).with_lines(request.lines)
             variant, facts["checkpoint"] = _with_checkpoint(variant, Path(folder))
             command = ServerCommand.resolve(variant, platform="cpu" if request.gpu is None else "cuda")
             facts["flags"] = decisive_flags(command)
@@ -197,7 +199,7 @@ def _rehearse(request: _Request) -> _Answer:
             step = "block size"
             resolution.align_blocks(config)
             step = "KV cache"
-            device_bytes = request.gpu.driver.memory_bytes if request.gpu else None
+            device_bytes = request.gpu.cuda_memory_bytes if request.gpu else None
             parameter_bytes = sum(facts["weight_bytes"].values())
             facts["kv_cache"], layout = resolution.lay_out_kv_cache(config, parameter_bytes, device_bytes)
             step = "CUDA graphs"

@@ -107,7 +107,7 @@ def _nvml(gpu: Gpu, count: int) -> types.ModuleType:
     nvml: Any = types.ModuleType("pynvml")
     nvml.NVMLError = type("NVMLError", (Exception,), {})
     nvml.NVML_P2P_CAPS_INDEX_NVLINK, nvml.NVML_P2P_STATUS_OK = 2, 0
-    memory = types.SimpleNamespace(total=gpu.driver.memory_bytes, free=gpu.driver.memory_bytes, used=0)
+    memory = types.SimpleNamespace(total=gpu.cuda_memory_bytes, free=gpu.cuda_memory_bytes, used=0)
     answers: dict[str, Any] = {
         "nvmlInit": None, "nvmlShutdown": None, "nvmlDeviceGetCount": count, "nvmlDeviceGetHandleByIndex": 0,
         "nvmlDeviceGetIndex": 0, "nvmlDeviceGetName": gpu.nvidia_smi[0], "nvmlDeviceGetUUID": _UUID,
@@ -125,19 +125,19 @@ def _patch_torch(gpu: Gpu, count: int) -> None:
 
     major, minor = gpu.capability
     properties = types.SimpleNamespace(
-        name=gpu.nvidia_smi[0], major=major, minor=minor, total_memory=gpu.driver.memory_bytes,
+        name=gpu.nvidia_smi[0], major=major, minor=minor, total_memory=gpu.cuda_memory_bytes,
         multi_processor_count=gpu.driver.multiprocessors, is_integrated=0, L2_cache_size=6 * 2**20, warp_size=32,
         gcnArchName="", regs_per_multiprocessor=65536, uuid="0", pci_domain_id=0, pci_bus_id=0, pci_device_id=30,
         max_threads_per_multi_processor=1536 if gpu.capability in ((8, 6), (8, 9), (12, 0)) else 2048,
-        shared_memory_per_block=48 * 2**10, shared_memory_per_block_optin=gpu.driver.shared_memory_kib * 2**10,
-        shared_memory_per_multiprocessor=(gpu.driver.shared_memory_kib + 1) * 2**10,
+        shared_memory_per_block=48 * 2**10, shared_memory_per_block_optin=gpu.shared_memory_bytes,
+        shared_memory_per_multiprocessor=gpu.shared_memory_bytes + 2**10,
     )  # fmt: skip
     answers: dict[str, Any] = {
         "is_available": True, "device_count": count, "_device_count_nvml": count, "current_device": 0,
         "set_device": None, "init": None, "_lazy_init": None, "is_initialized": False,
         "get_device_capability": gpu.capability, "get_device_name": gpu.nvidia_smi[0],
         "get_device_properties": properties, "synchronize": None, "empty_cache": None,
-        "mem_get_info": (gpu.driver.memory_bytes, gpu.driver.memory_bytes), "is_bf16_supported": major >= 8,
+        "mem_get_info": (gpu.cuda_memory_bytes, gpu.cuda_memory_bytes), "is_bf16_supported": major >= 8,
         "get_arch_list": [f"sm_{major}{minor}"],
     }  # fmt: skip
     _set_answers(torch.cuda, answers)
@@ -177,7 +177,7 @@ def _set_triton_driver(gpu: Gpu) -> None:
 
     major, minor = gpu.capability
     properties = {
-        "max_shared_mem": gpu.driver.shared_memory_kib * 2**10, "multiprocessor_count": gpu.driver.multiprocessors,
+        "max_shared_mem": gpu.shared_memory_bytes, "multiprocessor_count": gpu.driver.multiprocessors,
         "max_num_regs": 65536, "warpSize": 32, "sm_clock_rate": 1_700_000, "mem_clock_rate": 6_000_000,
         "mem_bus_width": 384,
     }  # fmt: skip

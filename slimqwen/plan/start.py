@@ -42,7 +42,7 @@ def name_gpu_here(command: ServerCommand) -> str:
     device = gpu.first_gpu()
     if device is None:
         raise MissingPlanError("this host has no GPU; name the GPU of the plan with --gpu")
-    if listed := devices.find_gpu(device.name, command.variant.root):
+    if listed := devices.find_gpu(device.name, command.variant.root, device.memory_gib):
         return listed.name
     raise MissingPlanError(
         f"no plan for {device.name}: {devices.FILE} does not list this GPU; add its data there"

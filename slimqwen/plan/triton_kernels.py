@@ -48,7 +48,7 @@ class Compilation:
 
 def summarise_kernels(compilations: Sequence[Compilation], gpu: Gpu) -> list[TritonKernel]:
     """The kernels, ordered by name, each with the choices that a GPU cannot run."""
-    limit = gpu.driver.shared_memory_kib * 2**10
+    limit = gpu.shared_memory_bytes
     kernel_name = operator.attrgetter("kernel")
     groups = itertools.groupby(sorted(compilations, key=kernel_name), kernel_name)
     return [_summary(name, list(group), limit) for name, group in groups]

@@ -26,7 +26,13 @@ BLOCK_TOKENS = 16
 """vLLM's default of --block-size, tokens; a model with states has blocks of a multiple of it."""
 
 _STATE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
-_KV_BYTES = {"float16": 2, "bfloat16": 2, "fp8": 1, "fp8_e4m3": 1, "fp8_e5m2": 1}
+_KV_BYTES = {"float16": 2, "bfloat16": 2, "fp8": 1, "fp8_e4m3": 1, "fp8_e5m2": 1} | {
+    "int8_per_token_head": 1,
+    "fp8_per_token_head": 1,
+    "int4_per_token_head": 0.5,
+}
+_SCALED_PER_HEAD = "_per_token_head"
+_HEAD_SCALE_BYTES = 4  # a float32 beside the keys, and one beside the values, of each token and head
 _PRECISIONS: Mapping[str, Precision] = {"F8_E4M3": "fp8", "F8_E5M2": "fp8", "I8": "int8"}
 
 _MATRICES = (".weight", PACKED, ".qweight")
@@ -202,10 +208,12 @@ def read_model(
     if kv_cache_dtype == "auto":
         scheme = form.get("kv_cache_scheme")
         kv_cache_dtype = "fp8" if scheme and scheme["num_bits"] == 8 else "bfloat16"
-    kv_bytes = _number_bytes("a KV cache", kv_cache_dtype, _KV_BYTES)
+    kv_number_bytes = _number_bytes("a KV cache", kv_cache_dtype, _KV_BYTES)
+    has_head_scales = kv_cache_dtype.endswith(_SCALED_PER_HEAD)
+    head_bytes = int(shape.head_dim * kv_number_bytes) + has_head_scales * _HEAD_SCALE_BYTES
     if state_dtype == "auto":
         state_dtype = shape.mamba_ssm_dtype or "bfloat16"
-    state_bytes = _number_bytes("a recurrent state", state_dtype, _STATE_BYTES)
+    state_bytes = int(_number_bytes("a recurrent state", state_dtype, _STATE_BYTES))
     layer_types = family.layer_types(text)
     linear_layers = layer_types.count(LINEAR_ATTENTION)
     state_numbers = shape.linear_num_value_heads * shape.linear_value_head_dim * shape.linear_key_head_dim
@@ -230,9 +238,10 @@ def read_model(
         embedding_row_bytes=embedding_bytes // tensors[embedding].shape[0],
         attention_layers=layer_types.count(FULL_ATTENTION),
         drafter_layers=len({name.split(".")[2] for name in drafter if name.startswith("mtp.layers.")}),
-        kv_bytes=2 * shape.num_key_value_heads * shape.head_dim * kv_bytes,
+        kv_bytes=2 * shape.num_key_value_heads * head_bytes,
         attention_flops=4 * shape.num_attention_heads * shape.head_dim,
-        attention_precision="fp8" if kv_bytes == 1 else "bf16",
+        # With a scale for each head, keys and values are widened before the products.
+        attention_precision="fp8" if kv_number_bytes == 1 and not has_head_scales else "bf16",
         linear_layers=linear_layers,
         state_bytes=linear_layers * (state_numbers * state_bytes + conv_bytes),
         conv_row_bytes=conv_channels * SIXTEEN_BIT,
@@ -306,7 +315,7 @@ def _count_numbers(name: str, info: TensorInfo, form: Mapping[str, Any]) -> int:
     return info.elements * (2 if info.dtype == "U8" else 1)
 
 
-def _number_bytes(what: str, dtype: str, known: Mapping[str, int]) -> int:
+def _number_bytes(what: str, dtype: str, known: Mapping[str, float]) -> float:
     if dtype not in known:
         raise RooflineError(f"{what} in {dtype} is not supported here; use {', '.join(known)}")
     return known[dtype]

@@ -143,7 +143,7 @@ def compute_roofline(
         acceptance=acceptance_source if depth else "1, as there are no drafts",
         context_len=middle,
         waterfall=tuple(served.list_waterfall_steps(gpu, middle)),
-        l2_share=min(1.0, gpu.l2_cache_mb * 1e6 / model.resident_bytes(depth)),
+        l2_share=min(1.0, (gpu.l2_cache_mb or 0) * 1e6 / model.resident_bytes(depth)),
         decode=tuple(
             cost.bound_decode_step(model, gpu, batch_size, context_len, k, length)
             for context_len in lengths

@@ -17,11 +17,13 @@ class CudaDevice:
         index: device index in torch.
         name: product name, such as "NVIDIA A40".
         capability: compute capability, such as "8.6".
+        memory_gib: what CUDA can allocate in all, in 2^30 bytes.
     """
 
     index: int
     name: str
     capability: str
+    memory_gib: float
 
 
 def all_gpus() -> list[CudaDevice]:
@@ -32,7 +34,8 @@ def all_gpus() -> list[CudaDevice]:
     gpus = []
     for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
         facts = torch.cuda.get_device_properties(index)
-        gpus.append(CudaDevice(index, facts.name, f"{facts.major}.{facts.minor}"))
+        memory_gib = facts.total_memory / 2**30
+        gpus.append(CudaDevice(index, facts.name, f"{facts.major}.{facts.minor}", memory_gib))
     return gpus
 
 

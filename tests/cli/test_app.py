@@ -45,7 +45,7 @@ NEW = "variant new --name new --base tiny --hypothesis x"
         ("plan --variant tiny --gpu cpu --kernels", 2, "a CPU runs no Triton kernels"),
         ("tune tiny --load 1,x", 2, "--load 1,x: give numbers of concurrent requests, such as 1,4,16"),
         ("fit qwen9", 2, "qwen9 is not a variant, folder, config.json"),
-        ("fit tiny --gpu rtx3090", 2, "no GPU 'rtx3090' in eval/devices.yaml; did you mean rtx-3090?"),
+        ("fit tiny --gpu rtx3909", 2, "no GPU 'rtx3909' in eval/devices.yaml; did you mean rtx-3090"),
         ("fit qwen3-4b --gpu l4 --context 99999", 2, "made for contexts of 1 to 40,960 tokens"),
         ("fit owner/name", 2, "forbids asking the hub"),
         ("fit weights/tinny", 2, "there is no tinny in the folder weights; did you mean weights/tiny?"),

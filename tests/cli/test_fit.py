@@ -1,13 +1,12 @@
 """`slimqwen fit`: what it prints and its exit code."""
 
+import re
 from functools import partial
-from types import SimpleNamespace
 
 import pytest
 
 from slimqwen import variant
-from slimqwen.cli import fit as verb
-from slimqwen.plan import trouble
+from slimqwen.plan import host_gpus, trouble
 
 ROOT = variant.repository_root()
 
@@ -15,7 +14,7 @@ ROOT = variant.repository_root()
 @pytest.fixture
 def fit(monkeypatch, run_here):
     """fit(word, …): the verb on a machine without a GPU; returns exit code, stdout and stderr."""
-    monkeypatch.setattr(verb, "_find_gpu_here", lambda root: None)
+    monkeypatch.setattr(host_gpus, "_ask_driver", list)
     return partial(run_here, "fit")
 
 
@@ -47,8 +46,6 @@ def test_a_model_that_fits_ends_with_zero_and_one_that_never_does_says_so(fit):
     assert said.rstrip().endswith(
         "Start from qwen3.8-27b-best: `slimqwen recipe run --variant qwen3.8-27b-best`"
     )
-    code, said, _ = fit("qwen3.5-27b", "--gpu", "rtx-3060")
-    assert (code, "no recipe makes it fit" in said) == (1, True)
 
 
 def test_trouble_is_that_of_the_recorded_plan_or_of_the_flags_alone(fit):
@@ -77,20 +74,52 @@ def test_without_a_gpu_all_of_them_are_shown(fit):
 
 
 @pytest.mark.parametrize(
-    ("shown", "name"),
+    ("words", "ways"),
     [
-        ("NVIDIA GeForce RTX 3090\n", "rtx-3090"),
-        ("NVIDIA A100-PCIE-40GB\nNVIDIA L4\n", "a100-40gb"),
-        ("GPU\n", None),
-        ("", None),
+        ("qwen3-4b --gpu l4 --sequences 9", ["--sequences 5", "--context 8768"]),
+        ("qwen3.5-4b-best --gpu rtx-4060 --context 262144", ["--context"]),
+        ("qwen3.5-27b --gpu rtx-3060", ["--gpus 2"]),
+        ("qwen3.5-35b-a3b --gpu rtx-3090", ["--gpus 2"]),
     ],
 )
-def test_the_gpu_of_this_machine_is_the_first_that_the_driver_shows(
-    monkeypatch, shown: str, name: str | None
-):
-    monkeypatch.setattr("shutil.which", lambda command: "/usr/bin/nvidia-smi")
-    monkeypatch.setattr("subprocess.run", lambda *words, **options: SimpleNamespace(stdout=shown))
-    found = verb._find_gpu_here(ROOT)
-    assert (found and found.name) == name
-    monkeypatch.setattr("shutil.which", lambda command: None)
-    assert verb._find_gpu_here(ROOT) is None
+def test_where_no_recipe_makes_it_fit_what_does_is_named_and_does(fit, words: str, ways: list[str]):
+    verdict = fit(*words.split())[1].partition("\n")[0]
+    assert "no recipe makes it fit; " in verdict
+    for way in ways:
+        option = re.search(rf"{way}( \d+)?", verdict)
+        assert option, verdict
+        said = fit(*words.split(), *option[0].split())[1].partition("\n")[0]
+        assert ": fits, " in said or "; fits with " in said
+
+
+def test_experts_that_no_stage_packs_are_named_where_they_are_published(fit):
+    _, said, _ = fit("qwen3.5-35b-a3b", "--gpu", "rtx-5090")
+    assert "fits with published 4-bit experts" in said.partition("\n")[0]
+    assert "No stage packs experts; 4-bit ones are published: Qwen/Qwen3.5-35B-A3B-GPTQ-Int4." in said
+
+
+def test_several_gpus_are_those_of_the_option_else_of_the_host(fit, monkeypatch):
+    l4 = host_gpus._Row("0", "GPU-0", "NVIDIA L4", "8.9", "23034", "500", "[N/A]")
+    monkeypatch.setattr(host_gpus, "_ask_driver", lambda: [l4] * 4)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert "on 4 l4: fits, " in fit("qwen3.5-27b")[1]
+    said = fit("qwen3.5-27b", "--gpus", "1")[1]
+    assert "on one l4: " in said
+    assert "This machine has 4 such GPUs: --gpus 4 shares the model among them." in said
+    code, _, errors = fit("qwen3.5-4b", "--gpu", "l4", "--gpus", "3")
+    assert code == 2
+    assert "3 GPUs cannot share 16 heads (num_attention_heads) evenly; set --gpus to a divisor" in errors
+
+
+def test_a_name_of_a_variant_and_a_shape_says_which_was_taken(fit):
+    _, said, _ = fit("qwen3.5-4b", "--gpu", "l4")
+    other = "slimqwen fit eval/shapes/qwen3.5-4b.json"
+    assert f"qwen3.5-4b was taken as the variant of that name; `{other}` takes the other." in said
+    assert fit(str(ROOT / "eval" / "shapes" / "qwen3.5-4b.json"), "--gpu", "l4")[0] == 0
+
+
+def test_a_described_gpu_fits_by_its_figures(fit):
+    code, said, _ = fit("qwen3.5-4b", "--gpu", "memory=16,bandwidth=448,capability=8.9")
+    assert (code, ": fits, " in said.partition("\n")[0]) == (0, True)
+    assert "by bandwidth alone, as no peak FLOP/s of memory=16,bandwidth=448,capability=8.9 is known" in said
+    assert "vLLM may use 90% of 15.36 GiB (assumed: 96 % of its memory)." in said

@@ -5,7 +5,6 @@ from dataclasses import replace
 import pytest
 
 from slimqwen import variant
-from slimqwen.fit import tables
 from slimqwen.fit.memory import (
     Fit,
     FitError,
@@ -16,6 +15,7 @@ from slimqwen.fit.memory import (
 )
 from slimqwen.fit.optimised import list_optimised
 from slimqwen.fit.subject import Subject, find_subject
+from slimqwen.fit.verdict import fit_on_gpus
 from slimqwen.plan.devices import read_gpus
 from slimqwen.plan.record import list_recorded_plans
 from slimqwen.plan.resolution import OVERHEAD_GIB
@@ -28,7 +28,7 @@ PLANNED = ["cyankiwi", "cyankiwi-best", "cyankiwi-seq8-w4lm", "qwen3.5-4b", "qwe
 def fitted(model: str, gpu: str, **changes: object) -> tuple[Subject, ServerSettings, list[Fit]]:
     subject = find_subject(model, ROOT)
     settings = replace(ServerSettings.of(subject, None, None), **changes)
-    return subject, settings, tables.fit_on_gpus(subject, settings, [GPUS[gpu]])[gpu]
+    return subject, settings, fit_on_gpus(subject, settings, [GPUS[gpu]])[gpu]
 
 
 @pytest.mark.parametrize("name", PLANNED)

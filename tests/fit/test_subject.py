@@ -11,6 +11,8 @@ from huggingface_hub import constants
 from slimqwen import variant
 from slimqwen.checkpoint import CorruptCheckpointError, read_config
 from slimqwen.checkpoint.tensors import list_tensors
+from slimqwen.fit.memory import ServerSettings, size_checkpoint
+from slimqwen.fit.optimised import list_optimised
 from slimqwen.fit.subject import SubjectError, find_subject
 from slimqwen.hub import HubError
 from slimqwen.models.families import FamilyError
@@ -172,3 +174,54 @@ def test_a_gated_repository_and_a_missing_network_are_one_line(hub: Hub, monkeyp
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     with pytest.raises(HubError, match="forbids asking the hub"):
         find_subject(hub_server.REPOSITORY, ROOT)
+
+
+def test_a_folder_without_weights_is_what_its_config_json_promises(tmp_path: Path):
+    shutil.copy(TINY / "config.json", tmp_path)
+    subject = find_subject(str(tmp_path), ROOT)
+    assert (subject.source, subject.has_mtp) == ("config.json alone", True)
+
+
+def test_the_quantisation_beside_config_json_counts(tmp_path: Path):
+    form = {
+        "quant_algo": "NVFP4",
+        "kv_cache_quant_algo": "FP8",
+        "group_size": 16,
+        "exclude_modules": ["lm_head", "mtp*"],
+    }
+    shutil.copy(TINY / "config.json", tmp_path)
+    (tmp_path / "hf_quant_config.json").write_text(json.dumps({"quantization": form}))
+    subject = find_subject(str(tmp_path), ROOT)
+    assert subject.describe_format()[0] == "modelopt NVFP4"
+    assert subject.tensors["model.layers.0.mlp.up_proj.weight"][0] == "U8"
+    assert subject.tensors["mtp.layers.0.mlp.up_proj.weight"][0] == "BF16"
+    (step, *_) = list_optimised(subject)
+    settings = ServerSettings.of(subject, None, None)
+    assert size_checkpoint(step, settings).model.attention_precision == "fp8"
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "said"),
+    [
+        ("model-Q4_K_M.gguf", "", "has weights in GGUF"),
+        ("pytorch_model.bin", "", "has weights in PyTorch's own format"),
+        (
+            "config.json",
+            '{"quantization": {"bits": 4, "group_size": 64}}',
+            "is a checkpoint of 4 bits in MLX's format",
+        ),
+    ],
+)
+def test_a_checkpoint_of_another_engine_is_named(tmp_path: Path, file: str, content: str, said: str):
+    config = json.loads((TINY / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | json.loads(content or "{}")))
+    if not content:
+        (tmp_path / file).touch()
+    for model in (tmp_path, tmp_path / file):
+        with pytest.raises(SubjectError, match=f"{said}.*; name the checkpoint that it was made from"):
+            find_subject(str(model), ROOT)
+
+
+def test_one_file_of_a_checkpoint_names_its_folder():
+    with pytest.raises(SubjectError, match=r"is one file of a checkpoint; name its folder, .*weights/tiny"):
+        find_subject(str(next(TINY.glob("*.safetensors"))), ROOT)

@@ -50,7 +50,7 @@ def root(tmp_path_factory):
 @pytest.fixture(scope="module")
 def archive(root):
     subject = variant.load(NAME, root)
-    return archives.make_archive(subject, "a10g", subject.weights, log=root / "build.log")
+    return archives.make_archive(subject, read_gpu("a10g", ROOT), subject.weights, log=root / "build.log")
 
 
 def plan(root):

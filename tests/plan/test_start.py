@@ -24,7 +24,7 @@ from slimqwen.vllm_plugin import engine_facts
 from tests.plan import example
 
 ROOT = variant.repository_root()
-A10G = gpu.CudaDevice(0, "NVIDIA A10G", "8.6")
+A10G = gpu.CudaDevice(0, "NVIDIA A10G", "8.6", 22.49)
 
 
 @pytest.fixture

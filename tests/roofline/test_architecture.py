@@ -164,3 +164,17 @@ def test_states_have_the_dtype_that_vllm_gives_them():
     assert read_model(tensors(), CONFIG, state_dtype="bfloat16").state_bytes == STATE - saved
     with pytest.raises(RooflineError, match="a recurrent state in int8"):
         read_model(tensors(), CONFIG, state_dtype="int8")
+
+
+@pytest.mark.parametrize(
+    ("dtype", "number_bytes"),
+    [("int8_per_token_head", 1), ("fp8_per_token_head", 1), ("int4_per_token_head", 0.5)],
+)
+def test_a_cache_with_scales_has_four_bytes_more_for_each_head_of_keys_and_of_values(
+    dtype: str, number_bytes
+):
+    """As `TritonAttentionBackend.customize_spec` of vLLM 0.32 lays it out."""
+    found = read_model(tensors(), CONFIG, kv_cache_dtype=dtype)
+    heads = CONFIG["num_key_value_heads"]
+    assert found.kv_bytes == 2 * heads * (CONFIG["head_dim"] * number_bytes + 4)
+    assert found.attention_precision == "bf16"

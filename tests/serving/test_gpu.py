@@ -11,7 +11,10 @@ def host(monkeypatch):
     """A machine with these GPUs, (name, major, minor) each, as far as torch tells."""
 
     def make(*gpus):
-        facts = [SimpleNamespace(name=name, major=major, minor=minor) for name, major, minor in gpus]
+        facts = [
+            SimpleNamespace(name=name, major=major, minor=minor, total_memory=24 * 2**30)
+            for name, major, minor in gpus
+        ]
         monkeypatch.setattr(torch.cuda, "is_available", lambda: bool(facts))
         monkeypatch.setattr(torch.cuda, "device_count", lambda: len(facts))
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: facts[index])
@@ -22,8 +25,8 @@ def host(monkeypatch):
 def test_a_server_computes_on_the_first_gpu_of_the_shell(host):
     host(("NVIDIA A40", 8, 6), ("NVIDIA L4", 8, 9))
     assert gpu.all_gpus() == [
-        gpu.CudaDevice(0, "NVIDIA A40", "8.6"),
-        gpu.CudaDevice(1, "NVIDIA L4", "8.9"),
+        gpu.CudaDevice(0, "NVIDIA A40", "8.6", 24),
+        gpu.CudaDevice(1, "NVIDIA L4", "8.9", 24),
     ]
     facts = baked_cache.describe_machine("cuda")
     assert (facts["GPU"], facts["compute capability"]) == ("NVIDIA A40", "8.6")

@@ -176,7 +176,7 @@ def _build_libraries(command: ServerCommand, cache_root: Path, progress: Progres
             f"no GPU here to compile the graphs of {variant.name}; bake it on a GPU host, or compile here "
             f"what needs none: `slimqwen plan --compile --variant {variant.name} --gpu NAME`"
         )
-    listed = devices.find_gpu(device.name, variant.root)
+    listed = devices.find_gpu(device.name, variant.root, device.memory_gib)
     if listed is None:
         raise ServingError(f"{devices.FILE} does not list {device.name}; add the GPU's data there")
     log = cache_root / "libraries.log"
