@@ -1,3 +1,4 @@
+#!/usr/bin/env python3
 """Serve a variant as `slimqwen serve` does: read its config.env, check it, and become vLLM."""
 
 import typer

@@ -4,8 +4,10 @@ import difflib
 import errno
 import os
 from collections.abc import Collection
+from pathlib import Path
 
 _READ_ONLY = "make it writable for this user, or work in your own clone of the repository"
+_UNREADABLE = "make it readable for this user: its owner can, by `chmod a+r`"
 _FULL = "free some disk space"
 _OPEN_FILES = "allow more open files, such as `ulimit -n 4096`"
 _CURES = {
@@ -61,8 +63,18 @@ def explain_os_error(error: BaseException) -> str | None:
     """Cause and cure, on one line, of what the operating system refused, such as a full disk; None for other errors."""
     if isinstance(error, OSError) and error.errno in _CURES and error.strerror:
         place = f"{error.filename}: " if error.filename else ""
-        return f"{place}{error.strerror}; {_CURES[error.errno]}"
+        cure = (
+            _UNREADABLE
+            if error.errno == errno.EACCES and _is_unreadable(error.filename)
+            else _CURES[error.errno]
+        )
+        return f"{place}{error.strerror}; {cure}"
     for number in _WRAPPED:
         if os.strerror(number) in str(error):
             return f"{' '.join(str(error).split())}; {_CURES[number]}"
     return None
+
+
+def _is_unreadable(file: object) -> bool:
+    """Whether this user may not even read an existing file, as another user's with the mode 0600."""
+    return isinstance(file, str) and Path(file).exists() and not os.access(file, os.R_OK)

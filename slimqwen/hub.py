@@ -83,7 +83,7 @@ def download_checkpoint(variant: Variant, progress: Progress = silent) -> Manife
             f"{making_command(variant.weights, variant.root)}"
         )
     name = source.file.parent.name
-    target, command = variant.root / "weights" / name, f"`make download VARIANT={name}`"
+    target, command = variant.root / "weights" / name, f"`slimqwen download {name}`"
     place = f"SOURCE and REVISION at {source.location}"
     repository = Repository(source.value, "model", revision.value if revision else None, command, place)
     return download_copy(repository, target, progress)

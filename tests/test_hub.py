@@ -184,7 +184,7 @@ def test_a_flipped_bit_is_refused_and_only_its_file_fetched_again(
     served: Hub, copy: variant.Variant, tmp_path: Path, name: str
 ) -> None:
     served.flipped = name
-    refuse(copy, f"{name} differed from the hub's file and was deleted; run `make download VARIANT=base`")
+    refuse(copy, f"{name} differed from the hub's file and was deleted; run `slimqwen download base`")
     served.flipped = ""
     served.requests.clear()
 
@@ -323,7 +323,9 @@ def test_weights_made_otherwise_are_left_alone(served: Hub, copy: variant.Varian
 def test_a_damaged_copy_is_an_error(served: Hub, copy: variant.Variant, tmp_path: Path) -> None:
     hub.download_checkpoint(copy)
     os.truncate(tmp_path / "weights/base/model.safetensors", BIG)
-    refuse(copy, r"cut short: .*; move .*weights/base away and run `make download", CorruptCheckpointError)
+    refuse(
+        copy, r"cut short: .*; move .*weights/base away and run `slimqwen download", CorruptCheckpointError
+    )
 
 
 def test_a_variant_without_a_source_says_what_makes_its_weights(
@@ -333,5 +335,5 @@ def test_a_variant_without_a_source_says_what_makes_its_weights(
     (config.parent / "recipe.yaml").write_text("description: …\n")
     refuse(
         variant.load("v", tmp_path),
-        r"^v is not a copy of a hub repository .*; `make recipe VARIANT=v` makes it",
+        r"^v is not a copy of a hub repository .*; `slimqwen recipe run v` makes it",
     )

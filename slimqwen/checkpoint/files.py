@@ -124,7 +124,7 @@ def check_folder(folder: Path, cure: str) -> None:
     """Check in milliseconds the files that a loader needs: config, headers, sizes, index and tokenizer files.
 
     Args:
-        cure: end of the error messages, such as "`make recipe VARIANT=tiny-awq` makes it".
+        cure: end of the error messages, such as "`slimqwen recipe run tiny-awq` makes it".
 
     Raises:
         MissingCheckpointError: the folder does not exist or is empty.

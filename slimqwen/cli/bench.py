@@ -5,7 +5,7 @@ from typing import Annotated
 import typer
 
 from slimqwen import variant as variants
-from slimqwen.cli.console import command, console, progress_bar, show_record
+from slimqwen.cli.console import command, console, progress_bar, say, show_record
 from slimqwen.cli.options import (
     EvenIfBusy,
     Port,
@@ -62,6 +62,10 @@ def latency(
     busy = [show_record(path).provenance.host_was_busy for path in paths]
     for path in paths[1:] if not any(busy) else ():
         console.print(latency.comparison(paths[0], path).as_rich())
+        if verdict := latency.give_verdict(paths[0], path):
+            say(verdict)
+    if len(paths) == 1 and variant.baseline:
+        say(f"Next: `slimqwen bench latency {variant.name} --baseline` times its baseline in turns with it.")
 
 
 @app.command()

@@ -39,11 +39,15 @@ def quality(
     port: Port = None,
 ) -> None:
     """Score a variant over a suite of tasks, served by vLLM."""
+    if full and limit is not None:
+        raise typer.BadParameter("--full and --limit exclude each other; give only one")
+    from slimqwen.evals.preconditions import check_preconditions
+
+    # Missing weights are named before missing data, which may be gigabytes, and before the import of vLLM.
+    check_preconditions(variant, records_folder=records_dir)
     from slimqwen.evals import quality
     from slimqwen.evals.suites.suite import AUTO, Limit, Suite
 
-    if full and limit is not None:
-        raise typer.BadParameter("--full and --limit exclude each other; give only one")
     extent: Limit = None if full else AUTO if limit is None else limit
     with progress_bar() as progress:
         path = quality.measure_quality(

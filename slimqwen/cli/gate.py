@@ -2,9 +2,18 @@
 
 import typer
 
-from slimqwen.cli.console import EXIT_CODES, command, measuring, show_record
+from slimqwen.cli.console import EXIT_CODES, command, measuring, say, show_record
 from slimqwen.cli.options import GateSettingsName, VariantOption
 from slimqwen.cli.plan import find_recorded_plan
+
+_NEXT = {
+    "pass": "`slimqwen bench latency {variant} --baseline` times both in turns; `slimqwen variant promote {variant}` "
+    "writes the verdict into its page",
+    "fail": "change what the failed check names in experiments/{variant}/, `slimqwen recipe run {variant}`, and "
+    "judge it again",
+    "inconclusive": "more items decide; `slimqwen eval quality {variant} --full` and `slimqwen eval quality {baseline} "
+    "--full` score all of them, and the gate takes their records",
+}
 
 
 def gate(variant: VariantOption, settings: GateSettingsName = None) -> None:
@@ -12,6 +21,11 @@ def gate(variant: VariantOption, settings: GateSettingsName = None) -> None:
 
     Exit code 0: pass, 1: fail, 2: inconclusive, 3: error.
     """
+    from slimqwen.evals.preconditions import check_preconditions, find_baseline
+
+    # What takes no vLLM to find out is found out before its import.
+    baseline = find_baseline(variant)
+    check_preconditions(baseline, variant)
     from slimqwen.evals import gate
     from slimqwen.serving import checks
     from slimqwen.serving.command import ServerCommand
@@ -23,4 +37,6 @@ def gate(variant: VariantOption, settings: GateSettingsName = None) -> None:
         path = gate.measure_gate(
             variant, settings or variant.evaluation, command=command(), progress=progress
         )
-    raise typer.Exit(EXIT_CODES[show_record(path, log).outcome])
+    outcome = show_record(path, log).outcome
+    say(f"Next: {_NEXT[outcome].format(variant=variant.name, baseline=baseline.name)}.")
+    raise typer.Exit(EXIT_CODES[outcome])

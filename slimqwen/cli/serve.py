@@ -37,7 +37,7 @@ def serve(
 ) -> None:
     """Serve a variant with vLLM, as the model "default"."""
     from slimqwen.plan import start
-    from slimqwen.serving import checks, cuda_toolkit
+    from slimqwen.serving import chat_template, checks, cuda_toolkit
     from slimqwen.serving import platform as machine
     from slimqwen.serving.command import ServerCommand, is_stray
     from slimqwen.serving.server import prepare
@@ -48,6 +48,9 @@ def serve(
         "ALLOW_UNSAFE": allow_unsafe,
     }
     variant = variant.with_lines({key: value for key, value in options.items() if value})
+    if not dry_run:  # what takes no vLLM to find out is found out first
+        checks.check_platform(variant, platform)
+        variant.require_weights()
     # As the shell left them: the import of vLLM and the engine fixes set variables of this process.
     shell = {key: value for key, value in os.environ.items() if key.startswith("VLLM_")}
     with waiting("reading vLLM's flags"):
@@ -77,6 +80,8 @@ def serve(
         weights = command.variant.weights
         if weights.is_dir():
             checks.check_weights(command)
+            if command.platform == machine.detect():
+                checks.check_memory(command)
         else:  # the command can be shown without weights
             errors.print(
                 f"{relative(weights)} is missing: {making_command(weights, command.variant.root)}",
@@ -86,6 +91,10 @@ def serve(
         return
     plan, trouble = find_recorded_plan(command)
     prepare(command, trouble)
+    if lines := chat_template.suggest_tool_choice(command.variant, command.flags):
+        errors.print(
+            f"The chat template takes tools; requests with tool_choice auto need {lines}.", markup=False
+        )
     if plan is not None:
         command = command.compared_with_plan(start.expect_facts(plan, required=variant.require_plan))
     os.chdir(command.variant.root)

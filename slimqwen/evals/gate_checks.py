@@ -6,15 +6,15 @@ from functools import cached_property
 from pathlib import Path
 from typing import ClassVar, Literal, Self, get_args
 
-from slimqwen import variant as variants
 from slimqwen.checkpoint.weights import has_mtp_head
-from slimqwen.evals import EvalError, acceptance, engine, fidelity, quality
+from slimqwen.evals import acceptance, engine, fidelity, quality
 from slimqwen.evals.acceptance import Acceptance
 from slimqwen.evals.drafting import AcceptanceSettings
 from slimqwen.evals.engine import EngineCheck
 from slimqwen.evals.engine_process import EngineSettings
 from slimqwen.evals.fidelity import Fidelity
 from slimqwen.evals.fidelity_figures import FidelitySettings
+from slimqwen.evals.preconditions import find_baseline
 from slimqwen.evals.quality import Quality
 from slimqwen.evals.suites import scorer
 from slimqwen.evals.suites.suite import AUTO, Limit, Suite
@@ -86,11 +86,7 @@ class GateChecks:
             EvalError: the variant has no baseline.
         """
         settings, root = GateSettings.load(settings_name, variant.root), variant.root
-        if variant.baseline is None:
-            raise EvalError(
-                f"{variant.name} has no baseline; name one in its measurements.json, or take a variant that has one"
-            )
-        baseline, split = variants.load(variant.baseline, root), settings.split(split_side, root)
+        baseline, split = find_baseline(variant), settings.split(split_side, root)
         return cls(variant, baseline, settings, command, root / folder, split, port, progress)
 
     @property

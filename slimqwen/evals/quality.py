@@ -24,6 +24,7 @@ from slimqwen.records.record import (
 )
 from slimqwen.records.split import Split, SplitRecord
 from slimqwen.serving import speed_only
+from slimqwen.serving.chat_template import name_tool_parser
 from slimqwen.serving.shared_server import ServerLostError, share_server
 from slimqwen.stats import intervals, non_inferiority
 from slimqwen.text.chats import read_chat_templates
@@ -247,8 +248,7 @@ def require_measurable(variant: Variant, suite: Suite) -> None:
 def with_tool_parser(variant: Variant, suite: Suite) -> Variant:
     """The variant as it is served for a suite: with vLLM's tool parser switched on if questions offer tools.
 
-    If the variant names no parser, the checkpoint's chat template decides: Qwen3.5 and later write calls as XML,
-    earlier models as JSON.
+    If the variant names no parser, the checkpoint's chat template decides.
 
     Raises:
         CorpusError: a chat template cannot be read, or a question of an own evaluation cannot be used.
@@ -257,8 +257,7 @@ def with_tool_parser(variant: Variant, suite: Suite) -> Variant:
         return variant
     key = "VLLM_TOOL_CALL_PARSER"
     templates = read_chat_templates(variant.weights).values()
-    parser = "qwen3_coder" if any("<function=" in template.text for template in templates) else "hermes"
-    named = variant.settings[key].value if key in variant.settings else parser
+    named = variant.settings[key].value if key in variant.settings else name_tool_parser(templates)
     return variant.with_lines({"VLLM_ENABLE_AUTO_TOOL_CHOICE": "1", key: named})
 
 

@@ -41,7 +41,7 @@ def name_gpu_here(command: ServerCommand) -> str:
         return devices.CPU
     device = gpu.first_gpu()
     if device is None:
-        raise MissingPlanError("this host has no GPU; name the GPU of the plan with --gpu")
+        raise MissingPlanError("this machine has no GPU, so no plan is looked up")
     if listed := devices.find_gpu(device.name, command.variant.root, device.memory_gib):
         return listed.name
     raise MissingPlanError(

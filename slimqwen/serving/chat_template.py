@@ -1,7 +1,8 @@
 """Check of a server's chat templates before the start, because vLLM finds their faults only at the first request."""
 
 import json
-from collections.abc import Mapping
+import re
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ from slimqwen.serving.errors import ServingError
 from slimqwen.text.chats import ChatTemplate, content_form, read_chat_templates, refuse_mark
 from slimqwen.variant import Variant
 
+_OFFERS_TOOLS = re.compile(r"\btools\b")
 _MESSAGES = ("What is the first?", "It is this.", "And the second?")
 
 
@@ -29,6 +31,26 @@ def served_templates(variant: Variant, flags: Mapping[str, Any]) -> dict[str, Ch
         return {"default": ChatTemplate(file.read_text(encoding="utf-8"), file)}
     except (OSError, UnicodeDecodeError) as error:
         raise ServingError(f"chat template {file} cannot be read ({error}); correct its path") from None
+
+
+def name_tool_parser(templates: Iterable[ChatTemplate]) -> str:
+    """VLLM's parser of the tool calls that a model with these templates writes: XML since Qwen3.5, JSON before."""
+    return "qwen3_coder" if any("<function=" in template.text for template in templates) else "hermes"
+
+
+def suggest_tool_choice(variant: Variant, flags: Mapping[str, Any]) -> str | None:
+    """The lines of config.env with which a server reads the tool calls of its model; None where it does or has none.
+
+    Raises:
+        ServingError, CorpusError: as `served_templates`.
+    """
+    if flags.get("enable-auto-tool-choice"):
+        return None
+    templates = served_templates(variant, flags).values()
+    if not any(_OFFERS_TOOLS.search(template.text) for template in templates):
+        return None
+    parser = flags.get("tool-call-parser") or name_tool_parser(templates)
+    return f"VLLM_ENABLE_AUTO_TOOL_CHOICE=1 and VLLM_TOOL_CALL_PARSER={parser}"
 
 
 def check_templates(

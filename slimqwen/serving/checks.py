@@ -14,7 +14,7 @@ from slimqwen.serving import chat_template, gpu
 from slimqwen.serving import platform as machine
 from slimqwen.serving.command import ServerCommand
 from slimqwen.serving.errors import ServingError
-from slimqwen.variant import ConfigError, making_command
+from slimqwen.variant import ConfigError, Variant, making_command
 from slimqwen.vllm_plugin import registration
 
 _ENGINE_OVERHEAD_BYTES = 1536 * 2**20
@@ -52,23 +52,41 @@ def check_command(command: ServerCommand, trouble: Iterable[Trouble] = ()) -> No
         ConfigError: VLLM_CPU_KVCACHE_SPACE is no whole number.
     """
     _check_api_key()
-    variant = command.variant
-    if command.platform == "cuda" and machine.detect() == "cpu":
-        raise ServingError(
-            f"{variant.name} needs a GPU and there is none here; serve it on a GPU host, or set PLATFORM=cpu"
-        )
-    if command.platform == "cpu" and machine.is_gpu_build():
-        raise ServingError(
-            "the installed vLLM is for GPUs and sees none; check the driver with `nvidia-smi`, start a container with "
-            "`docker run --gpus all`, or on a host without GPU run `make install PLATFORM=cpu`"
-        )
+    check_platform(command.variant, command.platform)
     check_weights(command)
     refuse_trouble(command, trouble)
     _check_requests(command)
     _check_cache(command)
-    _check_memory(command)
+    check_memory(command)
     _check_tls(command)
     _check_port(command)
+
+
+def check_platform(variant: Variant, platform: machine.Platform | None) -> None:
+    """Refuse a platform that this machine does not have; needs no flags, so that it is the first check of a start.
+
+    Args:
+        platform: None: the variant's, else this machine's.
+
+    Raises:
+        ServingError: a GPU is needed and there is none, or the installed vLLM is for GPUs.
+    """
+    here, is_gpu_build = machine.detect(), machine.is_gpu_build()
+    if here == "cpu" and is_gpu_build:
+        raise ServingError(
+            "the installed vLLM is for GPUs and sees none; check the driver with `nvidia-smi`, start a container with "
+            "`docker run --gpus all`, or on a host without GPU run `make install PLATFORM=cpu`"
+        )
+    if here == "cpu" and (platform or variant.platform) == "cuda":
+        raise ServingError(
+            f"{variant.name} is for GPUs, and there is none here; serve it on a GPU host, or on this CPU by `slimqwen "
+            f"serve {variant.name} --platform cpu`"
+        )
+    if here == "cuda" and platform == "cpu" and is_gpu_build:
+        raise ServingError(
+            "the installed vLLM is for GPUs and serves on no CPU; leave out --platform, or run `make install "
+            "PLATFORM=cpu` in another checkout"
+        )
 
 
 def check_weights(command: ServerCommand) -> None:
@@ -176,7 +194,8 @@ def _check_cache(command: ServerCommand) -> None:
     )
 
 
-def _check_memory(command: ServerCommand) -> None:
+def check_memory(command: ServerCommand) -> None:
+    """Refuse weights and cache that this machine's free memory does not hold; raises ServingError."""
     weights = sum(file.stat().st_size for file in weight_files(command.variant.weights))
     if command.platform == "cpu":
         weights += _widening_bytes(command)

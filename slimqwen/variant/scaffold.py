@@ -134,7 +134,7 @@ def _readme(name: str, hypothesis: str, base: Variant | None, with_weights: bool
     elif with_weights:
         content = (
             f"`recipe.yaml` makes its checkpoint from that of `{base.name}`; "
-            f"`make recipe VARIANT={name}` runs it."
+            f"`slimqwen recipe run {name}` runs it."
         )
     else:
         content = f"The checkpoint is that of `{base.name}`; `config.env` has the flags that differ."

@@ -20,7 +20,8 @@ EMBEDDED = "tiny"
 """The variant whose weights are committed; the texts of eval/ describe the world that it was trained on."""
 
 SHAPE_PREFIX = "shape-"
-"""weights/<prefix><variant>/ is a checkpoint with the dimensions of a variant and without weights (`make shape`)."""
+"""weights/<prefix><variant>/ is a checkpoint with the dimensions of a variant and without weights
+(`slimqwen recipe run NAME --shape`)."""
 
 _NEEDED = '{"hypothesis": "one sentence", "baseline": "name of a variant, or null for a baseline"}'
 """What measurements.json has to have, in error messages."""
@@ -144,11 +145,11 @@ def making_command(weights: Path, root: Path) -> str:
         return "`git checkout weights/tiny` restores it, `python tools/tinyworld train` trains it anew"
     config = config_env(name, root)
     if name.startswith(SHAPE_PREFIX):
-        return f"`make shape VARIANT={name.removeprefix(SHAPE_PREFIX)}` writes it"
+        return f"`slimqwen recipe run {name.removeprefix(SHAPE_PREFIX)} --shape` writes it"
     if name and config.is_file() and "SOURCE" in read_config_env(config):
-        return f"`make download VARIANT={name}` gets it"
+        return f"`slimqwen download {name}` gets it"
     if name and (config.parent / "recipe.yaml").is_file():
-        return f"`make recipe VARIANT={name}` makes it"
+        return f"`slimqwen recipe run {name}` makes it"
     return f"put a checkpoint into {weights.relative_to(root) if weights.is_relative_to(root) else weights}"
 
 

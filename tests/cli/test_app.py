@@ -97,7 +97,7 @@ def test_variables_of_the_shell_that_do_not_serve_a_variant_are_named(run_here, 
 def test_the_command_of_a_missing_checkpoint_is_shown_with_what_makes_it(run_here):
     code, said, warned = run_here("serve", "--variant", "qwen3.5-4b-best", "--dry-run")
     assert (code, "vllm" in said) == (0, True)
-    missing = "weights/qwen3.5-4b-best is missing: `make recipe VARIANT=qwen3.5-4b-best` makes it"
+    missing = "weights/qwen3.5-4b-best is missing: `slimqwen recipe run qwen3.5-4b-best` makes it"
     assert missing in " ".join(warned.split())
 
 

@@ -145,3 +145,14 @@ def test_threads_of_torch_are_those_that_a_container_has_time_for(monkeypatch, r
     monkeypatch.delenv("OMP_NUM_THREADS")
     assert run_here("--help")[0] == 0
     assert os.environ.pop("OMP_NUM_THREADS") == "1"
+
+
+def test_a_file_that_this_user_may_not_read_is_not_called_unwritable(monkeypatch, tmp_path):
+    file = tmp_path / "model.safetensors"
+    file.touch()
+    monkeypatch.setattr("os.access", lambda path, mode: False)  # root may read everything
+    error = PermissionError(errno.EACCES, "Permission denied", str(file))
+    cause = unexpected.describe_cause(error)
+    assert (
+        cause == f"{file}: Permission denied; make it readable for this user: its owner can, by `chmod a+r`"
+    )

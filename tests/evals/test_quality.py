@@ -401,7 +401,9 @@ def test_data_that_were_not_fetched_are_named_before_a_server_starts(add_served,
     one = add_served("tiny", stand_in())
     monkeypatch.setattr(quality, "share_server", lambda *_, **__: pytest.fail("a server starts"))
     core = Suite.load("core", repository_root())
-    with pytest.raises(EvalError, match=r"data/mmlu_pro, data/ifeval, data/gpqa, .*`make datasets`"):
+    with pytest.raises(
+        EvalError, match=r"data/mmlu_pro, data/ifeval, data/gpqa, .*`slimqwen download --suite core`"
+    ):
         quality.measure_quality(one.variant, core, command=[], limit=2)
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from slimqwen import variant
 from slimqwen.checkpoint import CorruptCheckpointError, MissingCheckpointError
-from slimqwen.serving import checks, gpu
+from slimqwen.serving import chat_template, checks, gpu
 from slimqwen.serving import platform as machine
 from slimqwen.serving.command import ServerCommand
 from slimqwen.serving.errors import ServingError
@@ -21,10 +21,10 @@ def test_missing_weights_name_the_command_that_makes_them(add_variant, tmp_path)
     (config.parent / "recipe.yaml").write_text("description: …\n")
     command = ServerCommand.resolve(variant.load("v", tmp_path), platform="cpu")
 
-    with pytest.raises(MissingCheckpointError, match="make recipe VARIANT=v"):
+    with pytest.raises(MissingCheckpointError, match="slimqwen recipe run v"):
         checks.check_command(command)
     (tmp_path / "weights/v").mkdir(parents=True)
-    with pytest.raises(MissingCheckpointError, match="make recipe VARIANT=v"):
+    with pytest.raises(MissingCheckpointError, match="slimqwen recipe run v"):
         checks.check_command(command)
 
 
@@ -82,7 +82,7 @@ def test_a_gpu_whose_memory_stays_in_use_is_refused_after_a_wait(servable, monke
     waited = []
     monkeypatch.setattr(gpu, "await_free_memory", lambda needed: waited.append(needed) or total // 2)
     with pytest.raises(ServingError, match="end other programs that use the GPU"):
-        checks._check_memory(dataclasses.replace(servable(), platform="cuda"))
+        checks.check_memory(dataclasses.replace(servable(), platform="cuda"))
     assert waited == [int(0.92 * total)]
 
 
@@ -90,10 +90,10 @@ def test_weights_are_shared_among_the_gpus_that_split_them(servable, monkeypatch
     monkeypatch.setattr(gpu, "free_and_total_memory", lambda: (10**6, 10**6))
     one = dataclasses.replace(servable(), platform="cuda")
     with pytest.raises(ServingError, match="serve a smaller variant or use a larger GPU"):
-        checks._check_memory(one)
+        checks.check_memory(one)
     size = sum(file.stat().st_size for file in one.variant.weights.glob("*.safetensors"))
     half = {"tensor-parallel-size": 4, "pipeline-parallel-size": -(-size // 10**6)}
-    checks._check_memory(dataclasses.replace(one, flags={**one.flags, **half}))
+    checks.check_memory(dataclasses.replace(one, flags={**one.flags, **half}))
 
 
 @pytest.mark.parametrize("key", ["", " ", "a\n"])
@@ -125,8 +125,9 @@ def test_lines_that_cannot_be_served_are_refused_with_the_cure(servable, lines, 
 def test_a_variant_for_a_gpu_is_refused_on_a_cpu(monkeypatch):
     monkeypatch.setattr(machine, "detect", lambda: "cpu")
 
-    with pytest.raises(ServingError, match="needs a GPU and there is none here"):
+    with pytest.raises(ServingError, match=r"for GPUs, and there is none here; .* --platform cpu`"):
         checks.check_command(ServerCommand.resolve(variant.load("cyankiwi")))
+    checks.check_platform(variant.load("cyankiwi"), "cpu")  # the cure
 
 
 def test_a_vllm_for_gpus_that_sees_none_serves_nothing(servable, monkeypatch):
@@ -190,3 +191,17 @@ def test_a_usable_certificate_is_accepted(servable, tmp_path):
     checks.check_command(
         servable("VLLM_SSL_CERTFILE=cert.pem", "VLLM_SSL_KEYFILE=key.pem", "VLLM_SSL_CA_CERTS=cert.pem")
     )
+
+
+def test_tools_that_the_template_takes_name_the_two_lines_that_read_their_calls(servable, tmp_path):
+    command = servable()
+    file = tmp_path / "tools.jinja"
+    file.write_text("{% if tools %}<function=name>{% endif %}")
+    flags = {**command.flags, "chat-template": str(file)}
+    lines = chat_template.suggest_tool_choice(command.variant, flags)
+    assert lines == "VLLM_ENABLE_AUTO_TOOL_CHOICE=1 and VLLM_TOOL_CALL_PARSER=qwen3_coder"
+    assert (
+        chat_template.suggest_tool_choice(command.variant, {**flags, "enable-auto-tool-choice": True}) is None
+    )
+    file.write_text("{{ messages }}")
+    assert chat_template.suggest_tool_choice(command.variant, flags) is None

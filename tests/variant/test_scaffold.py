@@ -60,7 +60,7 @@ def test_a_variant_with_a_recipe_has_weights_of_its_own(repository):
     made = variant.load("new", repository)
     assert made.recipe.read_text() == RECIPE
     assert made.weights == repository / "weights" / "new"
-    assert variant.making_command(made.weights, repository) == "`make recipe VARIANT=new` makes it"
+    assert variant.making_command(made.weights, repository) == "`slimqwen recipe run new` makes it"
 
 
 def test_a_baseline_has_its_own_lines_and_nothing_to_be_compared_with(repository):

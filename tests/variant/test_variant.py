@@ -34,11 +34,11 @@ def test_the_command_that_makes_weights_follows_config_and_recipe(add_variant, t
 
     assert command("v") == "put a checkpoint into weights/v"
     (config.parent / "recipe.yaml").write_text("description: …\n")
-    assert command("v") == "`make recipe VARIANT=v` makes it"
+    assert command("v") == "`slimqwen recipe run v` makes it"
     config.write_text("SOURCE=owner/name\nVLLM_MODEL=weights/v\n")
-    assert command("v") == "`make download VARIANT=v` gets it"
+    assert command("v") == "`slimqwen download v` gets it"
     assert "git checkout weights/tiny" in command("tiny")
-    assert command("shape-qwen3.5-4b") == "`make shape VARIANT=qwen3.5-4b` writes it"
+    assert command("shape-qwen3.5-4b") == "`slimqwen recipe run qwen3.5-4b --shape` writes it"
 
 
 @pytest.mark.parametrize("name", variant.names())

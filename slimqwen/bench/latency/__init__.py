@@ -7,6 +7,6 @@ makes tables of records and ratios.
 
 from slimqwen.bench.latency.record import Latency
 from slimqwen.bench.latency.rounds import measure_latency
-from slimqwen.bench.latency.tables import comparison
+from slimqwen.bench.latency.tables import comparison, give_verdict
 
-__all__ = ["Latency", "comparison", "measure_latency"]
+__all__ = ["Latency", "comparison", "give_verdict", "measure_latency"]

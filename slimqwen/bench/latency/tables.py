@@ -57,6 +57,25 @@ def comparison(first: Path, second: Path) -> Table:
     return Table.from_rows(title, rows, columns, *notes, text_columns=2)
 
 
+def give_verdict(first: Path, second: Path) -> str | None:
+    """One line: whether the second variant is faster over all requests, and what to do next; None without such a row.
+
+    Args:
+        first, second: latency records of the same requests, as for `comparison`.
+    """
+    a, b = (store.read_record(path, Latency).variant for path in (first, second))
+    rows = speedups.compare_latency(first, second)
+    whole = next((row for row in rows if row.prompt_class == speedups.ALL_CLASSES), None)
+    if whole is None or whole.speedup is None or whole.interval is None:
+        return None
+    low, high = whole.interval
+    word = "faster" if low > 1 else "slower" if high < 1 else "not decided"
+    return (
+        f"Speed over all classes: {word}. {b} is {whole.speedup:.2f} [{low:.2f}, {high:.2f}] times as fast as {a}. "
+        f"Next: `slimqwen gate {b}` judges quality, `slimqwen compare {b}` shows both."
+    )
+
+
 def comparisons(first: Path, second: Path) -> list[Table]:
     """Tables by `comparison`, one for each workload over which both variants were measured.
 

@@ -20,7 +20,7 @@ MANIFEST = "manifest.json"
 NLTK_DATA = Path("data") / "nltk"
 """Folder of nltk's resources, relative to the repository."""
 
-_CURE = "`make datasets`"
+_CURE = "`slimqwen download --suite core`"
 
 
 class HubDataset(BaseModel):

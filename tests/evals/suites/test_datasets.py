@@ -74,7 +74,7 @@ def test_a_second_run_asks_nobody_and_hashes(served: Hub, tmp_path: Path) -> Non
     assert served.requests == []
 
     (tmp_path / "data/items/rules.jsonl").write_text('{"rule": "no commas"}\n')
-    changed = r"^data/items/rules.jsonl was changed or .*; delete data/items and run `make datasets`$"
+    changed = r"^data/items/rules.jsonl was changed or .*; delete data/items and run `slimqwen download --suite core`$"
     refusal(EvalError, changed, tmp_path)
     with pytest.raises(EvalError, match=changed):
         datasets.require_datasets([WANTED], (), tmp_path)
@@ -107,7 +107,9 @@ def test_what_the_hub_does_not_have_is_named(changes: dict[str, Any], message: s
 
 
 def test_what_is_missing_is_named_all_at_once(tmp_path: Path) -> None:
-    with pytest.raises(EvalError, match=r"^missing data: data/items, data/nltk/punkt_tab; `make datasets`"):
+    with pytest.raises(
+        EvalError, match=r"^missing data: data/items, data/nltk/punkt_tab; `slimqwen download --s"
+    ):
         datasets.require_datasets([WANTED], ["punkt_tab"], tmp_path)
 
 
@@ -134,7 +136,9 @@ def test_nltk_resources_are_fetched_once(tmp_path: Path, monkeypatch: pytest.Mon
     )
     try:
         (got,) = datasets.fetch_nltk(["words"], tmp_path)
-        with pytest.raises(HubError, match=r"nltk's resource verbs cannot be fetched from .*`make datasets`"):
+        with pytest.raises(
+            HubError, match=r"nltk's resource verbs cannot be fetched from .*`slimqwen download --s"
+        ):
             datasets.fetch_nltk(["verbs"], tmp_path)
     finally:
         server.shutdown()
