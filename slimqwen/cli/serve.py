@@ -91,9 +91,9 @@ def serve(
         return
     plan, trouble = find_recorded_plan(command)
     prepare(command, trouble)
-    if lines := chat_template.suggest_tool_choice(command.variant, command.flags):
+    if needed := chat_template.suggest_tool_choice(command.variant, command.flags):
         errors.print(
-            f"The chat template takes tools; requests with tool_choice auto need {lines}.", markup=False
+            f"The chat template takes tools; requests with tool_choice auto need {needed}.", markup=False
         )
     if plan is not None:
         command = command.compared_with_plan(start.expect_facts(plan, required=variant.require_plan))
