@@ -34,7 +34,7 @@ TABLE_GPUS = (
         "rtx-4060",
         "rtx-3060",
         "rtx-4070",
-        "rtx-4060-ti-16gb",
+        "rtx-4060-ti",
         "rtx-5070-ti",
         "rtx-3090",
         "rtx-4090",

@@ -15,7 +15,7 @@ from slimqwen.fit.memory import (
 )
 from slimqwen.fit.optimised import list_optimised
 from slimqwen.fit.subject import Subject, find_subject
-from slimqwen.fit.verdict import fit_on_gpus
+from slimqwen.fit.verdict import fit_on_gpus, give_verdict
 from slimqwen.plan.devices import read_gpus
 from slimqwen.plan.record import list_recorded_plans
 from slimqwen.plan.resolution import OVERHEAD_GIB
@@ -116,7 +116,7 @@ def test_a_server_has_a_block_for_the_states_of_each_sequence_that_vllm_takes(mo
     _, settings, (stored, *_) = fitted(model, gpu, sequences=1, captured_sequences=captured)
     assert stored.starts == stored.fits == starts
     if not starts and stored.missing_bytes <= 0:
-        said = tables.give_verdict(find_subject(model, ROOT), settings, gpu, [stored])
+        said = give_verdict(find_subject(model, ROOT), settings, GPUS[gpu], [stored])
         assert f"{stored.captured_sequences} sequences" in said
         assert said.endswith(f"set VLLM_MAX_NUM_SEQS to at most {stored.blocks}")
         assert fitted(model, gpu, sequences=1, captured_sequences=stored.blocks)[2][0].starts

@@ -8,7 +8,7 @@ import pytest
 from slimqwen import variant
 from slimqwen.fit.memory import ServerSettings
 from slimqwen.fit.subject import find_subject
-from slimqwen.fit.tables import fit_on_gpus
+from slimqwen.fit.verdict import fit_on_gpus
 from slimqwen.plan import record as plans
 from slimqwen.plan import trouble
 from slimqwen.plan.devices import read_gpus

@@ -9,7 +9,7 @@ import torch
 from slimqwen import variant
 from slimqwen.fit.memory import ServerSettings
 from slimqwen.fit.subject import find_subject
-from slimqwen.fit.tables import fit_on_gpus
+from slimqwen.fit.verdict import fit_on_gpus
 from slimqwen.plan import rehearsal, shapes, simulated_gpu, trouble
 from slimqwen.plan.devices import read_gpu, read_gpus
 from slimqwen.serving.command import ServerCommand
@@ -201,7 +201,7 @@ def test_prompt_lookup_has_no_draft_model_and_drops_no_block_of_a_hit(faulty_pla
 def test_a_variant_starts_by_its_plan_where_it_starts_by_its_fit(name, tmp_path):
     """The smallest card on which the variant starts, and the largest on which it does not; both 8.0 or above."""
     subject = find_subject(name, ROOT)
-    cards = sorted(read_gpus(ROOT).values(), key=lambda gpu: gpu.driver.memory_gib)
+    cards = sorted(read_gpus(ROOT).values(), key=lambda gpu: gpu.cuda_memory_gib)
     fits = fit_on_gpus(subject, ServerSettings.of(subject, None, None), cards)
     able = [gpu for gpu in cards if gpu.capability >= (8, 0)]
     starting = [gpu for gpu in able if fits[gpu.name][0].starts]
