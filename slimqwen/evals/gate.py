@@ -5,7 +5,7 @@ check wrong tokens of the served flags. A check's record is reused while its inp
 otherwise the check is measured.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from pydantic import Field, field_validator
@@ -17,6 +17,7 @@ from slimqwen.evals.fidelity import Fidelity
 from slimqwen.evals.fidelity_figures import FIGURE_NAMES
 from slimqwen.evals.gate_checks import CHECKS, Check, GateChecks, GateSettings
 from slimqwen.evals.quality import Quality
+from slimqwen.evals.quality_comparison import TaskComparison
 from slimqwen.evals.suites.suite import AUTO, Limit
 from slimqwen.progress import Progress, silent
 from slimqwen.recipe import variant_recipe
@@ -57,6 +58,11 @@ class Gate(SplitRecord):
     changed_limits: tuple[str, ...] = Field(
         default=(), description="Limits that had another value when these settings first judged the variant."
     )
+    looks: tuple[str, ...] = Field(
+        default=(),
+        description="Tasks of which this is not the first look at items that grew, or whose count began anew; the "
+        "intervals hold for all counted looks together.",
+    )
 
     @property
     def caution(self) -> str:
@@ -95,10 +101,11 @@ class Gate(SplitRecord):
             f"{', '.join(f'{check}: {verdict}' for check, verdict in self.verdicts.items())}.",
             f"Records: {', '.join(self.records)}.",
             *(
-                f"{row.figure}: {row.items_needed:,} items would decide."
+                f"{row.figure}: {row.items_needed:,} items were planned to decide."
                 for row in findings
-                if row.items_needed
+                if row.items_needed and row.verdict == Verdict.INCONCLUSIVE
             ),
+            *(f"{look}." for look in self.looks),
             *([f"{self.caution.capitalize()}."] if self.caution else []),
             provenance.source_note(self, path),
         )
@@ -157,9 +164,9 @@ def measure_gate(
 def _measure_quality(checks: GateChecks, scored: Mapping[Limit, Sequence[Path | None]]) -> list[Path]:
     """Return quality records of baseline and variant, of a sample or of all items; reuse those that hold.
 
-    All items are used if both have a record of all items, or if a sample of fewer leaves a task inconclusive. One look
-    at a task's interval passes a variant that is worse by exactly the margin in at most 2.5 % of runs. The sample and
-    then all items are two looks, either of which can pass it: together in at most 5 % of runs (Bonferroni's bound).
+    All items are used if both have a record of all items, or if a sample of fewer leaves a task inconclusive. The
+    sample and then all items are two looks, for which the verdict holds together: a variant that is worse by exactly
+    the margin passes a task in at most 2.5 % of runs.
 
     Args:
         scored: reusable records of baseline and variant, by limit; without the key AUTO, no sample may decide.
@@ -172,7 +179,7 @@ def _measure_quality(checks: GateChecks, scored: Mapping[Limit, Sequence[Path | 
     if AUTO not in scored or all(scored[None]):
         return complete(None)
     samples = complete(AUTO)
-    verdict = overall([finding.verdict for finding in _quality_findings(*samples)])
+    verdict = overall([row.judgement.verdict for row in quality_comparison.compare_quality(*samples)])
     if verdict != Verdict.INCONCLUSIVE:
         return samples
     left_out = any(
@@ -194,11 +201,12 @@ def _write_gate_record(checks: GateChecks, evidence: Mapping[Check, Sequence[Pat
         SlimqwenError: a record is damaged.
     """
     variant, settings = checks.variant, checks.settings
+    comparisons = quality_comparison.compare_quality(*evidence["quality"])
     findings = [
         *_fidelity_findings(store.read_record(evidence["fidelity"][0], Fidelity)),
         *_recipe_findings(variant),
         _acceptance_finding(*evidence["acceptance"]) if evidence["acceptance"] else _NOTHING_DRAFTS,
-        *_quality_findings(*evidence["quality"]),
+        *_quality_findings(comparisons),
         _engine_finding(store.read_record(evidence["engine"][0], EngineCheck)),
     ]
     verdicts = {
@@ -214,6 +222,7 @@ def _write_gate_record(checks: GateChecks, evidence: Mapping[Check, Sequence[Pat
         verdicts=verdicts,
         records=tuple(f"{path.parent.name}/{path.name}" for check in CHECKS for path in evidence[check]),
         changed_limits=tuple(_changed_limits(variant, settings, findings)),
+        looks=tuple(f"{row.task}: {row.looks}" for row in comparisons if row.looks.is_worth_a_line),
         provenance=provenance.describe(
             ServerCommand.resolve(variant), checks.command, started, datasets=[settings.file(variant.root)]
         ),
@@ -327,18 +336,18 @@ def _acceptance_finding(first: Path, second: Path) -> Finding:
     )
 
 
-def _quality_findings(first: Path, second: Path) -> Iterator[Finding]:
-    for row in quality_comparison.compare_quality(first, second):
+def _quality_findings(rows: Iterable[TaskComparison]) -> Iterator[Finding]:
+    for row in rows:
         yield Finding(
             gate="quality",
             figure=_quality_figure(row.task, row.measure),
-            value=row.difference.value if row.higher_is_better else -row.difference.value,
+            value=row.gain,
             low=row.judgement.low,
             high=row.judgement.high,
             limit=-row.judgement.margin,
             verdict=row.judgement.verdict,
-            p_value=row.p_value,
-            items_needed=row.judgement.items_needed,
+            p_value=row.judgement.p_value,
+            items_needed=row.items_planned,
         )
 
 

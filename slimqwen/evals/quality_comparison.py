@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from slimqwen.evals.looks import Looks, read_looks
 from slimqwen.evals.quality import MEASURE_NAMES, TABLE_NOTE, Quality, TaskScore
 from slimqwen.records import pairing, store
 from slimqwen.records.collection import StoredRecord
@@ -15,8 +16,7 @@ from slimqwen.stats.estimates import Difference
 
 VERDICT_NOTE = (
     "Pass: the interval rules out a loss beyond the margin, which was written into the suite's file before any variant "
-    "was measured. Intervals of right-or-wrong answers are exact. In brackets after an inconclusive result: the number "
-    "of items that would decide."
+    "was measured, for all looks together. In brackets: the number of items planned to decide, before the first look."
 )
 
 _Items = list[dict[str, Any]]
@@ -28,9 +28,11 @@ class TaskComparison:
 
     Attributes:
         higher_is_better: whether a positive difference is a gain.
-        difference: second minus first, paired over the items.
+        difference: second minus first, paired over the items, with the interval of the judgement.
         discordance: items that only one side got right; None if items are not simply right or wrong.
         judgement: verdict on whether the second loses more than the margin.
+        looks: the looks at the second side's items so far.
+        items_planned: number of items planned to decide, before the first look; None if the suite assumes nothing.
     """
 
     task: str
@@ -41,20 +43,13 @@ class TaskComparison:
     difference: Difference
     discordance: intervals.Discordance | None
     judgement: non_inferiority.Judgement
+    looks: Looks
+    items_planned: int | None
 
     @property
     def gain(self) -> float:
         """The difference with its sign set so that a loss is negative."""
         return self.difference.value if self.higher_is_better else -self.difference.value
-
-    @property
-    def p_value(self) -> float:
-        """One-sided p-value of the hypothesis that the second record is worse by the margin or more."""
-        count, margin = self.difference.count, self.judgement.margin
-        if self.discordance is not None:
-            return non_inferiority.paired_proportion_p_value(self.discordance, count, margin)
-        error = self.difference.standard_error
-        return intervals.p_value(self.gain, error, count, -margin, higher_is_better=True)
 
 
 def pair_quality_records(first: Path, second: Path) -> tuple[Path, Path]:
@@ -141,45 +136,55 @@ def compare_quality(first: Path, second: Path) -> list[TaskComparison]:
     cure = _command(second_record.variant, first_record)
     pairing.require_same(first, second, comparison_key(first_record), comparison_key(second_record), cure)
     first_items, second_items = _items_by_task(first), _items_by_task(second)
+    looks = read_looks(second)
     rows = []
     for task, score in first_record.tasks.items():
         sides = first_items[task], second_items[task]
         first_ids, second_ids = ({f"items of {task}": [item["item"] for item in items]} for items in sides)
         pairing.require_same(first, second, first_ids, second_ids, "")
-        rows.append(_compare_items(task, score, second_record.tasks[task].value, *sides))
+        rows.append(_compare_items(task, score, second_record.tasks[task].value, *sides, looks[task]))
     return rows
 
 
 def _compare_items(
-    task: str, score: TaskScore, second_value: float, first_items: _Items, second_items: _Items
+    task: str,
+    score: TaskScore,
+    second_value: float,
+    first_items: _Items,
+    second_items: _Items,
+    looks: Looks,
 ) -> TaskComparison:
     """Compare one task; `score` is the first side's. Both sides must have the same items in the same order."""
-    values_a, values_b = ([item["value"] for item in items] for items in (first_items, second_items))
-    weights = [item["weight"] for item in first_items]
-    clusters = [item.get("cluster") or number for number, item in enumerate(first_items)]
+    pairs = sorted(zip(first_items, second_items, strict=True), key=lambda pair: looks.order(pair[0]["item"]))
+    values_a, values_b = ([pair[side]["value"] for pair in pairs] for side in (0, 1))
+    clusters = [first.get("cluster") or number for number, (first, _) in enumerate(pairs)]
+    numbers = [looks.first_look[first["item"]] for first, _ in pairs]
+    weights = [first["weight"] for first, _ in pairs]
     means_a, totals = intervals.by_cluster(values_a, weights, clusters)
     means_b, _ = intervals.by_cluster(values_b, weights, clusters)
-    discordance = None
-    if set(means_a) | set(means_b) <= {0.0, 1.0}:
-        discordance = intervals.mcnemar([v == 1 for v in means_a], [v == 1 for v in means_b])
-        estimate = intervals.mean(means_b - means_a, totals)
-        # Verdict and table use the exact interval, so the bootstrap, a third of a second, is left out.
-        interval = non_inferiority.paired_proportion_interval(discordance, estimate.count)
-        difference = Difference(estimate.value, estimate.standard_error, *interval, estimate.count)
-    else:
-        difference = intervals.paired_difference(values_a, values_b, weights, clusters)
-    margin, higher_is_better = score.non_inferiority_margin, score.higher_is_better
+    is_right_or_wrong = set(means_a) | set(means_b) <= {0.0, 1.0}
+    sign = 1 if score.higher_is_better else -1
+    judgement = non_inferiority.judge_loss(
+        sign * (means_b - means_a),
+        None if is_right_or_wrong else totals,
+        first_look=len({cluster for cluster, number in zip(clusters, numbers, strict=True) if number == 1}),
+        margin=score.non_inferiority_margin,
+    )
+    change = intervals.mean(means_b - means_a, totals)
+    low, high = sorted((sign * judgement.low, sign * judgement.high))
     return TaskComparison(
         task=task,
         measure=score.measure,
-        higher_is_better=higher_is_better,
+        higher_is_better=score.higher_is_better,
         first=score.value,
         second=second_value,
-        difference=difference,
-        discordance=discordance,
-        judgement=non_inferiority.judge_loss(
-            difference, discordance, margin=margin, higher_is_better=higher_is_better
-        ),
+        difference=Difference(change.value, change.standard_error, low, high, change.count),
+        discordance=intervals.mcnemar([v == 1 for v in means_a], [v == 1 for v in means_b])
+        if is_right_or_wrong
+        else None,
+        judgement=judgement,
+        looks=looks,
+        items_planned=score.items_to_decide,
     )
 
 
@@ -199,10 +204,13 @@ def comparison_table(first: Path, second: Path) -> Table:
     """
     first_record, second_record = store.read_record(first, Quality), store.read_record(second, Quality)
     sizes = [record.provenance.checkpoint.size_bytes for record in (first_record, second_record)]
+    rows = compare_quality(first, second)
+    looks = (f"{first_record.task_name(row.task)}: {row.looks}." for row in rows if row.looks.is_worth_a_line)
     notes = (
         f"Checkpoints on disk: {sizes[0] / 1e6:,.1f} MB and {sizes[1] / 1e6:,.1f} MB, {sizes[0] / sizes[1]:.2f}x.",
         f"{TABLE_NOTE} p: McNemar's exact test.",
         VERDICT_NOTE,
+        *looks,
         source_note(first_record, first),
         source_note(second_record, second),
     )
@@ -217,15 +225,15 @@ def comparison_table(first: Path, second: Path) -> Table:
         "p": lambda row: f"{row.discordance.p_value:.3f}" if row.discordance else None,
         "margin": lambda row: f"{row.judgement.margin:g}",
         "verdict": lambda row: row.judgement.verdict,
-        "items (need)": lambda row: f"{row.difference.count}{items_needed(row)}",
+        "items (planned)": lambda row: f"{row.difference.count}{items_planned(row)}",
     }
     title = f"Quality: {first_name} and {second_name}, paired by item"
-    return Table.from_rows(title, compare_quality(first, second), columns, *notes, text_columns=2)
+    return Table.from_rows(title, rows, columns, *notes, text_columns=2)
 
 
-def items_needed(row: TaskComparison) -> str:
-    """In brackets, the number of items that a conclusive verdict would need; empty if the verdict is conclusive."""
-    return f" ({row.judgement.items_needed:,})" if row.judgement.items_needed else ""
+def items_planned(row: TaskComparison) -> str:
+    """In brackets, the number of items that was planned to decide; empty if the suite plans none."""
+    return f" ({row.items_planned:,})" if row.items_planned else ""
 
 
 def _command(variant: str, like: Quality) -> str:

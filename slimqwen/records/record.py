@@ -63,8 +63,8 @@ class Finding(Block):
     )
     items_needed: Positive | None = Field(
         default=None,
-        description="Number of items with which the value would pass, of an inconclusive one; null where more items "
-        "would not help, absent in old records.",
+        description="Number of items that was planned to decide, before the first look; null or absent where none was "
+        "planned. Old records have the number with which an inconclusive value would pass.",
     )
 
 

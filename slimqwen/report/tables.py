@@ -141,7 +141,7 @@ def summary_table(root: Path, baseline: str, name: str, folder: str = "experimen
                 f"{row.second:.3f}",
                 f"{row.difference.value:+.3f} ± {row.difference.standard_error:.3f}",
                 f"{row.judgement.verdict} (margin {row.judgement.margin:g})",
-                f"{row.difference.count} items{quality_comparison.items_needed(row)}",
+                f"{row.difference.count} items{quality_comparison.items_planned(row)}",
             )
         )
     notes = (
@@ -157,7 +157,7 @@ def summary_table(root: Path, baseline: str, name: str, folder: str = "experimen
         name,
         "change ± SE, or ratio",
         "verdict",
-        "sample (items that would decide)",
+        "sample (items planned)",
     )
     return Table(f"{name} and its baseline {baseline}", columns, tuple(rows), notes)
 

@@ -3,7 +3,7 @@
 The best of many candidates owes part of its score to the items that selected it (the winner's curse), so finalists are
 gated only on the other items. A finalist must pass every check, so its p-value is the largest of all figures (Berger
 1982). Over the finalists Holm's procedure (1979) keeps the probability that any finalist worse than a limit is promoted
-at or below `non_inferiority.ALPHA`.
+at or below `sequential.ALPHA`.
 """
 
 from collections.abc import Sequence
@@ -22,7 +22,7 @@ from slimqwen.search import SearchError
 from slimqwen.search.executors import Executor, Failure, Result, Task, run_tasks
 from slimqwen.search.measurements import RecordSettings, check_task, gate_task, recipe_task
 from slimqwen.stats import multiplicity
-from slimqwen.stats.non_inferiority import ALPHA
+from slimqwen.stats.sequential import ALPHA
 from slimqwen.variant import Variant
 
 

@@ -95,7 +95,7 @@ class Checks:
         right = self.right if one.name != "tiny" else 200
         example = self.example("quality", one, suite=suite.name, limit=limit)
         task = next(iter(example["tasks"]))
-        counts = {"item_count": 400, "available_count": self.available}
+        counts = {"item_count": 400, "available_count": self.available, "items_to_decide": 494}
         score = example["tasks"][task] | counts | {"non_inferiority_margin": self.margin}
         items = [
             {"task": task, "item": str(n), "value": float(n < right), "weight": 1, "cluster": None}

@@ -4,7 +4,6 @@ import pytest
 
 from slimqwen.evals import quality_comparison
 from slimqwen.records import pairing, store
-from slimqwen.stats import intervals, non_inferiority
 from tests import record_files
 
 FACTS = "example_facts"
@@ -44,16 +43,11 @@ def test_scores_are_paired_item_by_item(write):
     assert facts.discordance.p_value == pytest.approx(1.0)
     assert prose.discordance is None
     assert prose.higher_is_better is False
-    assert facts.p_value == non_inferiority.paired_proportion_p_value(facts.discordance, 4, 0.04)
 
 
 def test_a_gain_of_a_measure_of_which_less_is_better_is_a_fall(write):
     _, prose = quality_comparison.compare_quality(write("a"), write("b", prose=(0.9, 2.1)))
-    difference = prose.difference
-    assert prose.gain == pytest.approx(-0.05) == -difference.value
-    error = difference.standard_error
-    expected = intervals.p_value(-0.05, error, 2, -0.04, higher_is_better=True)
-    assert prose.p_value == pytest.approx(expected)
+    assert prose.gain == pytest.approx(-0.05) == -prose.difference.value
 
 
 def test_of_scores_on_as_many_items_those_of_one_kind_of_machine_are_paired(write):
@@ -175,4 +169,4 @@ def test_a_table_has_both_scores_the_verdict_and_the_sizes_on_disk(write):
     assert shown.notes[0] == "Checkpoints on disk: 8.0 MB and 4.0 MB, 2.00x."
     same = quality_comparison.comparison_table(first, first)
     assert same.columns[2:4] == ("a", "a again")
-    assert same.rows[0][9].startswith("4 (")
+    assert same.rows[0][9] == "4"  # the example's suite plans no number of items

@@ -60,7 +60,7 @@ def test_a_comparison_shows_scores_latency_sizes_and_where_they_come_from(reposi
     experiments = repository / "experiments"
     quality, latency = tables.comparison_tables(experiments / "a", experiments / "b")
     assert quality.rows[0][:5] == ("facts", "exact match", "0.500", "0.500", "+0.000 ± 0.000")
-    assert quality.rows[0][-4:] == ("1.000", "0.04", "inconclusive", "4 (108)")
+    assert quality.rows[0][-4:] == ("1.000", "0.04", "inconclusive", "4")
     assert quality.rows[1][-4] == "-"
     assert "8.0 MB" in quality.notes[0]
     assert latency.rows[0][0:2] == ("short 16 -> 16", "TTFT")
@@ -334,7 +334,7 @@ def test_a_summary_has_a_line_for_each_measure_that_has_a_record(repository, add
         "0.500",
         "+0.000 ± 0.000",
         "inconclusive (margin 0.04)",
-        "4 items (108)",
+        "4 items",
     )
 
     paths = [drafted(repository, one, accepted) for one, accepted in (("a", 8), ("b", 7))]

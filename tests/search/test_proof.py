@@ -13,7 +13,7 @@ from slimqwen.records.split import split_of
 from slimqwen.search import SearchError, measurements
 from slimqwen.search.executors import LocalExecutor
 from slimqwen.search.proof import Proof, prove_finalists
-from slimqwen.stats.non_inferiority import ALPHA
+from slimqwen.stats.sequential import ALPHA
 from tests.evals.gate_checks import Checks
 from tests.search.conftest import QUESTIONS, question
 from tests.search.executors.tasks import crash
@@ -44,7 +44,8 @@ def test_what_is_best_on_the_search_s_items_alone_is_not_promoted(root: Path, ch
     lucky, small, third = proof.finalists
     assert gain(lucky.findings) < -0.04 < gain(small.findings) < 0
     assert promoted(proof) == ["small", "third"]
-    assert (lucky.verdict, lucky.p_value, lucky.adjusted_p_value) == ("fail", 1.0, 1.0)
+    assert (lucky.verdict, lucky.adjusted_p_value) == ("fail", lucky.p_value)
+    assert lucky.p_value > 0.5
     assert lucky.reason == "quality: tinyworld_facts: gain of exact_match fail"
     assert (small.reason, third.reason) == (None, None)
     assert third.p_value <= small.p_value <= small.adjusted_p_value <= ALPHA
@@ -76,7 +77,7 @@ def test_a_process_that_really_dies_ends_the_finalist_and_not_the_proof(
 
 def test_more_finalists_need_stronger_evidence(root: Path, checks: Checks) -> None:
     """One that passes alone does not pass as one of three when the other two cannot be promoted."""
-    checks.wrong = {("small", "proof"): 22, ("lucky", "proof"): 200, ("third", "proof"): 200}
+    checks.wrong = {("small", "proof"): 19, ("lucky", "proof"): 200, ("third", "proof"): 200}
     (alone,) = proof_of(["small"], root).finalists
     assert (alone.verdict, alone.adjusted_p_value) == ("pass", alone.p_value)
     assert ALPHA / 3 < alone.p_value <= ALPHA

@@ -20,7 +20,7 @@ from slimqwen.evals.suites.questions import Question
 from slimqwen.evals.suites.scorer import Metric
 from slimqwen.records.settings import OWN, Settings
 from slimqwen.records.split import Side, Split
-from slimqwen.stats import non_inferiority
+from slimqwen.stats import sequential
 from slimqwen.yaml_file import YamlText
 
 ANSWER_MARGIN: Final = "answer_margin_nats"
@@ -82,11 +82,16 @@ class SuiteTask(BaseModel):
 
     @property
     def items_to_decide(self) -> int | None:
-        """Items needed for a verdict at the margin under the suite's assumption; None if it makes none."""
+        """Items needed for a verdict at the margin under the suite's assumption; None if it makes none.
+
+        The number is fixed before the first look and does not follow the results.
+        """
+        if not self.non_inferiority_margin:
+            return None  # no number of items shows that nothing at all is lost
         if self.assumed_discordance is not None:
-            return non_inferiority.items_to_decide(self.non_inferiority_margin, self.assumed_discordance)
+            return sequential.items_to_decide(self.non_inferiority_margin, self.assumed_discordance)
         if self.assumed_deviation is not None:
-            return non_inferiority.items_to_decide_mean(self.non_inferiority_margin, self.assumed_deviation)
+            return sequential.items_to_decide_mean(self.non_inferiority_margin, self.assumed_deviation)
         return None
 
     def settings(self, *, rendered: bool) -> dict[str, Any]:

@@ -1,0 +1,104 @@
+"""Looks: how often a variant was scored on a growing set of items of a task, and in which order the items came.
+
+A verdict that holds for all looks together (`stats.sequential`) needs an order of items that was fixed before the first
+look. It is the order of the looks and, within one, an order that depends on the items' content alone.
+"""
+
+import hashlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from slimqwen.evals.quality import Quality
+from slimqwen.records import store
+
+
+@dataclass(frozen=True)
+class Looks:
+    """The looks at a task's items up to a record.
+
+    Attributes:
+        first_look: number of the first look in which each item was scored, from 1, by the item's hash.
+        dropped_since: date of the last earlier look whose items are not all among the present ones, so that the count
+            began anew; None if there is none.
+    """
+
+    first_look: dict[str, int]
+    dropped_since: str | None
+
+    @property
+    def count(self) -> int:
+        """The number of this look."""
+        return max(self.first_look.values(), default=1)
+
+    @property
+    def is_worth_a_line(self) -> bool:
+        """Whether there is more to say than that this is the first look."""
+        return self.count > 1 or self.dropped_since is not None
+
+    def order(self, item: str) -> tuple[int, bytes]:
+        """Sort key of an item: neighbours in a file may be alike, so those of a look follow each other at random."""
+        return self.first_look[item], hashlib.sha256(item.encode()).digest()
+
+    def __str__(self) -> str:
+        anew = (
+            f"; counted anew, because items of the look of {self.dropped_since} were edited or left out"
+            if self.dropped_since
+            else ""
+        )
+        return f"look {self.count}{anew}"
+
+
+def read_looks(path: Path) -> dict[str, Looks]:
+    """Read the looks at each task of a quality record from it and the earlier records beside it.
+
+    A look is a new set of items of the same suite, scored by the same checkpoint of the same variant. One that lacks an
+    item of an earlier look begins a new count.
+
+    Raises:
+        RecordError: the record or its items are damaged; damaged earlier records are left out.
+    """
+    record = store.read_record(path, Quality)
+    looks: dict[str, Looks] = {}
+    earlier = list(_earlier_looks(path, record))
+    for task, present in _items_by_task(path).items():
+        sets: list[frozenset[str]] = []
+        dropped_since = None
+        for date, by_task in earlier:
+            seen = by_task.get(task, frozenset())
+            if seen - present:
+                sets, dropped_since = [], date
+            elif seen:
+                sets.append(seen)
+        first_look: dict[str, int] = {}
+        for seen in sorted([*dict.fromkeys(sets), present], key=len):
+            new = seen - first_look.keys()
+            number = max(first_look.values(), default=0) + 1
+            first_look |= dict.fromkeys(new, number)
+        looks[task] = Looks(first_look, dropped_since)
+    return looks
+
+
+def _earlier_looks(path: Path, record: Quality) -> Iterator[tuple[str, dict[str, frozenset[str]]]]:
+    """Yield date and items by task of the earlier records that scored the same checkpoint, the oldest first."""
+    for other in reversed(store.records(path.parent, Quality)):
+        if other.name >= path.name:
+            continue
+        try:
+            before = store.read_record(other, Quality)
+            if _series(before) == _series(record):
+                yield before.provenance.ended[:10], _items_by_task(other)
+        except store.RecordError:
+            continue
+
+
+def _series(record: Quality) -> tuple[object, ...]:
+    settings = {task: (score.measure, score.settings) for task, score in record.tasks.items()}
+    return record.suite, str(record.split), record.provenance.checkpoint.digest, settings
+
+
+def _items_by_task(path: Path) -> dict[str, frozenset[str]]:
+    tasks: dict[str, set[str]] = {}
+    for item in store.read_items(path):
+        tasks.setdefault(item["task"], set()).add(item["item"])
+    return {task: frozenset(items) for task, items in tasks.items()}
