@@ -99,12 +99,7 @@ def weaken_one_head(tensors: dict[str, Any]) -> None:
     tensors[name][:, :64] *= 0.9
 
 
-def drop_the_draft_head(tensors: dict[str, Any]) -> None:
-    for name in [name for name in tensors if name.startswith("mtp.")]:
-        del tensors[name]
-
-
-@pytest.mark.parametrize("plant", [None, swap_two_rows, weaken_one_head, drop_the_draft_head, "rope_theta"])
+@pytest.mark.parametrize("plant", [None, swap_two_rows, weaken_one_head, "rope_theta"])
 def test_damage_that_every_measurement_misses_fails_the_gate_where_no_stage_may_touch_it(
     one: Variant, checks: Checks, plant: Callable[[dict[str, Any]], None] | str | None
 ) -> None:
