@@ -69,7 +69,7 @@ def answers_p_value(values: ArrayLike, limit: float) -> Floats:
     capitals = np.array([np.cumsum(np.log1p(bet * (x - limit)), axis=1) for bet in bets])
     joined = scipy.special.logsumexp(capitals, axis=0) - math.log(len(bets))
     largest = np.maximum(joined.max(axis=1, initial=0.0), 0.0)
-    return np.maximum(np.exp(-largest), _LEAST_P_VALUE)
+    return np.asarray(np.maximum(np.exp(-largest), _LEAST_P_VALUE))
 
 
 def answers_interval(values: ArrayLike) -> tuple[float, float]:
@@ -151,7 +151,7 @@ def _later_means(x: Floats, w: Floats, first_look: int) -> tuple[Floats, Floats,
     later = slice(max(first_look, BURN_IN), None)
     counts, means = counts[later], means[later]
     variances = counts / (counts - 1) * np.maximum(squares[later], 0.0) / totals[later] ** 2
-    return counts, means, np.sqrt(variances)
+    return np.asarray(counts), np.asarray(means), np.asarray(np.sqrt(variances))
 
 
 @cache
