@@ -58,17 +58,15 @@ def report(
         _build_page(root, output or root / "report")
 
 
-def update_list(root: Path) -> None:
-    """Rewrite the list of variants; if that fails, print the cause and go on."""
+def update_page(folder: Path) -> None:
+    """Rewrite the tables of one variant's README.md, if it has one; if that fails, print the cause and go on."""
     from slimqwen.report import markdown
 
+    page = folder / "README.md"
     try:
-        changed_files = markdown.update_tables(root, ["variants"])
-    except SlimqwenError as error:
-        say(f"the list of variants was not rewritten: {error}")
-        return
-    for file in changed_files:
-        say(f"rewritten: {relative(file)}")
+        markdown.update_tables(folder.parents[1], [page] if page.is_file() else [])
+    except (SlimqwenError, OSError, UnicodeError) as error:
+        say(f"the tables of {relative(page)} were not rewritten: {error}")
 
 
 def _build_page(root: Path, folder: Path) -> None:

@@ -10,7 +10,7 @@ import typer
 from slimqwen import variant as variants
 from slimqwen.cli.console import command, progress_bar, relative, say, show_record
 from slimqwen.cli.options import EvenIfBusy, Port, VariantOption
-from slimqwen.cli.report import update_list
+from slimqwen.cli.report import update_page
 from slimqwen.progress import Progress
 
 if TYPE_CHECKING:
@@ -136,7 +136,7 @@ def tune(
     hypothesis = f"{variant.name} is faster with {record.chosen} and gives the same responses."
     folder = scaffold.create(apply, variant.name, hypothesis, lines=record.lines, root=variant.root)
     say(f"written: {relative(folder)}; next: `slimqwen gate --variant {apply}`")
-    update_list(variant.root)
+    update_page(folder)
 
 
 def _executor(ray: str | None, root: Path, progress: Progress, width: int | None) -> "Executor":

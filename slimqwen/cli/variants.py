@@ -9,7 +9,7 @@ import typer
 from slimqwen import variant as variants
 from slimqwen.cli.console import console, progress_bar, relative, say, silence_hub_client
 from slimqwen.cli.options import VariantOption
-from slimqwen.cli.report import update_list
+from slimqwen.cli.report import update_page
 
 app = typer.Typer(help="List, create and promote variants.", no_args_is_help=True)
 
@@ -73,6 +73,7 @@ def new(
         expected = hypothesis or f"{base} {changes} is faster and keeps every score within its margin."
         lines = {"EVALUATION": evaluation} if evaluation else {}
         folder = scaffold.create(name, base, expected, recipe=recipe, lines=lines)
+    update_page(folder)
     for file in sorted(folder.iterdir()):
         say(f"written: {relative(file)}")
     if stage:
@@ -85,7 +86,6 @@ def new(
         say(
             f"next: `slimqwen serve {name}`, or `slimqwen variant new --name NAME --base {name} --stage STAGE`"
         )
-    update_list(variants.repository_root())
 
 
 _BASELINE = "The checkpoint as it is published: what every variant of it has to beat at equal quality."
@@ -143,7 +143,7 @@ def promote(variant: VariantOption) -> None:
         say(f"model card: {relative(promoted.card)}")
     else:
         say(f"no model card: no recipe made {relative(variant.weights)}")
-    update_list(variant.root)
+    update_page(variant.folder)
     _say_what_to_serve(variant)
 
 

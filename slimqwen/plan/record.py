@@ -16,7 +16,7 @@ from slimqwen.records import provenance, store
 from slimqwen.records.figures import Figure
 from slimqwen.records.record import Record
 from slimqwen.records.table import Table
-from slimqwen.variant import Variant, names
+from slimqwen.variant import Variant
 
 DEFAULT_GPUS = ("a10g", "rtx-3090", "l4", "h100", "b200", "rtx-5090")
 
@@ -120,9 +120,10 @@ def is_of_installed_vllm(plan: Plan) -> bool:
 
 
 def overview_table(root: Path) -> Table:
-    """Plans of every variant on `DEFAULT_GPUS`; variants and GPUs with equal facts share a row."""
+    """Plans of every shipped variant on `DEFAULT_GPUS`; variants and GPUs with equal facts share a row."""
     known = trouble.read_known_trouble(root)
-    plans = [plan for name in names(root) for gpu in DEFAULT_GPUS if (plan := find_gpu_plan(root, name, gpu))]
+    shipped = provenance.shipped_variants(root)
+    plans = [plan for name in shipped for gpu in DEFAULT_GPUS if (plan := find_gpu_plan(root, name, gpu))]
     gpus: dict[tuple[str, ...], list[str]] = {}  # (variant, facts) -> GPUs
     for plan in plans:
         gpus.setdefault((plan.variant, *_overview_cells(plan, known)), []).append(plan.gpu)

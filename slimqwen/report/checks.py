@@ -15,7 +15,7 @@ from pathlib import Path
 from slimqwen import variant as variants
 from slimqwen.errors import SlimqwenError
 from slimqwen.records.collection import Collection, Problem, StoredRecord, collect
-from slimqwen.records.provenance import checkpoint_files, run_git
+from slimqwen.records.provenance import checkpoint_files, run_git, tracked_files
 from slimqwen.records.record import Build, Record
 from slimqwen.report import markdown
 
@@ -136,10 +136,13 @@ def _checkpoint_faults(collection: Collection) -> tuple[list[Problem], list[str]
 
 
 def _table_faults(root: Path) -> Iterator[Problem]:
+    """Faults of pages with tables; only a page that git does not track may be behind its records."""
+    tracked = tracked_files(root, "*.md")
     for file in markdown.files(root):
         location = file.relative_to(root).as_posix()
         try:
-            if markdown.render_tables(root, file) != file.read_text(encoding="utf-8"):
+            is_behind = markdown.render_tables(root, file) != file.read_text(encoding="utf-8")
+            if is_behind and (tracked is None or location in tracked):
                 yield Problem(location, "a table differs from its records; run `slimqwen report --tables`")
         except UnicodeDecodeError as error:
             yield Problem(location, f"not UTF-8 text ({error.reason}); save it as UTF-8")
@@ -202,9 +205,8 @@ def _only_gained_key(before: str, after: str) -> bool:
 def _uncited_records(collection: Collection) -> Iterator[Problem]:
     """Faults of records in git that no Markdown file, measurements.json or cited record names."""
     root = collection.root
-    try:
-        tracked = set(run_git(root, "ls-files", "-z", "--", *_RECORDS).split("\0"))
-    except (OSError, subprocess.CalledProcessError):
+    tracked = tracked_files(root, *_RECORDS)
+    if tracked is None:
         return  # `_history_faults` says that git failed
     by_location = {entry.location: entry for entry in collection.records}
     pages = [(file, file.read_text(encoding="utf-8", errors="replace")) for file in markdown.files(root)]

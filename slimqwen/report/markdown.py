@@ -9,7 +9,7 @@ table names its records and is made from them again; newer records replace them 
 
 import contextlib
 import re
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 
@@ -55,11 +55,11 @@ def files(root: Path) -> list[Path]:
     ]
 
 
-def update_tables(root: Path, names: Container[str] | None = None, *, newest: bool = False) -> list[Path]:
-    """Rewrite every Markdown file whose tables differ from their records; returns these files.
+def update_tables(root: Path, pages: Iterable[Path] | None = None, *, newest: bool = False) -> list[Path]:
+    """Rewrite Markdown files whose tables differ from their records; returns these files.
 
     Args:
-        names: names of the tables to rewrite; by default all.
+        pages: the files to look at; by default `files`.
         newest: whether newer records replace those that a table names.
 
     Raises:
@@ -67,17 +67,15 @@ def update_tables(root: Path, names: Container[str] | None = None, *, newest: bo
         RecordError: a record is damaged.
     """
     changed = []
-    for file in files(root):
-        text = render_tables(root, file, names, newest=newest)
+    for file in files(root) if pages is None else pages:
+        text = render_tables(root, file, newest=newest)
         if text != file.read_text(encoding="utf-8"):
             changed.append(file)
             file.write_text(text, encoding="utf-8")
     return changed
 
 
-def render_tables(
-    root: Path, file: Path, names: Container[str] | None = None, *, newest: bool = False
-) -> str:
+def render_tables(root: Path, file: Path, *, newest: bool = False) -> str:
     """The content of a Markdown file with its tables made again from their records; arguments as `update_tables`.
 
     Raises:
@@ -90,8 +88,6 @@ def render_tables(
         raise MarkdownError(f"{location}: a <!-- table:… --> comment has no <!-- end --> after it; add that")
 
     def render(block: re.Match[str]) -> str:
-        if names is not None and block["name"] not in names:
-            return block[0]
         named = [] if newest else _RECORD.findall(block["text"])
         with store.list_only(named) if _exist(root, named) else contextlib.nullcontext():
             return block["open"] + _content(root, block["name"], block["words"].split()) + block["close"]

@@ -72,16 +72,17 @@ def results_tables(folder: Path) -> list[Table]:
 
 
 def variants_table(root: Path, *, with_weights: bool = False) -> Table:
-    """Table of all variants: hypothesis, baseline, standing and latest figures.
+    """Table of the shipped variants: hypothesis, baseline, standing and latest figures.
 
     Args:
-        with_weights: whether to add what only this machine has: checkpoints, and records that are not cited.
+        with_weights: whether to add what only this machine has: variants that git does not track, checkpoints, and
+            records that are not cited.
 
     Raises:
         SlimqwenError: a variant or a record cannot be read.
     """
     rows = []
-    for name in variants.names(root):
+    for name in variants.names(root) if with_weights else provenance.shipped_variants(root):
         variant = variants.load(name, root)
         claims = store.read_measurements(variant.folder)
         decided = claims.status in ("promoted", "rejected")

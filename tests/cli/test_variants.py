@@ -1,6 +1,7 @@
 """`variant new`: a baseline of a checkpoint, and a variant of it whose recipe asks for its texts."""
 
 import shutil
+import subprocess
 import time
 from pathlib import Path
 
@@ -8,13 +9,16 @@ import pytest
 from typer.testing import CliRunner
 
 from slimqwen import variant
-from slimqwen.cli import variants
+from slimqwen.cli import console, variants
 from slimqwen.cli.app import app
 from slimqwen.errors import SlimqwenError
 from slimqwen.hub import HubError
 from slimqwen.recipe.recipe_file import RecipeError
 from slimqwen.recipe.registry import STAGES
+from slimqwen.report import markdown
+from slimqwen.variant import Variant
 from tests.cli.conftest import said_by
+from tests.evals.test_promotion import gated, one  # noqa: F401  (a fixture)
 from tests.zoo.animals import ANIMALS
 
 
@@ -141,3 +145,56 @@ def test_a_hub_name_is_downloaded_first_and_the_same_command_continues(
     assert repository.command == f"`slimqwen variant new --name new --checkpoint owner/name@{'0' * 40}`"
     assert target == root / "weights" / "new"
     assert not (root / "experiments" / "new").exists()
+
+
+def git(root: Path, *words: str) -> str:
+    command = ["git", "-C", str(root), "-c", "user.name=x", "-c", "user.email=x@example.org", *words]
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout
+
+
+@pytest.fixture
+def checkout(one: Variant, monkeypatch: pytest.MonkeyPatch) -> Path:  # noqa: F811
+    """A checkout that ships the variant tiny and lists it in a page, with an own variant `small` beside it."""
+    root = one.root
+    dict(STAGES)
+    (root / "docs").mkdir()
+    (root / "docs" / "variants.md").write_text("<!-- table:variants -->\n<!-- end -->\n")
+    shutil.copy(Path(__file__).parents[2] / ".gitignore", root)
+    git(root, "init", "--initial-branch=main")
+    git(root, "add", ".gitignore", "docs", "eval", "experiments/tiny")
+    markdown.update_tables(root)
+    git(root, "add", "docs")
+    git(root, "commit", "-m", "shipped")
+    monkeypatch.setattr(variant, "repository_root", lambda: root)
+    monkeypatch.setattr(variant.variant, "repository_root", lambda: root)
+    monkeypatch.chdir(root)
+    return root
+
+
+@pytest.mark.usefixtures("stamps")
+def test_no_verb_of_a_user_changes_a_tracked_file(checkout: Path) -> None:
+    said_by("variant new --name flags --base tiny")
+    said_by("variant new --name mine --base tiny --stage trim_draft_vocab")
+    said_by("variant new --name base --checkpoint weights/tiny")
+    gated(variant.load("small", checkout))
+    assert "small was promoted" in said_by("variant promote --variant small")
+    assert "no fault" in said_by("report --check")
+    said_by("report --output report")
+    own = [f"?? experiments/{name}/" for name in ("base", "flags", "mine", "small")]
+    assert git(checkout, "status", "--porcelain").splitlines() == own
+    assert "not measured" in (checkout / "experiments" / "mine" / "README.md").read_text().lower()
+    listed, shown = (checkout / "docs" / "variants.md").read_text(), said_by("variant list")
+    assert ("| tiny |" in listed, "| mine |" in listed, "mine" in shown) == (True, False, True)
+
+
+@pytest.mark.usefixtures("stamps")
+def test_an_own_variant_under_git_is_listed_and_its_page_checked(checkout: Path) -> None:
+    said_by("variant new --name mine --base tiny")
+    git(checkout, "add", "experiments/mine")
+    markdown.update_tables(checkout)
+    assert "| mine |" in (checkout / "docs" / "variants.md").read_text()
+    page = checkout / "experiments" / "mine" / "README.md"
+    page.write_text(page.read_text().replace("Not measured", "Measured", 1))
+    with console.console.capture() as shown:
+        assert CliRunner().invoke(app, ["report", "--check"]).exit_code == 1
+    assert "experiments/mine/README.md" in shown.get()

@@ -258,9 +258,10 @@ def test_a_newer_record_replaces_the_named_one_only_where_that_is_asked_for(repo
     assert readme.read_text() == named
 
 
-def test_other_tables_than_the_named_are_left_alone(repository, readme):
+def test_other_pages_than_the_named_are_left_alone(repository, readme):
     readme.write_text(readme.read_text().replace("0.500", "9.999", 1))
-    assert markdown.update_tables(repository, ["variants"]) == []
+    assert markdown.update_tables(repository, []) == []
+    assert markdown.update_tables(repository, [readme]) == [readme]
 
 
 def test_the_list_of_variants_shows_the_records_that_they_cite(repository):

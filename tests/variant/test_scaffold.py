@@ -45,7 +45,7 @@ def test_a_variant_without_a_recipe_serves_what_its_base_serves(repository):
     assert made.recipe is None
     assert store.read_measurements(folder).status == "planned"
     assert f"**Hypothesis.** {HYPOTHESIS}" in (folder / "README.md").read_text()
-    # The list of variants, and the page's own tables: without records they name the commands that make some.
+    # The list of variants (all, as this is no checkout), and the page's own tables, which name what makes records.
     assert markdown.update_tables(repository) == [repository / "README.md", folder / "README.md"]
     assert (folder / "README.md").read_text().count("; run `slimqwen ") == 2
 
