@@ -52,8 +52,8 @@ class Looks:
 def read_looks(path: Path) -> dict[str, Looks]:
     """Read the looks at each task of a quality record from it and the earlier records beside it.
 
-    A look is a new set of items of the same suite, scored by the same checkpoint of the same variant. One that lacks an
-    item of an earlier look begins a new count.
+    A look is a new set of items of the same suite, scored by a build of the same checkpoint of the same variant. One
+    that lacks an item of an earlier look begins a new count.
 
     Raises:
         RecordError: the record or its items are damaged; damaged earlier records are left out.
@@ -80,13 +80,14 @@ def read_looks(path: Path) -> dict[str, Looks]:
 
 
 def _earlier_looks(path: Path, record: Quality) -> Iterator[tuple[str, dict[str, frozenset[str]]]]:
-    """Yield date and items by task of the earlier records that scored the same checkpoint, the oldest first."""
+    """Yield date and items by task of the earlier records of a series, the oldest first."""
     for other in reversed(store.records(path.parent, Quality)):
         if other.name >= path.name:
             continue
         try:
             before = store.read_record(other, Quality)
-            if _series(before) == _series(record):
+            same_recipe = before.provenance.checkpoint.has_recipe_of(record.provenance.checkpoint)
+            if same_recipe and _series(before) == _series(record):
                 yield before.provenance.ended[:10], _items_by_task(other)
         except store.RecordError:
             continue
@@ -94,7 +95,7 @@ def _earlier_looks(path: Path, record: Quality) -> Iterator[tuple[str, dict[str,
 
 def _series(record: Quality) -> tuple[object, ...]:
     settings = {task: (score.measure, score.settings) for task, score in record.tasks.items()}
-    return record.suite, str(record.split), record.provenance.checkpoint.digest, settings
+    return record.suite, str(record.split), settings
 
 
 def _items_by_task(path: Path) -> dict[str, frozenset[str]]:
