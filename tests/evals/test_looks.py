@@ -52,7 +52,9 @@ def test_another_suite_checkpoint_or_variant_has_a_count_of_its_own(score):
 def test_another_build_of_the_same_recipe_goes_on_counting(score):
     def built(digest):
         provenance = record_files.example("quality")["provenance"]
-        return provenance | {"checkpoint": provenance["checkpoint"] | {"digest": digest, "recipe_key": "e" * 64}}
+        return provenance | {
+            "checkpoint": provenance["checkpoint"] | {"digest": digest, "recipe_key": "e" * 64}
+        }
 
     score("ab", provenance=built("a" * 64))
     assert read_looks(score("abc", provenance=built("b" * 64)))[TASK].count == 2
