@@ -18,11 +18,16 @@ def compare_variants(
             autocompletion=matching_variants,
         ),
     ] = None,
+    items: Annotated[
+        bool, typer.Option("--items", help="the items that changed instead, worst first, with both responses")
+    ] = False,
     records_dir: RecordsFolder = None,
 ) -> None:
     """Say what to serve on this machine; or compare two variants: scores paired by item, latency ratios, size."""
     from slimqwen.report import choice, tables
 
+    if not names and items:
+        raise typer.BadParameter("--items needs a variant, or two")
     if not names:
         _say_what_to_serve()
         return
@@ -34,6 +39,13 @@ def compare_variants(
             raise typer.BadParameter(f"{names[0]} has no baseline; name the variant to compare it with")
         subjects.insert(0, variants.load(subjects[0].baseline))
     folders = [records_dir / each.name if records_dir else each.folder for each in subjects]
+    if items:
+        table = tables.changed_items(*folders)
+        if table is None:
+            say("No item changed its score, and no response began or ceased to run away.")
+        else:
+            console.print(table.as_rich())
+        return
     for shown in tables.comparison_tables(*folders):
         console.print(shown.as_rich())
     for phrase in choice.list_other_builds([each for each in subjects if not records_dir]):

@@ -18,6 +18,7 @@ from slimqwen.evals.fidelity_figures import FIGURE_NAMES
 from slimqwen.evals.gate_checks import CHECKS, Check, GateChecks, GateSettings
 from slimqwen.evals.quality import Quality
 from slimqwen.evals.quality_comparison import TaskComparison
+from slimqwen.evals.runaways import compare_responses
 from slimqwen.evals.suites.suite import AUTO, Limit
 from slimqwen.progress import Progress, silent
 from slimqwen.recipe import variant_recipe
@@ -179,7 +180,10 @@ def _measure_quality(checks: GateChecks, scored: Mapping[Limit, Sequence[Path | 
     if AUTO not in scored or all(scored[None]):
         return complete(None)
     samples = complete(AUTO)
-    verdict = overall([row.judgement.verdict for row in quality_comparison.compare_quality(*samples)])
+    verdicts = [row.judgement.verdict for row in quality_comparison.compare_quality(*samples)]
+    if responses := compare_responses(samples[0], samples[1], checks.settings.responses):
+        verdicts += responses.verdicts
+    verdict = overall(verdicts)
     if verdict != Verdict.INCONCLUSIVE:
         return samples
     left_out = any(
@@ -201,12 +205,15 @@ def _write_gate_record(checks: GateChecks, evidence: Mapping[Check, Sequence[Pat
         SlimqwenError: a record is damaged.
     """
     variant, settings = checks.variant, checks.settings
-    comparisons = quality_comparison.compare_quality(*evidence["quality"])
+    first, second = evidence["quality"]
+    comparisons = quality_comparison.compare_quality(first, second)
+    responses = compare_responses(first, second, settings.responses)
     findings = [
         *_fidelity_findings(store.read_record(evidence["fidelity"][0], Fidelity)),
         *_recipe_findings(variant),
         _acceptance_finding(*evidence["acceptance"]) if evidence["acceptance"] else _NOTHING_DRAFTS,
         *_quality_findings(comparisons),
+        *(responses.findings() if responses else ()),
         _engine_finding(store.read_record(evidence["engine"][0], EngineCheck)),
     ]
     verdicts = {

@@ -16,11 +16,12 @@ from slimqwen.evals.fidelity import Fidelity
 from slimqwen.evals.fidelity_figures import FidelitySettings
 from slimqwen.evals.preconditions import find_baseline
 from slimqwen.evals.quality import Quality
+from slimqwen.evals.runaways import ResponseLimits
 from slimqwen.evals.suites import scorer
 from slimqwen.evals.suites.suite import AUTO, Limit, Suite
 from slimqwen.progress import Progress, silent
 from slimqwen.records.reuse import find_reusable
-from slimqwen.records.settings import Settings
+from slimqwen.records.settings import Settings, SettingsError
 from slimqwen.records.split import Side, Split
 from slimqwen.variant import Variant
 
@@ -29,7 +30,11 @@ CHECKS: tuple[Check, ...] = get_args(Check)
 
 
 class GateSettings(Settings):
-    """eval/gates/<name>.yaml: a section of settings for each check; `quality` names a suite of eval/suites/."""
+    """eval/gates/<name>.yaml: a section of settings for each check, and the limits of responses that run away.
+
+    Attributes:
+        quality: name of a suite of eval/suites/, or of an own evaluation.
+    """
 
     folder: ClassVar[str] = "gates"
     own_file: ClassVar[str] = "gate"
@@ -37,11 +42,20 @@ class GateSettings(Settings):
     fidelity: FidelitySettings
     acceptance: AcceptanceSettings
     engine: EngineSettings
+    responses: ResponseLimits
     quality: str
 
     def split(self, side: Side | None, root: Path) -> Split | None:
         """The named side of the suite's split; None for all items."""
         return Suite.load(self.quality, root).split(side) if side else None
+
+
+def find_response_limits(suite: str, root: Path) -> ResponseLimits | None:
+    """The limits of the gate that is named like a suite; None if there is no such gate or it cannot be read."""
+    try:
+        return GateSettings.load(suite, root).responses
+    except SettingsError:
+        return None
 
 
 @dataclass(frozen=True)

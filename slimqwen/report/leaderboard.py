@@ -12,7 +12,6 @@ from typing import Any
 
 from slimqwen.bench.latency import Latency
 from slimqwen.bench.latency.speedups import ALL_CLASSES, Speedup, compare_latency, latency_basis
-from slimqwen.errors import SlimqwenError
 from slimqwen.evals import quality_comparison
 from slimqwen.evals.gate import Gate
 from slimqwen.evals.quality import Quality, TaskScore
@@ -22,10 +21,9 @@ from slimqwen.records.collection import Collection, Problem, StoredRecord
 from slimqwen.records.record import Figure, MeasuredCheckpoint, Record
 from slimqwen.records.table import Table
 from slimqwen.report import builds
+from slimqwen.report.quality_pairs import DAMAGED as DAMAGED
+from slimqwen.report.quality_pairs import find_pairs, judge_responses
 from slimqwen.stats import verdict
-
-DAMAGED = (SlimqwenError, ValueError, TypeError, KeyError)
-"""Errors that reading or comparing items raises if they are damaged or from another version."""
 
 _NEEDED = (Quality.kind, Latency.kind, Gate.kind)
 """Record kinds without which no variant is chosen; a gate record implies its checks. Baselines need no gate."""
@@ -223,6 +221,7 @@ def rows_of(collection: Collection, variant: str) -> tuple[list[Row], list[Probl
     present = builds.find_made_checkpoint(collection.root, variant) or scored_checkpoint
     scores = _scores(collection, variant, baseline, problems)
     changes = [score.change.judgement.verdict for score in scores.values() if score.change]
+    changes += judge_responses(collection.root, find_pairs(collection, variant, baseline)) if changes else []
     paired_verdicts = {Quality.kind: str(verdict.overall(changes))} if changes else {}
     latencies = collection.select(Latency, variant)
     machines = list(dict.fromkeys(map(hardware, latencies)))
@@ -311,14 +310,12 @@ def _scores(
     collection: Collection, variant: str, baseline: str | None, problems: _Problems
 ) -> dict[tuple[str, str], Score]:
     """Scores by suite and task, from the pair that `quality_comparison.best_pair` chooses, else the largest record."""
-    variant_records, baseline_records = (
-        quality_comparison.of_newest_checkpoint(collection.select(Quality, name) if name else ())
-        for name in (variant, baseline)
-    )
+    variant_records = quality_comparison.of_newest_checkpoint(collection.select(Quality, variant))
+    pairs = find_pairs(collection, variant, baseline)
     scores: dict[tuple[str, str], Score] = {}
     for suite in sorted({entry.record.suite for entry in variant_records}):
         suite_records = [entry for entry in variant_records if entry.record.suite == suite]
-        pair = quality_comparison.best_pair(baseline_records, suite_records)
+        pair = pairs.get(suite)
         changes = _changes(*pair, problems) if pair else {}
         shown = pair[1] if pair else quality_comparison.largest_record(suite_records)
         for task, row in shown.record.tasks.items() if shown else ():

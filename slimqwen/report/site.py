@@ -11,17 +11,21 @@ from typing import Any
 import jinja2
 
 from slimqwen import variant as variants
+from slimqwen.evals.changed_items import changed_items_table
 from slimqwen.progress import Progress, silent
 from slimqwen.records import collection, registry
 from slimqwen.records.collection import Collection, Problem, StoredRecord
 from slimqwen.records.record import Record
 from slimqwen.records.table import Table
-from slimqwen.report import choice, leaderboard, tables
+from slimqwen.report import choice, leaderboard, quality_pairs, tables
 from slimqwen.report.choice import DEMO as DEMO
 from slimqwen.report.leaderboard import Row
 from slimqwen.report.pareto_chart import draw_front
 
 _HERE = Path(__file__).parent
+
+_WORST_ITEMS = 10
+"""Items that changed, of which a variant's section shows the worst."""
 
 
 @dataclass(frozen=True)
@@ -119,6 +123,12 @@ def _variant_section(records: Collection, name: str, rows: Sequence[Row]) -> Map
     for entry in newest.values():
         with contextlib.suppress(*leaderboard.DAMAGED):  # damaged items are among the problems
             shown += entry.record.tables(entry.path)
+    baseline = row.baseline
+    for first, second in quality_pairs.find_pairs(records, name, baseline).values() if baseline else ():
+        with contextlib.suppress(*leaderboard.DAMAGED):
+            shown += tables.response_tables(first.path, second.path, records.root)
+            changed = changed_items_table(first.path, second.path, most=_WORST_ITEMS)
+            shown += [changed] if changed else []
     own = [entry for entry in records.records if entry.variant == name]
     return {
         "row": row,

@@ -10,8 +10,9 @@ from slimqwen import variant as variants
 from slimqwen.bench.latency import Latency, speedups
 from slimqwen.bench.latency.tables import comparisons
 from slimqwen.bench.start_up import StartUp
-from slimqwen.evals import acceptance_share, quality, quality_comparison
+from slimqwen.evals import acceptance_share, gate_checks, quality, quality_comparison, runaways
 from slimqwen.evals.acceptance import Acceptance
+from slimqwen.evals.changed_items import changed_items_table
 from slimqwen.evals.fidelity import Fidelity
 from slimqwen.evals.quality import Quality
 from slimqwen.records import pairing, provenance, store
@@ -145,6 +146,17 @@ def summary_table(root: Path, baseline: str, name: str, folder: str = "experimen
                 f"{row.difference.count} items{quality_comparison.items_planned(row)}",
             )
         )
+    limits = gate_checks.find_response_limits(records[0].suite, root)
+    if limits and (responses := runaways.compare_responses(*paths, limits)):
+        rows.append(
+            (
+                "responses that run away",
+                *(f"{side.runaway} of {side.count}" for side in (responses.first, responses.second)),
+                f"{responses.runaway_growth:+.2%}",
+                f"{responses.runaway.verdict} (limit {limits.runaway_share:.0%})",
+                f"{responses.items} items ({responses.items_planned:,})",
+            )
+        )
     notes = (
         quality.TABLE_NOTE,
         quality_comparison.VERDICT_NOTE,
@@ -171,7 +183,32 @@ def _note_builds(name: str, scored: MeasuredCheckpoint, sources: Sources) -> lis
 
 
 def _quality_comparison(first: Path, second: Path) -> list[Table]:
-    return [quality_comparison.comparison_table(*quality_comparison.pair_quality_records(first, second))]
+    paths = quality_comparison.pair_quality_records(first, second)
+    return [quality_comparison.comparison_table(*paths), *response_tables(*paths, variants.repository_root())]
+
+
+def response_tables(first: Path, second: Path, root: Path) -> list[Table]:
+    """Table of responses that run away, of two quality records; none without a limit or without responses.
+
+    Args:
+        root: the repository, whose gates have the limits.
+    """
+    limits = gate_checks.find_response_limits(store.read_record(first, Quality).suite, root)
+    table = runaways.responses_table(first, second, limits) if limits else None
+    return [table] if table else []
+
+
+def changed_items(first: Path, second: Path) -> Table | None:
+    """Table of the items that changed between two variants, worst first; None if none did.
+
+    Args:
+        first, second: the variants' folders of records.
+
+    Raises:
+        MissingRecordError: a variant has no quality record.
+        NotComparableError: records exist but cannot be paired.
+    """
+    return changed_items_table(*quality_comparison.pair_quality_records(first, second))
 
 
 def _newest_by_workload(folder: Path) -> list[Path]:

@@ -29,7 +29,14 @@ class Judgement:
     p_value: float
 
 
-def judge_loss(gains: ArrayLike, weights: ArrayLike | None, *, first_look: int, margin: float) -> Judgement:
+def judge_loss(
+    gains: ArrayLike,
+    weights: ArrayLike | None,
+    *,
+    first_look: int,
+    margin: float,
+    largest_bet_share: float = sequential.EVEN_SHARE,
+) -> Judgement:
     """Judge whether the second side scores worse than the first on the same items, at this look and all before it.
 
     Args:
@@ -38,13 +45,14 @@ def judge_loss(gains: ArrayLike, weights: ArrayLike | None, *, first_look: int, 
         weights: weight of each gain; None where items are simply right or wrong, so that a gain is -1, 0 or 1.
         first_look: number of gains at the first look.
         margin: the largest loss that still counts as equal.
+        largest_bet_share: where items are right or wrong, `sequential.RARE_SHARE` if hardly any differs.
 
     Raises:
         TooFewItemsError: the first look at items with weights has fewer than two.
     """
     if weights is None:
-        low, high = sequential.answers_interval(gains)
-        p_value = float(sequential.answers_p_value(gains, -margin)[0])
+        low, high = sequential.answers_interval(gains, largest_bet_share)
+        p_value = float(sequential.answers_p_value(gains, -margin, largest_bet_share)[0])
     else:
         low, high = sequential.mean_interval(gains, weights, first_look)
         p_value = sequential.mean_p_value(gains, weights, first_look, -margin)

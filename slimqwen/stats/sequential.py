@@ -39,6 +39,12 @@ BURN_IN = 50
 _BETS = np.linspace(0.05, 0.95, 10)
 """Shares of the largest bet that cannot lose more than the capital; a tenth of the capital is on each."""
 
+EVEN_SHARE = 1 / len(_BETS)
+"""Share of the capital that is on the largest bet where all bets have the same."""
+
+RARE_SHARE = 0.5
+"""Share on the largest bet where hardly any item differs: without a difference, 450 items pass a limit of 0.01."""
+
 _NARROWEST_AT = 100
 """Number of values at which the asymptotic interval has the fewest standard errors; it is hardly wider nearby."""
 
@@ -53,13 +59,14 @@ _LEAST_P_VALUE = 1e-12
 _ENDS_TOLERANCE = 1e-6
 
 
-def answers_p_value(values: ArrayLike, limit: float) -> Floats:
+def answers_p_value(values: ArrayLike, limit: float, largest_bet_share: float = EVEN_SHARE) -> Floats:
     """P-value of the hypothesis that the mean is at `limit` or below, valid for all looks up to the last value.
 
     Args:
         values: what was gained on each answer, between -1 and 1, in the order that was fixed before the first look; a
             matrix has a sequence in each row.
         limit: above -1.
+        largest_bet_share: share of the capital on the largest bet, fixed before the first look.
 
     Returns:
         One p-value for each sequence: 1 / the largest capital so far.
@@ -67,12 +74,18 @@ def answers_p_value(values: ArrayLike, limit: float) -> Floats:
     x = np.atleast_2d(np.asarray(values, dtype=np.float64))
     bets = _BETS / max(1 + limit, _ENDS_TOLERANCE)
     capitals = np.array([np.cumsum(np.log1p(bet * (x - limit)), axis=1) for bet in bets])
-    joined = scipy.special.logsumexp(capitals, axis=0) - math.log(len(bets))
+    joined = scipy.special.logsumexp(capitals, axis=0, b=_shares(largest_bet_share)[:, None, None])
     largest = np.maximum(joined.max(axis=1, initial=0.0), 0.0)
     return np.asarray(np.maximum(np.exp(-largest), _LEAST_P_VALUE))
 
 
-def answers_interval(values: ArrayLike) -> tuple[float, float]:
+def _shares(largest_bet_share: float) -> Floats:
+    """Share of the capital on each bet; what is not on the largest one is spread evenly."""
+    rest = (1 - largest_bet_share) / (len(_BETS) - 1)
+    return np.array([*[rest] * (len(_BETS) - 1), largest_bet_share])
+
+
+def answers_interval(values: ArrayLike, largest_bet_share: float = EVEN_SHARE) -> tuple[float, float]:
     """Ends of the interval of the mean, valid for all looks up to the last value.
 
     Each end misses the mean with a probability of at most `ALPHA`. It is the mean with which `answers_p_value` equals
@@ -80,14 +93,15 @@ def answers_interval(values: ArrayLike) -> tuple[float, float]:
 
     Args:
         values: between -1 and 1, in the order that was fixed before the first look.
+        largest_bet_share: as for `answers_p_value`.
     """
     x = np.asarray(values, dtype=np.float64)
-    return _lower_end(x), -_lower_end(-x)
+    return _lower_end(x, largest_bet_share), -_lower_end(-x, largest_bet_share)
 
 
-def _lower_end(values: Floats) -> float:
+def _lower_end(values: Floats, largest_bet_share: float) -> float:
     def excess(limit: float) -> float:
-        return math.log(float(answers_p_value(values, limit)[0]) / ALPHA)
+        return math.log(float(answers_p_value(values, limit, largest_bet_share)[0]) / ALPHA)
 
     nearest, farthest = -1 + _ENDS_TOLERANCE, 1.0
     if excess(nearest) > 0:
@@ -155,7 +169,7 @@ def _later_means(x: Floats, w: Floats, first_look: int) -> tuple[Floats, Floats,
 
 
 @cache
-def items_to_decide(margin: float, discordance: float) -> int:
+def items_to_decide(margin: float, discordance: float, largest_bet_share: float = EVEN_SHARE) -> int:
     """Number of right-or-wrong items with which an equally good variant passes with probability `POWER`.
 
     Over `_PLANNED_RUNS` runs with a fixed seed, whose looks lie 1 % of the items apart.
@@ -163,6 +177,7 @@ def items_to_decide(margin: float, discordance: float) -> int:
     Args:
         margin: the largest loss that still counts as equal, above 0.
         discordance: share of the items that only one side gets right; either gets half of them.
+        largest_bet_share: as for `answers_p_value`.
     """
     rng = np.random.default_rng(intervals.BOOTSTRAP_SEED)
     gained, lost = np.zeros(_PLANNED_RUNS), np.zeros(_PLANNED_RUNS)
@@ -180,7 +195,7 @@ def items_to_decide(margin: float, discordance: float) -> int:
             + lost * np.log1p(bets * (margin - 1))
             + (count - gained - lost) * np.log1p(bets * margin)
         )
-        passed |= np.exp(capitals).mean(axis=0) >= 1 / ALPHA
+        passed |= _shares(largest_bet_share) @ np.exp(capitals) >= 1 / ALPHA
     return count
 
 

@@ -46,6 +46,7 @@ class Checks:
         self.right = 200
         self.available = 800
         self.margin = 0.04
+        self.runaways: int | None = None
         self.wrong: dict[tuple[str, str | None], int] = {}
         self.engine_is: Literal["fine", "wrong", "dead", "idle"] = "fine"
 
@@ -101,6 +102,11 @@ class Checks:
             {"task": task, "item": str(n), "value": float(n < right), "weight": 1, "cluster": None}
             for n in range(400)
         ]
+        if self.runaways is not None:
+            cut = self.runaways if one.name != "tiny" else 0
+            for n, item in enumerate(items):
+                item |= {"output": "iron", "truncated": n % 20 == 0 and n // 20 < cut, "looping": False}
+                item |= {"output_tokens": 2, "item": f"{n:016x}"}
         return record_files.write(
             more.get("records_folder") or one.folder,
             example | {"tasks": {task: score}, "split": split_json(more)},

@@ -87,6 +87,25 @@ def test_a_table_of_fidelity_has_limits_and_noise_ratios(one: Variant, checks: C
     ]
 
 
+@pytest.mark.parametrize(("count", "verdict"), [(0, "pass"), (3, "inconclusive"), (20, "fail")])
+def test_responses_that_run_away_are_judged_beside_right_answers(
+    one: Variant, checks: Checks, monkeypatch: pytest.MonkeyPatch, count: int, verdict: str
+) -> None:
+    limits = GateSettings.load("tinyworld", one.root).responses.model_copy(update={"runaway_share": 0.012})
+    whole = GateSettings.load("tinyworld", one.root).model_copy(update={"responses": limits})
+    monkeypatch.setattr(GateSettings, "load", lambda *_: whole)
+    checks.runaways = count
+    path = gate.measure_gate(one, "tinyworld", command=["x"])
+    record = store.read_record(path, Gate)
+    assert (record.verdicts["quality"], record.verdict) == (verdict, verdict)
+    (row,) = [row for row in record.tables(path)[0].rows if "run away" in row[1]]
+    assert row[-1] == verdict
+    planned = f"{row[1]}: "
+    assert any(note.startswith(planned) for note in record.tables(path)[0].notes) == (
+        verdict == "inconclusive"
+    )
+
+
 def swap_two_rows(tensors: dict[str, Any]) -> None:
     rows = tensors["model.embed_tokens.weight"]
     rows[[300, 301]] = rows[[301, 300]]

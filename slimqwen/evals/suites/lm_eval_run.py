@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from slimqwen.captured_log import capture_output
 from slimqwen.evals import EvalError
-from slimqwen.evals.suites import datasets, scorer
+from slimqwen.evals.suites import datasets, item_texts, scorer
 from slimqwen.evals.suites.loops import is_looping
 from slimqwen.evals.suites.suite import ANSWER_MARGIN, AUTO, BITS_PER_BYTE, ENDED, Limit, Suite, SuiteTask
 from slimqwen.progress import Progress, silent
@@ -46,6 +46,9 @@ class Item:
         repeat: number of the generation of this item, from 0.
         cluster: hash shared by the generations of one item; None where each item has a single one.
         output_tokens: generated tokens with thoughts; None if nothing is generated or the server reports no usage.
+        looping: whether the output loops (`loops.is_looping`); None if nothing is generated.
+        question: the prompt, cut in its middle if it is long; None if the sample has none.
+        expected: the right response, cut likewise; None if the sample has none.
     """
 
     task: str
@@ -58,6 +61,9 @@ class Item:
     repeat: int = 0
     cluster: str | None = None
     output_tokens: int | None = None
+    looping: bool | None = None
+    question: str | None = None
+    expected: str | None = None
 
 
 @dataclass(frozen=True)
@@ -203,10 +209,13 @@ def score_endings(task: SuiteTask, run: TaskRun) -> TaskRun:
         replace(
             item,
             task=task.name,
-            value=float(not item.truncated and not is_looping(item.output or "")),
+            value=float(not item.truncated and not item.looping),
             output=None,
             truncated=None,
             output_tokens=None,
+            looping=None,
+            question=None,
+            expected=None,
         )
         for item in run.items
     ]
@@ -407,6 +416,9 @@ def _item(task: SuiteTask, sample: Mapping[str, Any], offset: int, repeat: int) 
         repeat=repeat,
         cluster=item if task.repeats > 1 else None,
         output_tokens=getattr(output, "tokens", None),
+        looping=is_looping(output) if is_text else None,
+        question=item_texts.question(sample),
+        expected=item_texts.expected(sample),
     )
 
 

@@ -22,7 +22,7 @@ from slimqwen.text.files import CorpusError, read_json_lines
 SCORE = "exact_match"
 """Name of the score in lm-eval's results, the same for every metric."""
 
-_CHAT = "slimqwen-chat:"
+CHAT_PREFIX = "slimqwen-chat:"
 """Prefix of a text that encodes a whole chat, because lm-eval passes only text; the client decodes and renders it."""
 
 
@@ -190,15 +190,15 @@ def question_text(item: Mapping[str, str]) -> str:
 
 def chat_text(messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None) -> str:
     """Encode a chat as text; `chat_of` decodes it."""
-    return _CHAT + json.dumps({"messages": messages, "tools": tools})
+    return CHAT_PREFIX + json.dumps({"messages": messages, "tools": tools})
 
 
 def chat_of(messages: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], list[dict[str, Any]] | None]:
     """Messages and tools of a chat by lm-eval, whose single message may be a chat encoded by `chat_text`."""
     content = messages[0]["content"] if len(messages) == 1 else ""
-    if not content.startswith(_CHAT):
+    if not content.startswith(CHAT_PREFIX):
         return messages, None
-    chat = json.loads(content.removeprefix(_CHAT))
+    chat = json.loads(content.removeprefix(CHAT_PREFIX))
     return chat["messages"], chat["tools"]
 
 
