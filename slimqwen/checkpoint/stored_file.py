@@ -13,6 +13,11 @@ _NEVER_EMPTY = (".json", ".jinja", ".safetensors", ".model")
 _WITHOUT_MARK = (".json", ".jinja")
 
 
+def is_pointer(head: bytes) -> bool:
+    """Whether a file that begins with these bytes is a git-lfs pointer instead of the file itself."""
+    return head.startswith(_POINTER)
+
+
 def refuse_pointer(file: Path) -> None:
     """Refuse a file with which vLLM fails, or which spoils every prompt, although nothing has damaged it.
 
@@ -23,7 +28,7 @@ def refuse_pointer(file: Path) -> None:
     """
     with file.open("rb") as stream:
         head = stream.read(len(_POINTER))
-    if head == _POINTER:
+    if is_pointer(head):
         raise CorruptCheckpointError(
             f"{file} is a git-lfs pointer, not the file itself; run `git lfs pull` in {file.parent}, or download the "
             "file again"

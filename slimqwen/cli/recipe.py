@@ -1,8 +1,9 @@
 """`slimqwen recipe`: makes a checkpoint by stages, verifies it, deletes unused outputs."""
 
 import re
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -13,6 +14,9 @@ from slimqwen.variant import Variant
 
 if TYPE_CHECKING:
     from slimqwen.text.calibration_mix import Source
+    from slimqwen.text.documents import Understanding
+
+_EXAMPLE_CHARACTERS = 400
 
 app = typer.Typer(help="Make a variant's checkpoint stage by stage.", no_args_is_help=True)
 
@@ -125,12 +129,18 @@ def corpus(
         list[str],
         typer.Option(
             metavar="NAME=FILE[:WEIGHT]",
-            help="a .txt or .jsonl file, or a folder of parquet or .jsonl files; may be repeated",
+            help="a file or folder of .jsonl, .json, .csv, .parquet or .txt (.gz, .zst); may be repeated",
         ),
     ],
     tokens: Annotated[int, typer.Option(help="number of tokens over all sources")],
     output: Annotated[Path, typer.Option(metavar="FILE.jsonl", help="file to write")],
     seed: Annotated[int, typer.Option(help="seed for the order of the documents")] = 0,
+    divide: Annotated[
+        Literal["blocks", "paragraphs", "lines", "whole"],
+        typer.Option(
+            help="documents of a .txt file: 8 KiB each, or what empty lines divide, lines, the file"
+        ),
+    ] = "blocks",
 ) -> None:
     """Mix a calibration text; the variant's tokenizer counts the tokens, its chat template renders chats."""
     from slimqwen import checkpoint
@@ -138,10 +148,10 @@ def corpus(
 
     checkpoint.check_folder(variant.weights, variants.making_command(variant.weights, variant.root))
     output.parent.mkdir(parents=True, exist_ok=True)
-    sources = [_parse_source(text) for text in source]
+    sources = [replace(_parse_source(text), division=divide) for text in source]
     with progress_bar() as progress:
         manifest = calibration_mix.build_calibration_text(
-            variant.weights, sources, tokens, seed, output, progress
+            variant.weights, sources, tokens, seed, output, progress, _show_understanding
         )
     rows = table(["source"], ("weight", "documents", "duplicates", "near", "taken", "tokens"))
     for row in manifest["sources"]:
@@ -154,6 +164,16 @@ def corpus(
     if manifest["tokens"] < manifest["tokens_wanted"]:
         say(f"all sources together have only {manifest['tokens']} of {manifest['tokens_wanted']} tokens")
     say(f"text: {output}, manifest: {calibration_mix.manifest_path(output)}")
+
+
+def _show_understanding(name: str, understanding: "Understanding") -> None:
+    """Say what a source was understood as, with the beginning of its first document, before it is used."""
+    say(f"{name}: {understanding.describe()}; the first:")
+    lines = understanding.example[:_EXAMPLE_CHARACTERS].splitlines()
+    for line in lines:
+        say(f"  | {line}")
+    if len(understanding.example) > _EXAMPLE_CHARACTERS:
+        say(f"  | … ({len(understanding.example):,} characters in all)")
 
 
 def _show_dry_run(variant: Variant) -> None:

@@ -20,7 +20,7 @@ from slimqwen.records.record import Block, Count, Estimate, NonNegative, Positiv
 from slimqwen.records.settings import Settings
 from slimqwen.records.split import Split
 from slimqwen.stats import intervals
-from slimqwen.text.files import TextFile
+from slimqwen.text.documents import read_documents
 
 MODES = ("single", "batched")
 """In-process modes: one text at a time; several at once with a token budget that splits their prefill into chunks."""
@@ -105,12 +105,12 @@ class FidelitySettings(Settings):
             CorpusError: the file is missing or malformed.
             EvalError: a line has no text, a text is empty, or fewer than two texts are on that side.
         """
-        reader = TextFile(root / self.texts)
         texts = []
-        for number, document in enumerate(reader, start=1):
+        for number, document in enumerate(read_documents(root / self.texts), start=1):
             if not document.text:
-                place = reader.location(document.position)
-                raise EvalError(f'{place}: no text in this line; write {{"text": …}} or remove the line')
+                raise EvalError(
+                    f'{document.location}: no text in this line; write {{"text": …}} or remove the line'
+                )
             texts.append((document.id or str(number), document.text))
         side_texts = [each for each in texts if split is None or split.has(each[1])]
         if len(side_texts) < 2:
@@ -119,7 +119,7 @@ class FidelitySettings(Settings):
                 if split
                 else "; add texts"
             )
-            raise EvalError(f"{reader.path}: {len(side_texts)} of {len(texts)} texts{side}")
+            raise EvalError(f"{root / self.texts}: {len(side_texts)} of {len(texts)} texts{side}")
         return side_texts
 
 

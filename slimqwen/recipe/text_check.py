@@ -7,7 +7,8 @@ from slimqwen.models.outline import Outline
 from slimqwen.recipe.stage import Fault
 from slimqwen.text.chats import read_chat_templates, require_text_or_chat
 from slimqwen.text.corpus import TextSource
-from slimqwen.text.files import CorpusError, Document, TextFile
+from slimqwen.text.documents import Document, read_documents
+from slimqwen.text.files import CorpusError
 
 _CHECKED_BYTES = 16 * 2**20
 """Bytes that are read of a larger file, in a third of a second; the rest is checked when the stage reads the text."""
@@ -22,7 +23,7 @@ def inspect_text(
     least_documents: int = 1,
     or_prompt: bool = False,
 ) -> Iterator[Fault]:
-    """Find the first fault of a stage's text; yields nothing if its beginning is sound.
+    """Find the faults of a stage's text; yields nothing if its beginning is sound.
 
     Args:
         outline: outline of the stage's input, whose templates render chats.
@@ -41,14 +42,13 @@ def inspect_text(
     try:
         size, number, is_whole, has_chats = source.path.stat().st_size, 0, True, False
         with_tools: list[Document] = []
-        file = TextFile(source.path)
-        for document in file:
+        for document in read_documents(source.path):
             if document.position > _CHECKED_BYTES:
                 is_whole = False
                 break
             if document.is_blank:
                 continue
-            require_text_or_chat(file, document, or_prompt=or_prompt)
+            require_text_or_chat(document, or_prompt=or_prompt)
             has_chats = has_chats or document.messages is not None
             with_tools += [document] if _has_tools(document) else []
             number += 1
@@ -59,18 +59,21 @@ def inspect_text(
             )
         if with_tools and not any("tool" in template.text for template in templates.values()):
             raise CorpusError(
-                f"{file.location(with_tools[0].position)}: a chat with tools ({len(with_tools)} such chats), which "
+                f"{with_tools[0].location}: a chat with tools ({len(with_tools)} such chats), which "
                 f"{templates['default'].file} does not render; remove them, or use a template that renders tools"
             )
     except OSError as error:
         yield Fault(f"{source.path}: cannot be read ({error.strerror}); write the text into that file", field)
     except SlimqwenError as error:
-        yield Fault(str(error), field)
+        yield from (Fault(fault, field) for fault in error.faults)
     else:
         if is_whole and number < least_documents:
             wanted = f"but {least_documents} are needed" if number else "but at least one is needed"
             yield Fault(f"{source.path} has {number} documents, {wanted}; add text or ask for less", field)
-        elif size < least_bytes:
+        elif size < least_bytes and source.path.suffix in (
+            ".jsonl",
+            ".txt",
+        ):  # others may hold more than their size
             yield Fault(
                 f"{source.path} has {size} bytes, too few for {least_bytes} tokens; add text or ask for less",
                 field,

@@ -5,29 +5,43 @@ document is dropped if the same words, or more than half of its 13-word shingles
 et al. (arXiv 2005.14165, appendix C) call word n-grams of that length an overlap.
 """
 
+import contextlib
 import hashlib
 import json
 import random
 import tempfile
 from array import array
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from slimqwen.checkpoint.files import sha256, tree_records
+from slimqwen.checkpoint.files import sha256
 from slimqwen.progress import Progress, silent
 from slimqwen.text.chats import ChatRenderer
-from slimqwen.text.files import CorpusError, DataSet, TextFile
+from slimqwen.text.corpus import text_digest
+from slimqwen.text.documents import Division, Document, Understanding, read_documents
+from slimqwen.text.files import CorpusError, reading
+
+_MOST_FAULTS = 20
 
 
 @dataclass(frozen=True)
 class Source:
-    """A .txt file, a .jsonl file, or a folder of parquet or JSON files; `weight` is its share of the tokens."""
+    """A file or folder of texts or chats; `weight` is its share of the tokens, `division` that of .txt files."""
 
     name: str
     path: Path
     weight: float = 1.0
+    division: Division = "blocks"
+
+
+Show = Callable[[str, Understanding], None]
+"""Called with the name of a source and what was understood of it."""
+
+
+def _ignore(_: str, __: Understanding) -> None:
+    """Show nothing."""
 
 
 def manifest_path(destination: Path) -> Path:
@@ -42,6 +56,7 @@ def build_calibration_text(
     seed: int,
     destination: Path,
     progress: Progress = silent,
+    show: Show = _ignore,
 ) -> dict[str, Any]:
     """Write a calibration text and its manifest, and return the manifest; the same inputs give the same bytes.
 
@@ -50,9 +65,11 @@ def build_calibration_text(
         tokens: number of tokens to take from all sources together; the last document may exceed it, and a text whose
             sources all run out has fewer.
         destination: .jsonl file, replaced if it exists.
+        show: called for each source when all are read, before a document is taken.
 
     Raises:
-        CorpusError: a source is missing, malformed or empty, or an argument is wrong; nothing is written.
+        CorpusError: a source is missing, malformed or empty, or an argument is wrong; nothing is written. All faults of
+            the documents of a source come at once.
     """
     if not sources or len({source.name for source in sources}) < len(sources):
         raise CorpusError(
@@ -65,16 +82,31 @@ def build_calibration_text(
     chats = ChatRenderer(weights)
     with tempfile.TemporaryDirectory(dir=destination.parent, prefix=f".{destination.name}.") as scratch:
         text, staged = Path(scratch) / "text", Path(scratch) / "manifest"
-        remaining = [
-            _Supply(source, seed, chats, Path(scratch) / f"cache-{number}", progress)
-            for number, source in enumerate(sources)
-        ]
+        remaining: list[_Supply] = []
+        faults: list[str] = []
+        for number, source in enumerate(sources):
+            try:
+                spool = Path(scratch) / f"source-{number}"
+                remaining.append(_Supply(source, seed, chats, spool, progress))
+            except CorpusError as error:
+                faults += error.faults
+        if faults:
+            raise CorpusError(*faults)
+        for supply in remaining:
+            show(supply.facts["name"], supply.understanding)
         facts = [supply.facts for supply in remaining]
         seen, total = set[bytes](), 0
         with text.open("w", encoding="utf-8") as stream:
             while remaining and total < tokens:
                 supply = min(remaining, key=lambda supply: supply.facts["tokens"] / supply.facts["weight"])
-                if (document := supply.take_new(seen)) is None:
+                try:
+                    document = supply.take_new(seen)
+                except CorpusError as error:
+                    faults += error.faults
+                    if len(faults) == _MOST_FAULTS:
+                        break
+                    continue
+                if document is None:
                     remaining.remove(supply)
                     continue
                 length = len(chats.tokenizer(document, add_special_tokens=False, verbose=False)["input_ids"])
@@ -82,6 +114,8 @@ def build_calibration_text(
                 total += length
                 stream.write(json.dumps({"text": document, "source": supply.facts["name"]}) + "\n")
                 progress("taking documents", min(total, tokens), tokens)
+        if faults:
+            raise CorpusError(*faults)
         manifest = {
             "schema": "calibration_corpus/1",
             "seed": seed,
@@ -101,35 +135,50 @@ def build_calibration_text(
 
 
 class _Supply:
-    """The documents of a source in a seeded order; only the position of each, 8 bytes, is kept in memory."""
+    """The documents of a source in a seeded order.
+
+    They are spooled to a file, because packed files and tables cannot be read from the middle; memory holds only the
+    position of each, 8 bytes.
+    """
 
     def __init__(
-        self, source: Source, seed: int, chats: ChatRenderer, cache: Path, progress: Progress
+        self, source: Source, seed: int, chats: ChatRenderer, spool: Path, progress: Progress
     ) -> None:
-        is_folder = source.path.is_dir()
-        self._reader = DataSet(source.path, cache) if is_folder else TextFile(source.path)
-        self._chats = chats
+        self._chats, self._spool = chats, spool
         self._positions = array("Q")
-        for number, document in enumerate(self._reader, start=1):
-            if not document.is_blank:
-                self._positions.append(document.position)
-            progress(f"reading {source.name}", number, 0)
+        self.understanding = Understanding()
+        with spool.open("wb") as stream:
+            found = read_documents(source.path, source.division, self.understanding)
+            for number, document in enumerate(found, start=1):
+                if not document.is_blank:
+                    if not self._positions:
+                        with contextlib.suppress(CorpusError):  # the document's turn will come
+                            self.understanding.example = chats.text_of(document)
+                    self._positions.append(stream.tell())
+                    stream.write(json.dumps(asdict(document)).encode() + b"\n")
+                progress(f"reading {source.name}", number, 0)
         if not self._positions:
             raise CorpusError(f"{source.path} has no text; add documents to it or remove the source")
-        files = (
-            {name: record.sha256 for name, record in tree_records(source.path).items()} if is_folder else {}
-        )
-        digest = _digest(files) if is_folder else sha256(source.path)
+        with reading(source.path):
+            digest = text_digest(source.path)
         self.facts: dict[str, Any] = {"name": source.name, "file": source.path.name, "sha256": digest}
+        self.facts |= {"styles": dict(self.understanding.styles), "empty": self.understanding.empty}
+        if self.understanding.division:
+            self.facts["division"] = self.understanding.division
         self.facts |= {"weight": source.weight, "documents": len(self._positions), "ran_out": False}
         self.facts |= dict.fromkeys(("duplicates", "near_duplicates", "taken", "tokens"), 0)
         # The seed includes the name, so that adding a source does not change the order of the others.
         random.Random(f"{seed} {source.name}").shuffle(self._positions)
 
+    def _read(self, position: int) -> Document:
+        with self._spool.open("rb") as stream:
+            stream.seek(position)
+            return Document(**json.loads(stream.readline()))
+
     def take_new(self, seen: set[bytes]) -> str | None:
         """The text of the next document that is no duplicate, None at the end; adds its hashes to `seen`."""
         while self._positions:
-            text = self._chats.text_of(self._reader, self._reader.at(self._positions.pop()))
+            text = self._chats.text_of(self._read(self._positions.pop()))
             words = text.split()
             shingles = {_hash(words[start : start + 13]) for start in range(max(1, len(words) - 12))}
             if _hash(words) in seen:

@@ -8,7 +8,8 @@ from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 from slimqwen.checkpoint.stored_file import refuse_pointer, remove_mark
-from slimqwen.text.files import CorpusError, DataSet, Document, TextFile, without_nulls
+from slimqwen.text.documents import Document, read_documents
+from slimqwen.text.files import CorpusError, without_nulls
 
 _TEXT_MODEL = SimpleNamespace(
     enable_prompt_embeds=False,
@@ -108,11 +109,10 @@ class ChatRenderer:
         asks = any("strftime_now" in template.text for template in self.templates.values())
         return TEMPLATE_DATE.date().isoformat() if asks else None
 
-    def text_of(self, reader: TextFile | DataSet, document: Document, *, to_continue: bool = False) -> str:
+    def text_of(self, document: Document, *, to_continue: bool = False) -> str:
         """The text of a document, rendered if it is a chat.
 
         Args:
-            reader: reader of the document, which names its location in an error.
             to_continue: whether to drop the assistant's messages at the end and stop where the model's would begin.
 
         Raises:
@@ -131,7 +131,7 @@ class ChatRenderer:
         except Exception as error:
             reason = " ".join(str(error).split())[:300]
             raise CorpusError(
-                f"{reader.location(document.position)}: the chat cannot be rendered ({reason}); correct or remove it"
+                f"{document.location}: the chat cannot be rendered ({reason}); correct or remove it"
             ) from None
 
     def render(self, messages: list[Any], tools: Any = None, *, to_continue: bool = False) -> str:
@@ -200,24 +200,24 @@ class ChatRenderer:
 
 
 def read_texts(path: Path, weights: Path) -> Iterator[str]:
-    """The texts of a .txt or .jsonl file except blank ones; chats are rendered with the templates of a checkpoint.
+    """The texts of a file or folder except blank ones; chats are rendered with the templates of a checkpoint.
 
     Raises:
         CorpusError: the file cannot be read, a document is neither text nor chat, or a chat cannot be rendered.
     """
-    file, chats = TextFile(path), None
-    for document in file:
+    chats = None
+    for document in read_documents(path):
         if document.is_blank:
             continue
         if document.text is None:
-            require_text_or_chat(file, document)
+            require_text_or_chat(document)
             chats = chats or ChatRenderer(weights)
-            yield chats.text_of(file, document)
+            yield chats.text_of(document)
         else:
             yield document.text
 
 
-def require_text_or_chat(reader: TextFile | DataSet, document: Document, *, or_prompt: bool = False) -> None:
+def require_text_or_chat(document: Document, *, or_prompt: bool = False) -> None:
     """Check without a template that a document is a text, or a chat whose messages have roles.
 
     Args:
@@ -234,7 +234,7 @@ def require_text_or_chat(reader: TextFile | DataSet, document: Document, *, or_p
     ):
         form = 'give {"text": …} or {"messages": [{"role": …, "content": …}, …]}'
         also = ', or {"prompt": …}' if or_prompt else ""
-        raise CorpusError(f"{reader.location(document.position)}: neither a text nor a chat; {form}{also}")
+        raise CorpusError(f"{document.location}: neither a text nor a chat; {form}{also}")
 
 
 def check_message(message: Any) -> dict[str, Any]:

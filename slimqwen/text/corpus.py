@@ -1,12 +1,14 @@
 """Paths of the texts that recipes and workloads name."""
 
+import hashlib
+import json
 import os
 from pathlib import Path
 from typing import Annotated
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationInfo
 
-from slimqwen.checkpoint.files import sha256
+from slimqwen.checkpoint.files import sha256, tree_records
 from slimqwen.text.files import CorpusError
 from slimqwen.variant import repository_root
 
@@ -44,7 +46,7 @@ class TextSource(BaseModel):
     """The part of a stage's parameters that says where its text comes from.
 
     Attributes:
-        path: .txt or .jsonl file, relative to the recipe; or the name of a text in eval/texts.
+        path: file or folder of texts or chats, relative to the recipe; or the name of a text in eval/texts.
         seed: seed of the order of the text's documents.
     """
 
@@ -55,12 +57,20 @@ class TextSource(BaseModel):
 
 
 def file_digest(path: Path, name: str) -> str:
-    """SHA-256 of an input file that a recipe calls `name`.
+    """SHA-256 of an input file that a recipe calls `name`; of a folder, that of its files' names and digests.
 
     Raises:
         CorpusError: the file cannot be read.
     """
     try:
-        return sha256(path)
+        return text_digest(path)
     except OSError as error:
         raise CorpusError(f"{path}: cannot be read ({error.strerror}); put the {name} there") from None
+
+
+def text_digest(path: Path) -> str:
+    """SHA-256 of a file, or of the names and digests of a folder's files; OSError if it cannot be read."""
+    if not path.is_dir():
+        return sha256(path)
+    files = {name: record.sha256 for name, record in tree_records(path).items()}
+    return hashlib.sha256(json.dumps(files, sort_keys=True).encode()).hexdigest()

@@ -1,47 +1,181 @@
-"""Readers of the text files that a user names: .jsonl, .txt, and folders of parquet or JSON files.
+"""Files that a user names: found in a folder, opened plain or packed (.gz, .zst), read line by line.
 
 Only a line feed ends a line, because JSON strings may hold the other characters at which str.splitlines ends one
 (U+2028, form feed). A byte order mark at the beginning is skipped. Text that is not UTF-8 is refused with its line.
+Everything is streamed: memory holds one line, or one batch of rows.
 """
 
 import contextlib
+import gzip
+import io
 import json
+import zlib
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, Final
 
+from slimqwen.checkpoint.stored_file import is_pointer
 from slimqwen.errors import SlimqwenError
 
-_TXT_DOCUMENT_BYTES = 2**13
-_FORM = 'give {"text": …} or {"messages": […]}'
+FORMATS: Final = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet", ".txt")
+"""Endings of the files that are read; all but .parquet may have a further .gz or .zst."""
+
+MOST_LINE_BYTES: Final = 2**26
+"""Longest line or JSON record that is read, so that a file without line feeds does not fill the memory."""
+
+_PACKED = (".gz", ".zst")
+_UNCHECKED_BYTES = 2**28
+_MOST_EXPANSION = 200
+"""Text shrinks to a tenth, the most repetitive logs to a hundredth; a packed file that exceeds this is no text."""
+
+_NOT_DATA = (
+    *(
+        "dataset_info.json",
+        "dataset_infos.json",
+        "dataset_dict.json",
+        "state.json",
+        "readme.txt",
+        "license.txt",
+    ),
+    "requirements.txt",
+)
+"""Files that data sets have beside their data."""
 
 
 class CorpusError(SlimqwenError):
     """A text is missing, malformed or too short."""
 
 
-@dataclass(frozen=True)
-class Document:
-    """One document of a file or a data set: a text, a chat or a prompt.
+def file_format(file: Path) -> str:
+    """The ending of a file's name that says how it is read, one of `FORMATS`; .gz and .zst are left aside.
 
-    Attributes:
-        position: where the document begins: byte of a `TextFile`, row of a `DataSet`.
-        messages, tools: a chat and its tools, in the form that chat templates take.
-        prompt: text to be continued.
+    Raises:
+        CorpusError: it is another ending.
     """
+    inner = Path(file.stem) if file.suffix.lower() in _PACKED else file
+    suffix = inner.suffix.lower()
+    if suffix not in FORMATS or (suffix == ".parquet" and inner != file):
+        known = f"{', '.join(FORMATS[:-1])} and {FORMATS[-1]}"
+        raise CorpusError(
+            f"{file}: unknown format; name a file that ends in {known}, or all but .parquet with .gz or .zst"
+        )
+    return suffix
 
-    position: int
-    id: str | None = None
-    text: str | None = None
-    messages: list[Any] | None = None
-    tools: Any = None
-    prompt: str | None = None
 
-    @property
-    def is_blank(self) -> bool:
-        """Whether the document holds nothing but white space."""
-        return not (self.messages or (self.text or "").strip() or (self.prompt or "").strip())
+def list_files(path: Path) -> tuple[list[Path], list[Path]]:
+    """The files to read of a path, in the order of their names, and those of a folder that are left out.
+
+    Of a folder whose names give splits (train, test, validation) only `train` is read, as data sets of the hub are.
+
+    Raises:
+        CorpusError: a folder has no file that can be read.
+    """
+    if not path.is_dir():
+        return [path], []
+    found: list[Path] = []
+    left_out: list[Path] = []
+    for file in sorted(path.rglob("*")):
+        inside = file.relative_to(path)
+        if not file.is_file() or any(part.startswith(".") for part in inside.parts):
+            continue
+        try:
+            file_format(file)
+        except CorpusError:
+            left_out.append(file)
+        else:
+            (left_out if file.name.lower() in _NOT_DATA else found).append(file)
+    trained = [file for file in found if _has_word("train", file.relative_to(path))]
+    if trained:
+        left_out += [file for file in found if file not in trained]
+    if not found:
+        raise CorpusError(
+            f"{path} has no file that can be read; put .jsonl, .csv, .parquet or .txt files there"
+        )
+    return trained or found, left_out
+
+
+def _has_word(word: str, path: Path) -> bool:
+    letters = "".join(character if character.isalpha() else " " for character in str(path).lower())
+    return word in letters.split()
+
+
+class _Expanded(io.RawIOBase):
+    """The bytes of a packed file, up to a limit that no text reaches."""
+
+    def __init__(self, packed: Any, file: Path) -> None:
+        self._packed, self._file, self._bytes = packed, file, 0
+        self._limit = max(_UNCHECKED_BYTES, _MOST_EXPANSION * file.stat().st_size)
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        data = self._packed.read(len(buffer))
+        self._bytes += len(data)
+        if self._bytes > self._limit:
+            raise CorpusError(
+                f"{self._file} expands to more than {self._limit:,} bytes, as no text does; unpack it, and name the "
+                "unpacked file"
+            )
+        buffer[: len(data)] = data
+        return len(data)
+
+
+@contextlib.contextmanager
+def open_bytes(file: Path) -> Iterator[IO[bytes]]:
+    """Open a file to read its bytes, unpacked if it ends in .gz or .zst.
+
+    Raises:
+        CorpusError: here or in the `with` block, the file cannot be read, is a git-lfs pointer, is cut short, or
+            expands as no text does.
+    """
+    with reading(file), contextlib.ExitStack() as stack:
+        plain = stack.enter_context(file.open("rb"))
+        if is_pointer(plain.peek(64)):
+            raise CorpusError(
+                f"{file} is a git-lfs pointer, not the file itself; run `git lfs pull` in {file.parent}"
+            )
+        packed: Any = None
+        if file.suffix.lower() == ".gz":
+            packed = stack.enter_context(gzip.GzipFile(fileobj=plain))
+        elif file.suffix.lower() == ".zst":
+            import pyarrow  # type: ignore[import-untyped] # slow to import
+
+            packed = stack.enter_context(pyarrow.CompressedInputStream(plain, "zstd"))
+        yield plain if packed is None else io.BufferedReader(_Expanded(packed, file))
+
+
+def read_lines(stream: IO[bytes], file: object) -> Iterator[bytes]:
+    """Yield the lines of a stream with their ends.
+
+    Raises:
+        CorpusError: a line is longer than `MOST_LINE_BYTES`.
+    """
+    number = 0
+    while line := stream.readline(MOST_LINE_BYTES + 1):
+        number += 1
+        if len(line) > MOST_LINE_BYTES:
+            raise CorpusError(
+                f"{file}, line {number}: longer than {MOST_LINE_BYTES:,} bytes; divide the line"
+            )
+        yield line
+
+
+def parse_json(line: bytes, *, is_first: bool) -> Any:
+    """The value of a line of JSON; a byte order mark may begin the first.
+
+    Raises:
+        ValueError: the line is not UTF-8 or not JSON, or has half a surrogate pair; the message is cause and cure.
+    """
+    try:
+        value = json.loads(line.decode("utf-8-sig" if is_first else "utf-8"))
+        if b"\\u" in line:
+            json.dumps(value, ensure_ascii=False).encode()  # fails for a surrogate without its pair
+    except UnicodeDecodeError as error:
+        raise ValueError(not_utf8(error)) from None
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"not JSON ({error}); write one JSON object per line") from None
+    return value
 
 
 def read_json_lines(lines: Iterable[bytes], name: object) -> Iterator[tuple[int, Any]]:
@@ -54,100 +188,11 @@ def read_json_lines(lines: Iterable[bytes], name: object) -> Iterator[tuple[int,
     for number, line in enumerate(lines, start=1):
         if line.strip():
             try:
-                value = json.loads(line.decode("utf-8-sig" if position == 0 else "utf-8"))
-                if b"\\u" in line:
-                    json.dumps(value, ensure_ascii=False).encode()  # fails for a surrogate without its pair
-            except UnicodeDecodeError as error:
-                raise _not_utf8(name, number, error) from None
-            except (ValueError, RecursionError) as error:
-                raise CorpusError(
-                    f"{name}, line {number}: not JSON ({error}); write one JSON object per line"
-                ) from None
+                value = parse_json(line, is_first=position == 0)
+            except ValueError as error:
+                raise CorpusError(f"{name}, line {number}: {error}") from None
             yield position, value
         position += len(line)
-
-
-class TextFile:
-    """Reader of a .txt file (a document is 8 KiB, to the end of a line) or a .jsonl file (a document is a line).
-
-    Iterating yields all documents, blank ones too.
-
-    Raises:
-        CorpusError: the file is neither; or, while iterating, it cannot be read or a document is malformed.
-    """
-
-    def __init__(self, path: Path) -> None:
-        if path.suffix not in (".jsonl", ".txt"):
-            raise CorpusError(f"{path}: neither .txt nor .jsonl; decompress or convert it")
-        self.path = path
-
-    def __iter__(self) -> Iterator[Document]:
-        with reading(self.path), self.path.open("rb") as stream:
-            yield from self._documents(stream, 0)
-
-    def at(self, position: int) -> Document:
-        """The document that begins at byte `position`."""
-        with reading(self.path), self.path.open("rb") as stream:
-            stream.seek(position)
-            return next(self._documents(stream, position))
-
-    def location(self, position: int) -> str:
-        """File and line of a document, for an error message."""
-        with self.path.open("rb") as stream:
-            number = stream.read(position).count(b"\n") + 1
-        return f"{self.path}, line {number}"
-
-    def _documents(self, stream: IO[bytes], position: int) -> Iterator[Document]:
-        if self.path.suffix == ".jsonl":
-            for offset, content in read_json_lines(stream, self.path):
-                yield _checked_document(content, position + offset, self)
-            return
-        line = 1
-        while block := b"".join(stream.readlines(_TXT_DOCUMENT_BYTES)):
-            text = _decode_text(block, self.path, is_first=position == 0, line=line)
-            yield Document(position, text=text)
-            position += len(block)
-            line += block.count(b"\n")
-
-
-class DataSet:
-    """Reader of a folder of parquet or JSON files (the split `train` if file names give splits), by `datasets`.
-
-    Iterating yields all documents, blank ones too. The library caches in the folder `cache`, not in the user's cache.
-
-    Raises:
-        CorpusError: the folder is not a data set; or, while iterating, a row is malformed.
-    """
-
-    def __init__(self, path: Path, cache: Path) -> None:
-        import datasets
-
-        datasets.disable_progress_bars()
-        try:
-            rows = datasets.load_dataset(str(path), split="train", cache_dir=str(cache))
-        # The library raises whatever its readers raise.
-        except Exception as error:
-            reason = " ".join(str(error).split())[:300]
-            raise CorpusError(
-                f"{path}: not a data set ({reason}); put parquet or .jsonl files there"
-            ) from None
-        columns = [name for name in ("messages", "text") if name in rows.column_names][:1]
-        if not columns:
-            raise CorpusError(f"{path} has only the columns {', '.join(rows.column_names)}; {_FORM}")
-        if columns == ["messages"] and "tools" in rows.column_names:
-            columns.append("tools")
-        self._path, self._rows = path, rows.select_columns(columns)
-
-    def __iter__(self) -> Iterator[Document]:
-        return (_checked_document(without_nulls(row), n, self) for n, row in enumerate(self._rows))
-
-    def at(self, position: int) -> Document:
-        """The document in row `position`."""
-        return _checked_document(without_nulls(self._rows[position]), position, self)
-
-    def location(self, position: int) -> str:
-        """Folder and row of a document, for an error message."""
-        return f"{self._path}, row {position}"
 
 
 def without_nulls(value: Any) -> Any:
@@ -160,43 +205,18 @@ def without_nulls(value: Any) -> Any:
     return [without_nulls(part) for part in value] if isinstance(value, list) else value
 
 
-def _checked_document(content: Any, position: int, reader: TextFile | DataSet) -> Document:
-    fields: dict[str, Any] = {}
-    for name, kind in (("text", str), ("messages", list), ("prompt", str)):
-        if isinstance(content, dict) and isinstance(content.get(name), kind):
-            fields[name] = content[name]
-    if not fields:
-        raise CorpusError(f"{reader.location(position)}: neither a text nor a chat; {_FORM}")
-    id_ = content.get("id")
-    return Document(position, None if id_ is None else str(id_), tools=content.get("tools"), **fields)
-
-
-def _decode_text(block: bytes, path: Path, *, is_first: bool, line: int) -> str:
-    """Decode a block of a .txt file that begins at line number `line`."""
-    try:
-        if (nul := block.find(b"\0")) >= 0:  # as in UTF-16 without a byte order mark
-            raise UnicodeDecodeError("utf-8", block, nul, nul + 1, "a NUL character")
-        text = block.decode("utf-8-sig" if is_first else "utf-8")
-    except UnicodeDecodeError as error:
-        raise _not_utf8(path, line + block.count(b"\n", 0, error.start), error) from None
-    with contextlib.suppress(ValueError, RecursionError):
-        if is_first and isinstance(json.loads(text.lstrip().partition("\n")[0]), dict):
-            raise CorpusError(f"{path}, line 1: a JSON object instead of text; name the file .jsonl")
-    return text.replace("\r\n", "\n").replace("\r", "\n")
-
-
-def _not_utf8(name: object, line: int, error: UnicodeDecodeError) -> CorpusError:
-    return CorpusError(
-        f"{name}, line {line}: not UTF-8 ({error.reason}); decompress it or convert it to UTF-8"
-    )
+def not_utf8(error: UnicodeDecodeError) -> str:
+    """Cause and cure of text that is not UTF-8."""
+    return f"not UTF-8 ({error.reason}); decompress it or convert it to UTF-8"
 
 
 @contextlib.contextmanager
 def reading(path: Path) -> Iterator[None]:
-    """Turn an OSError in the `with` block into a CorpusError about the file."""
+    """Turn what readers raise in the `with` block into a CorpusError about the file."""
     try:
         yield
+    except (EOFError, zlib.error) as error:
+        raise CorpusError(f"{path}: cut short or damaged ({error}); fetch or pack it again") from None
     except OSError as error:
-        raise CorpusError(
-            f"{path}: cannot be read ({error.strerror or error}); put a readable file there"
-        ) from None
+        cause = error.strerror or " ".join(str(error).split())[:200]
+        raise CorpusError(f"{path}: cannot be read ({cause}); put a readable file there") from None

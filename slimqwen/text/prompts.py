@@ -11,7 +11,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from slimqwen.text.chats import ChatRenderer
 from slimqwen.text.corpus import resolve_text
-from slimqwen.text.files import CorpusError, TextFile, read_json_lines, reading
+from slimqwen.text.documents import read_documents
+from slimqwen.text.files import CorpusError, file_format, read_json_lines, reading
 
 Tokens = list[int]
 
@@ -20,23 +21,23 @@ def documents(source: str, seed: int, root: Path) -> Iterator[str]:
     """The documents of a workload's text, each once: in file order, beginning at a document that the seed chooses.
 
     Args:
-        source: path of a .jsonl file, or of a .txt file with empty lines between documents; or the name of a text in
+        source: path of a file of texts, of a .txt file with empty lines between documents; or the name of a text in
             eval/texts.
         root: folder that the path is relative to.
 
     Raises:
         CorpusError: the file cannot be read or is malformed, or a document is a chat or a prompt.
     """
-    file = TextFile(resolve_text(source, root))
+    file = resolve_text(source, root)
     texts: list[str] = []
-    for document in file:
+    for document in read_documents(file):
         if document.text is None and not document.is_blank:
             raise CorpusError(
-                f"{file.location(document.position)}: a chat or a prompt instead of a text; write a text, or render "
+                f"{document.location}: a chat or a prompt instead of a text; write a text, or render "
                 "chats with `slimqwen recipe corpus`"
             )
         texts.append(document.text or "")
-    if file.path.suffix == ".txt":
+    if file.is_file() and file_format(file) == ".txt":
         texts = "".join(texts).split("\n\n")
     texts = [text.strip() for text in texts if text.strip()]
     start = random.Random(seed).randrange(len(texts)) if texts else 0

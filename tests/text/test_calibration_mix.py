@@ -156,6 +156,40 @@ def test_a_folder_of_parquet_is_read_as_a_data_set(weights: Path, tmp_path: Path
     assert sorted(file.name for file in result.parent.iterdir()) == ["mixed.jsonl", "mixed.manifest.json"]
 
 
+def test_what_was_understood_is_shown_before_a_document_is_taken(weights: Path, tmp_path: Path):
+    chat = {"conversations": [{"from": "human", "value": "Who?"}, {"from": "gpt", "value": "Nula."}]}
+    (tmp_path / "chats.json").write_text(json.dumps([{"conversations": []}, chat]))
+    events: list[str] = []
+    manifest = build_calibration_text(
+        weights,
+        [Source("chats", tmp_path / "chats.json")],
+        10,
+        0,
+        tmp_path / "out.jsonl",
+        lambda activity, *_: events.append(activity),
+        lambda name, understood: events.append(f"{name}: {understood.describe()}: {understood.example}"),
+    )
+    reading, again, shown, taking = events
+    assert (reading, again, taking) == ("reading chats", "reading chats", "taking documents")
+    assert shown.startswith(
+        "chats: 1 ShareGPT chat; 1 left out, for it is empty: chats.json, line 1: <|im_start|>user"
+    )
+    assert manifest["sources"][0]["styles"] == {"ShareGPT chat": 1}
+
+
+def test_the_faults_of_all_sources_come_at_once(weights: Path, tmp_path: Path):
+    (tmp_path / "a.jsonl").write_text('{"text": "fine"}\n{}\n')
+    (tmp_path / "b.csv").write_text("text,id\none\n")
+    kings = [{"messages": [{"role": "king", "content": word}]} for word in ("one", "two")]
+    (tmp_path / "c.json").write_text(json.dumps(kings))
+    a, b, c = (Source(file.name, file) for file in sorted(tmp_path.iterdir()))
+    for sources, count in (([a, b], 2), ([c], 2)):
+        with pytest.raises(CorpusError) as caught:
+            build_calibration_text(weights, sources, 10**6, 0, tmp_path / "out.jsonl")
+        assert len(caught.value.faults) == count
+    assert all("the chat cannot be rendered (Unknown role: king)" in fault for fault in caught.value.faults)
+
+
 def test_text_files_are_cut_at_ends_of_lines(weights: Path, tmp_path: Path):
     file = tmp_path / "book.txt"
     lines = [f"{text}\n" for text in sentences(120, 1)]
@@ -204,13 +238,13 @@ def test_bad_input_is_one_line_and_leaves_nothing(
 
 def test_what_cannot_be_built_is_refused(weights: Path, tmp_path: Path):
     a = Source("a", jsonl(tmp_path / "a.jsonl", ["text"]))
-    empty, odd = tmp_path / "empty", tmp_path / "a.csv"
+    empty, odd = tmp_path / "empty", tmp_path / "a.docx"
     empty.mkdir()
     odd.touch()
     for sources, tokens, name, message in (
         ([Source("a", tmp_path / "none.jsonl")], 1, "out.jsonl", "none.jsonl: cannot be read"),
-        ([Source("a", odd)], 1, "out.jsonl", "convert it"),
-        ([Source("a", empty)], 1, "out.jsonl", "not a data set"),
+        ([Source("a", odd)], 1, "out.jsonl", "unknown format; name a file that ends in"),
+        ([Source("a", empty)], 1, "out.jsonl", "has no file that can be read"),
         ([a, a], 1, "out.jsonl", "each with a name of its own"),
         ([], 1, "out.jsonl", "give at least one"),
         ([a], 0, "out.jsonl", "ask for at least 1"),
@@ -220,4 +254,4 @@ def test_what_cannot_be_built_is_refused(weights: Path, tmp_path: Path):
         with pytest.raises(CorpusError, match=message) as caught:
             build_calibration_text(weights, sources, tokens, 0, tmp_path / name)
         assert len(str(caught.value).splitlines()) == 1
-    assert sorted(file.name for file in tmp_path.iterdir()) == ["a.csv", "a.jsonl", "empty"]
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["a.docx", "a.jsonl", "empty"]

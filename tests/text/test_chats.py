@@ -17,7 +17,8 @@ from vllm.renderers.hf import (
 
 from slimqwen.errors import SlimqwenError
 from slimqwen.text.chats import TEMPLATE_DATE, ChatRenderer, read_chat_templates, read_texts
-from slimqwen.text.files import CorpusError, TextFile
+from slimqwen.text.documents import read_documents
+from slimqwen.text.files import CorpusError
 from slimqwen.variant import repository_root
 from tests.zoo.specimen import PROCESSORS
 
@@ -354,10 +355,9 @@ def test_what_is_neither_a_text_nor_a_chat_has_one_error(
 def test_a_chat_to_be_continued_ends_where_its_last_response_would_begin(
     templated: Path, tmp_path: Path
 ) -> None:
-    file = TextFile(write_rows(tmp_path / "t.jsonl", {"messages": CHAT, "tools": [TOOL]}))
-    [document] = file
-    whole = ChatRenderer(templated).text_of(file, document)
-    prompt = ChatRenderer(templated).text_of(file, document, to_continue=True)
+    [document] = read_documents(write_rows(tmp_path / "t.jsonl", {"messages": CHAT, "tools": [TOOL]}))
+    whole = ChatRenderer(templated).text_of(document)
+    prompt = ChatRenderer(templated).text_of(document, to_continue=True)
     assert prompt.endswith("the third[assistant]")
     assert whole.startswith(prompt.removesuffix("[assistant]"))
     assert prompt.startswith("TOOL")

@@ -12,7 +12,7 @@ from typing import Any
 from datasets import Dataset
 
 from slimqwen.evals.suites.questions import Question, item_rows, question_text, score_response
-from slimqwen.text.files import TextFile
+from slimqwen.text.documents import read_documents
 
 _PLACES = ("harbour", "library", "observatory", "workshop", "greenhouse", "archive", "mill", "station")
 _COLOURS = ("amber", "blue", "crimson", "green", "ivory", "silver", "violet", "white")
@@ -24,7 +24,7 @@ def items(
     data_files: str, characters: list[int], depths: list[float], count: int, seed: int, **_: Any
 ) -> dict[str, Dataset]:
     """The items of the task, in the documents of a file."""
-    texts = [document.text or "" for document in TextFile(Path(data_files))]
+    texts = [document.text or "" for document in read_documents(Path(data_files))]
     questions = make_needle_questions(texts, characters, depths, count, seed)
     return {"test": Dataset.from_list(item_rows(questions))}
 

@@ -26,7 +26,8 @@ from slimqwen.recipe.stage import TORCH_ENVIRONMENT, Facts, Fault, Needs, Parame
 from slimqwen.recipe.text_check import inspect_text
 from slimqwen.text.chats import ChatRenderer, require_text_or_chat
 from slimqwen.text.corpus import TextPath, TextSource, file_digest
-from slimqwen.text.files import CorpusError, TextFile
+from slimqwen.text.documents import read_documents
+from slimqwen.text.files import CorpusError
 
 _ENGINE_BYTES = 3 * 2**30
 """Resident memory of vLLM with KV cache and activations, bytes; measured: 2.1 GiB for a small model."""
@@ -162,18 +163,18 @@ def _prompts(prompts: Prompts, source: Path, tokenizer: Any) -> Iterator[list[in
 
 def _beginnings(prompts: Prompts, source: Path) -> Iterator[tuple[str, bool]]:
     """Yield pairs of a text and whether it is a whole document, which has yet to be cut to its beginning."""
-    file, chats = TextFile(prompts.path), None
-    for document in file:
+    chats = None
+    for document in read_documents(prompts.path):
         if document.is_blank:
             continue
-        require_text_or_chat(file, document, or_prompt=True)
+        require_text_or_chat(document, or_prompt=True)
         if document.prompt is not None:
             yield document.prompt, False
         elif document.text is not None:
             yield document.text, True
         else:
             chats = chats or ChatRenderer(source)
-            yield chats.text_of(file, document, to_continue=True), False
+            yield chats.text_of(document, to_continue=True), False
 
 
 STAGE = Stage(
@@ -185,9 +186,12 @@ STAGE = Stage(
     data=data,
     code=(
         "slimqwen.serving.in_process",
+        "slimqwen.text.chat_styles",
         "slimqwen.text.chats",
         "slimqwen.text.corpus",
+        "slimqwen.text.documents",
         "slimqwen.text.files",
+        "slimqwen.text.tables",
         # Matrix products of our engine fixes: their rounding affects the sampled outputs.
         "slimqwen.vllm_plugin.engine_fixes.w4a16_linear",
         "slimqwen.vllm_plugin.engine_fixes.w8a16_linear",
