@@ -131,8 +131,12 @@ def _download_copy(name: str, checkpoint: str) -> tuple[Path, dict[str, str]]:
 def promote(variant: VariantOption) -> None:
     """Mark a variant as promoted and write its model card, if its gate passed with its present checkpoint."""
     from slimqwen.evals import promotion
+    from slimqwen.report.unproven import find_unproven
 
-    promoted = promotion.promote_variant(variant)
+    unproven = find_unproven(variant.root, variant.name)
+    promoted = promotion.promote_variant(variant, unproven)
+    for claim, reason in unproven.items():
+        say(f"claimed, not proven: {claim}: {reason}")
     gate = relative(promoted.gate)
     if not promoted.changed:
         say(f"{variant.name} is promoted already by {gate}; nothing changed")

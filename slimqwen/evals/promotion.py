@@ -4,6 +4,7 @@ The card is README.md of a checkpoint that a recipe made; manifest and digest le
 """
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from slimqwen.records.record import MeasuredCheckpoint
 from slimqwen.serving.command import ServerCommand
 from slimqwen.stats.verdict import Verdict
 from slimqwen.variant import Variant
+from slimqwen.variant.claims import Claim
 
 
 @dataclass(frozen=True)
@@ -35,12 +37,17 @@ class Promotion:
     changed: bool
 
 
-def promote_variant(variant: Variant) -> Promotion:
+def promote_variant(variant: Variant, unproven: Mapping[Claim, str] | None = None) -> Promotion:
     """Set a variant's status and write its model card, if its gate passed with its present checkpoint and flags.
+
+    Args:
+        unproven: what the variant claims and no record proves, with the reason. Without speed that it claims, it is not
+            promoted.
 
     Raises:
         EvalError: no gate record fits the present checkpoint and flags, the newest that fits has not passed, a record
-            that it cites is missing, or the variant is a baseline or was rejected. Nothing was changed.
+            that it cites is missing, the variant is a baseline or was rejected, or it claims speed and no timing proves
+            it. Nothing was changed.
     """
     if variant.baseline is None:
         raise EvalError(
@@ -54,6 +61,11 @@ def promote_variant(variant: Variant) -> Promotion:
             "measurements.json to measured first"
         )
     gate, record = _passing_gate(variant)
+    if unproven and "speed" in unproven:
+        raise EvalError(
+            f"{variant.name} claims speed: {unproven['speed']}; or take `speed` out of `claims` in experiments/"
+            f"{variant.name}/measurements.json"
+        )
     changed, card = False, None
     if variant.weights.resolve().parent == (variant.root / "weights" / "store").resolve():
         card = variant.weights / CARD

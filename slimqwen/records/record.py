@@ -20,6 +20,7 @@ from slimqwen.records.table import Table as Table
 from slimqwen.stats.estimates import Estimate as Estimate
 from slimqwen.stats.estimates import Ratio as Ratio
 from slimqwen.stats.verdict import Verdict as Verdict
+from slimqwen.variant.claims import Claim, read_claims
 
 Utc = Annotated[str, Field(pattern=r"^\d{4}-\d{2}-\d{2}T\d{2}:\d{2}:\d{2}Z$")]
 Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
@@ -249,6 +250,10 @@ class Measurements(VersionedFile):
     baseline: VariantName | None = Field(
         description="The variant that this one is compared with; null for a baseline itself."
     )
+    claims: tuple[Claim, ...] | None = Field(
+        default=None,
+        description="What is claimed against the baseline; absent in old files, whose hypothesis says it.",
+    )
     status: Literal["planned", "measured", "promoted", "rejected"]
     verdict: Verdict | None = Field(description="Verdict of a comparison; null before there is one.")
     records: Annotated[
@@ -256,6 +261,13 @@ class Measurements(VersionedFile):
         AfterValidator(_unique),
         Field(description="Cited files of the variant's folder.", json_schema_extra={"uniqueItems": True}),
     ]
+
+    @property
+    def claimed(self) -> tuple[Claim, ...]:
+        """What is claimed against the baseline; nothing by a baseline itself."""
+        if self.baseline is None:
+            return ()
+        return read_claims(self.hypothesis) if self.claims is None else self.claims
 
 
 class Record(VersionedFile):

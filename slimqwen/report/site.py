@@ -21,6 +21,7 @@ from slimqwen.report import choice, leaderboard, quality_pairs, tables
 from slimqwen.report.choice import DEMO as DEMO
 from slimqwen.report.leaderboard import Row
 from slimqwen.report.pareto_chart import draw_front
+from slimqwen.report.unproven import list_unproven
 
 _HERE = Path(__file__).parent
 
@@ -132,6 +133,7 @@ def _variant_section(records: Collection, name: str, rows: Sequence[Row]) -> Map
     own = [entry for entry in records.records if entry.variant == name]
     return {
         "row": row,
+        "unproven": list_unproven(records, [each for each in rows if each.variant == name]),
         "missing": [
             (evidence.kind.replace("_", " "), choice.measuring_command(row, evidence.kind))
             for evidence in row.evidence

@@ -13,6 +13,7 @@ from slimqwen import variant as variants
 from slimqwen.checkpoint.files import flush
 from slimqwen.errors import SlimqwenError
 from slimqwen.variant import Variant
+from slimqwen.variant.claims import read_claims
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _STORE = "store"
@@ -63,6 +64,7 @@ def create(
         "schema": "measurements/1",
         "hypothesis": hypothesis,
         "baseline": (base_variant.baseline or base_variant.name) if base_variant else None,
+        **({"claims": list(read_claims(hypothesis))} if base_variant else {}),
         "status": "planned",
         "verdict": None,
         "records": [],

@@ -116,6 +116,16 @@ def test_a_variant_whose_gate_passed_is_promoted_with_the_records_of_its_checkpo
     assert claimed.hypothesis == one.hypothesis
 
 
+def test_speed_that_is_claimed_has_to_be_proven_by_a_timing(one):
+    gated(one)
+    before = state(one.root)
+    with pytest.raises(EvalError, match="small claims speed: not timed; or take `speed` out of `claims`"):
+        promotion.promote_variant(one, {"speed": "not timed"})
+    assert state(one.root) == before
+    claim(one, claims=["quality"])
+    assert promotion.promote_variant(one, {"memory": "not measured"}).changed
+
+
 def test_the_card_has_the_hubs_metadata_and_the_table_of_the_gate(one):
     gated(one)
     card = promoted_card(one)

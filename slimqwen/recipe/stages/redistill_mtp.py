@@ -160,7 +160,9 @@ def redistill_head(
 def summarise_head(facts: Facts) -> str | None:
     """Say which head was kept, both acceptance lengths and the interval of their difference."""
     before, after = float(facts["acceptance_length_before"]), float(facts["acceptance_length_after"])  # type: ignore[arg-type]
-    lengths = f"acceptance length {before:.2f} before and {after:.2f} after training, on held-out texts"
+    # Earlier stages may have trimmed that head or quantised its target, so it is not the served baseline's.
+    given = f"{before:.2f} with the head of this stage's input"
+    lengths = f"acceptance length {given} and {after:.2f} after training, on held-out texts"
     if "gain_low" not in facts:  # an older version wrote these facts
         return f"{facts['kept']} head kept; {lengths}"
     low, high = float(facts["gain_low"]), float(facts["gain_high"])  # type: ignore[arg-type]

@@ -232,10 +232,8 @@ def test_what_was_decided_is_said_with_its_noise(kept: str, low: float, said: st
     lengths = {"acceptance_length_before": 2.0, "acceptance_length_after": 2.1}
     facts = {"kept": kept, **lengths, "gain_low": low, "gain_high": 0.3}
     summary = redistill_mtp.summarise_head(facts)
-    assert (
-        summary
-        == f"{kept} head kept; acceptance length 2.00 before and 2.10 after training, on held-out texts, {said}"
-    )
+    lengths_said = "2.00 with the head of this stage's input and 2.10 after training, on held-out texts"
+    assert summary == (f"{kept} head kept; acceptance length {lengths_said}, {said}")
 
 
 def test_a_loss_that_is_no_number_is_an_error(damaged: Path, tmp_path: Path, without_vllm: None) -> None:

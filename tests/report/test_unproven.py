@@ -1,0 +1,67 @@
+import json
+
+import pytest
+
+from slimqwen.records import collection
+from slimqwen.report import leaderboard, unproven
+from slimqwen.report.leaderboard import rows_of
+from slimqwen.variant import repository_root
+from slimqwen.variant.claims import read_claims
+
+ROOT = repository_root()
+
+
+@pytest.mark.parametrize(
+    ("hypothesis", "claims"),
+    [
+        ("4-bit MLPs keep every task score within two points", ("quality",)),
+        ("tiny with calibrate is faster and keeps every score within its margin.", ("speed", "quality")),
+        ("A smaller checkpoint says the same.", ("memory", "quality")),
+        ("A cheaper lm_head beats stock vLLM with less memory.", ("speed", "memory", "quality")),
+        ("Breakfast is served.", ("quality",)),
+    ],
+)
+def test_a_file_without_claims_claims_what_its_hypothesis_says(hypothesis, claims):
+    assert read_claims(hypothesis) == claims
+
+
+def test_each_shipped_variant_of_a_baseline_states_its_claims():
+    for file in ROOT.glob("experiments/*/measurements.json"):
+        stated = json.loads(file.read_text())
+        assert bool(stated.get("claims")) == (stated["baseline"] is not None), file
+
+
+def claiming(*claims):
+    """tiny-best's committed records, with other claims."""
+    records = collection.collect(ROOT)
+    stated = records.measurements["tiny-best"].model_copy(update={"claims": claims})
+    object.__setattr__(records, "measurements", {**records.measurements, "tiny-best": stated})
+    return records
+
+
+def test_what_records_prove_is_not_named():
+    records = claiming("speed", "memory", "quality")
+    assert unproven.list_unproven(records, rows_of(records, "tiny-best")[0]) == {}
+
+
+def test_a_timing_whose_interval_contains_one_proves_no_speed(monkeypatch):
+    monkeypatch.setattr(leaderboard.Timing, "is_faster", False)
+    records = claiming("speed")
+    (reason,) = unproven.list_unproven(records, rows_of(records, "tiny-best")[0]).values()
+    assert (
+        "which is not surely faster; `slimqwen bench latency --variant tiny-best --baseline` measures it"
+        in reason
+    )
+
+
+def test_claims_without_records_are_named_with_the_command_that_measures_each():
+    records = collection.collect(ROOT)
+    named = unproven.list_unproven(records, rows_of(records, "cyankiwi-best")[0])
+    assert [*named] == ["speed", "quality"]
+    assert "`slimqwen bench latency --variant cyankiwi-best --baseline`" in named["speed"]
+    assert "`slimqwen gate --variant cyankiwi-best`" in named["quality"]
+
+
+def test_a_baseline_claims_nothing():
+    records = collection.collect(ROOT)
+    assert unproven.list_unproven(records, rows_of(records, "tiny")[0]) == {}
