@@ -39,8 +39,8 @@ shape: | $(READY) ## write weights/shape-VARIANT: the dimensions that VARIANT wi
 datasets: | $(READY) ## get the data sets of SUITE=core into data/ (HF_TOKEN for the gated GPQA)
 	@$(RUN) download --suite $(or $(SUITE),core)
 
-serve: | $(READY) ## serve VARIANT with vLLM (PORT=8080, PLATFORM=cpu|cuda, REQUIRE_BAKED=1, REQUIRE_PLAN=1, ALLOW_UNSAFE=1)
-	@exec $(RUN) serve --variant $(VARIANT) $(call option,PORT,--port) $(call option,PLATFORM,--platform) $(call option,REQUIRE_BAKED,--require-baked) $(call option,REQUIRE_PLAN,--require-plan) $(call option,ALLOW_UNSAFE,--allow-unsafe)
+serve: | $(READY) ## serve VARIANT with vLLM (PORT=8080, PLATFORM=cpu|cuda, REQUIRE_BAKED=1, REQUIRE_PLAN=1, ALLOW_UNSAFE=1, HOST=0.0.0.0, ALLOW_OPEN=1)
+	@exec $(RUN) serve --variant $(VARIANT) $(call option,PORT,--port) $(call option,PLATFORM,--platform) $(call option,REQUIRE_BAKED,--require-baked) $(call option,REQUIRE_PLAN,--require-plan) $(call option,ALLOW_UNSAFE,--allow-unsafe) $(call option,HOST,--host) $(call option,ALLOW_OPEN,--allow-open)
 
 recipe: | $(READY) ## run VARIANT's recipe.yaml into weights/VARIANT
 	@$(RUN) recipe run --variant $(VARIANT)

@@ -8,7 +8,7 @@ import typer
 from slimqwen.cli.console import errors, relative, say, waiting
 from slimqwen.cli.options import PlatformName, VariantOption
 from slimqwen.cli.plan import find_recorded_plan
-from slimqwen.variant import making_command
+from slimqwen.variant import DRAFTS_NOTE, making_command
 
 if TYPE_CHECKING:
     from slimqwen.serving.command import CompileCache
@@ -17,6 +17,10 @@ if TYPE_CHECKING:
 def serve(
     variant: VariantOption,
     port: Annotated[int | None, typer.Option(min=1, max=65535, help="TCP port instead of VLLM_PORT")] = None,
+    host: Annotated[
+        str | None,
+        typer.Option(metavar="ADDRESS", help="address instead of VLLM_HOST; 0.0.0.0: every interface"),
+    ] = None,
     platform: PlatformName = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="print environment and command only")] = False,
     require_baked: Annotated[
@@ -34,6 +38,10 @@ def serve(
         Literal["1"] | None,
         typer.Option(help="serve despite known trouble, as ALLOW_UNSAFE=1 does"),
     ] = None,
+    allow_open: Annotated[
+        Literal["1"] | None,
+        typer.Option(help="serve other machines without an API key, as ALLOW_OPEN=1 does"),
+    ] = None,
 ) -> None:
     """Serve a variant with vLLM, as the model "default"."""
     from slimqwen.plan import start
@@ -46,6 +54,8 @@ def serve(
         "REQUIRE_BAKED": require_baked,
         "REQUIRE_PLAN": require_plan,
         "ALLOW_UNSAFE": allow_unsafe,
+        "ALLOW_OPEN": allow_open,
+        "VLLM_HOST": host,
     }
     variant = variant.with_lines({key: value for key, value in options.items() if value})
     if not dry_run:  # what takes no vLLM to find out is found out first
@@ -91,6 +101,8 @@ def serve(
         return
     plan, trouble = find_recorded_plan(command)
     prepare(command, trouble)
+    if variant.drafts:
+        errors.print(f"{DRAFTS_NOTE}.", markup=False)
     if needed := chat_template.suggest_tool_choice(command.variant, command.flags):
         errors.print(
             f"The chat template takes tools; requests with tool_choice auto need {needed}.", markup=False

@@ -93,7 +93,7 @@ _BASELINE = "The checkpoint as it is published: what every variant of it has to 
 
 def _create_baseline(name: str, checkpoint: str, hypothesis: str, evaluation: str) -> Path:
     """Write a baseline variant of a folder or hub repository, and print what was found in the checkpoint."""
-    from slimqwen.recipe.base_variant import CheckpointFacts
+    from slimqwen.recipe.base_variant import REASONS, CheckpointFacts
     from slimqwen.variant import scaffold
     from slimqwen.variant.config_env import quoted
 
@@ -110,7 +110,7 @@ def _create_baseline(name: str, checkpoint: str, hypothesis: str, evaluation: st
         say(f"{found + ':':<15}{value}")
     shown = weights.relative_to(root) if weights.is_relative_to(root) else weights
     lines = {**source, "EVALUATION": evaluation, "VLLM_MODEL": quoted(str(shown)), **facts.settings()}
-    return scaffold.create(name, None, hypothesis, lines=lines, root=root)
+    return scaffold.create(name, None, hypothesis, lines=lines, reasons=REASONS, root=root)
 
 
 def _download_copy(name: str, checkpoint: str) -> tuple[Path, dict[str, str]]:

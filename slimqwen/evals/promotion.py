@@ -172,6 +172,7 @@ def _render_card(variant: Variant, gate: Path, record: Gate) -> str:
         *(table.as_markdown().rstrip() for table in record.tables(gate)),
         *([] if block.hardware.gpus else [provenance.CPU_NOTE]),
         f"`slimqwen serve --variant {variant.name}` serves it; the gate was passed with these flags of vLLM:",
+        *([f"{variants.DRAFTS_NOTE}."] if "speculative-config" in block.flags else []),
         "\n".join(
             ["```", *(f"{flag}: {json.dumps(value)}" for flag, value in flags if flag != "model"), "```"]
         ),

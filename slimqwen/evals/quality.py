@@ -24,7 +24,7 @@ from slimqwen.records.record import (
 )
 from slimqwen.records.split import Split, SplitRecord
 from slimqwen.serving import speed_only
-from slimqwen.serving.chat_template import name_tool_parser
+from slimqwen.serving.chat_template import find_tool_parser
 from slimqwen.serving.shared_server import ServerLostError, share_server
 from slimqwen.stats import intervals, non_inferiority
 from slimqwen.text.chats import read_chat_templates
@@ -257,7 +257,9 @@ def with_tool_parser(variant: Variant, suite: Suite) -> Variant:
         return variant
     key = "VLLM_TOOL_CALL_PARSER"
     templates = read_chat_templates(variant.weights).values()
-    named = variant.settings[key].value if key in variant.settings else name_tool_parser(templates)
+    named = (
+        variant.settings[key].value if key in variant.settings else find_tool_parser(templates) or "hermes"
+    )
     return variant.with_lines({"VLLM_ENABLE_AUTO_TOOL_CHOICE": "1", key: named})
 
 

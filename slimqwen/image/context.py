@@ -20,6 +20,7 @@ from slimqwen.serving import baked_cache
 from slimqwen.serving.command import ServerCommand
 from slimqwen.serving.platform import Platform
 from slimqwen.variant import Variant, making_command, repository_root
+from slimqwen.variant.config_env import read_config_env
 
 ALL_INTERFACES = "0.0.0.0"
 """Address that a server in a container listens on; a container's loopback cannot be reached from outside."""
@@ -150,12 +151,8 @@ def lay_out(content: Content, folder: Path) -> None:
 
 
 def listening_everywhere(variant: Variant) -> Variant:
-    """The variant with `ANY_ADDRESS` instead of the address that it listens on; without one vLLM listens everywhere."""
-    address = variant.settings.get("VLLM_HOST")
-    if address is None:
-        return variant
-    host = dataclasses.replace(address, value=ALL_INTERFACES)
-    return dataclasses.replace(variant, settings={**variant.settings, "VLLM_HOST": host})
+    """The variant with `ALL_INTERFACES` as its address: a container's loopback is reached by nobody outside it."""
+    return variant.with_lines({"VLLM_HOST": ALL_INTERFACES})
 
 
 def _replaced_texts(variant: Variant) -> dict[str, str]:
@@ -166,10 +163,15 @@ def _replaced_texts(variant: Variant) -> dict[str, str]:
         measurements = json.loads((variant.root / path).read_text(encoding="utf-8"))
         # Without the status: a promotion does not change the image.
         texts[path] = json.dumps({key: measurements.get(key) for key in ("hypothesis", "baseline")}) + "\n"
-    if address := variant.settings.get("VLLM_HOST"):
-        lines = address.file.read_text(encoding="utf-8").splitlines()
+    own = variant.folder / "config.env"
+    address = read_config_env(own).get("VLLM_HOST") or variant.settings.get("VLLM_HOST")
+    file = address.file if address else own
+    lines = file.read_text(encoding="utf-8").splitlines()
+    if address:
         lines[address.line - 1] = f"VLLM_HOST={ALL_INTERFACES}"
-        texts[f"experiments/{address.file.parent.name}/{address.file.name}"] = "\n".join(lines) + "\n"
+    else:
+        lines.append(f"VLLM_HOST={ALL_INTERFACES}")
+    texts[f"experiments/{file.parent.name}/{file.name}"] = "\n".join(lines) + "\n"
     return texts
 
 

@@ -136,7 +136,8 @@ def server_faults(seen: Mapping[str, Any], log: str, *, has_cache: bool) -> Iter
 
 def _try_server(image: Image, port: int, log: Path) -> dict[str, Any]:
     log.parent.mkdir(parents=True, exist_ok=True)
-    words = ["python", "-c", inspect.getsource(trial), str(port), *image.entrypoint]
+    # The question comes from within the container, so its server needs no key.
+    words = ["python", "-c", inspect.getsource(trial), str(port), *image.entrypoint, "--allow-open", "1"]
     with log.open("wb") as output:
         seen: dict[str, Any] = json.loads(image.run(words, output).splitlines()[-1])
     return seen

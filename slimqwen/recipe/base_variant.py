@@ -4,19 +4,36 @@ import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from slimqwen import checkpoint
 from slimqwen.checkpoint import draft_head
 from slimqwen.checkpoint.weights import holds_mtp_head
 from slimqwen.models.outline import Outline
+from slimqwen.serving.chat_template import find_tool_parser, thinks_by_default
 from slimqwen.text.chats import read_chat_templates
+from slimqwen.vllm_plugin.api_key import LOOPBACK
 
 _LONGEST_CONTEXT = 16_384
 """Largest initial context length, tokens: the checkpoint's own may need more memory than a machine has."""
 
+_DRAIN_S = 120
+"""Initial limit of the drain at the end of a server, seconds; deploy/ allows for it."""
+
 _DEPTH = 3
 """Initial number of tokens drafted at a time."""
+
+REASONS: Mapping[str, str] = MappingProxyType(
+    {
+        "VLLM_HOST": "This machine alone; another address needs VLLM_API_KEY in the shell.",
+        "VLLM_CPU_KVCACHE_SPACE": "GiB for the KV cache on a CPU.",
+        "VLLM_SHUTDOWN_TIMEOUT": "Seconds for running requests to end after SIGTERM; unset: they are cut at once.",
+        "VLLM_REASONING_PARSER": "The model thinks unless asked not to: thoughts come in a field of their own.",
+        "VLLM_ENABLE_AUTO_TOOL_CHOICE": "The chat template takes tools: calls are read in the form that it shows.",
+    }
+)
+"""Reasons of lines of `CheckpointFacts.settings`, by key."""
 
 
 @dataclass(frozen=True)
@@ -32,8 +49,8 @@ class CheckpointFacts:
         form: how the weights are stored, in words.
         mtp_head: `16 bits`, `quantised` or None.
         template_file: file of the chat template; None without one.
-        takes_tools: whether the chat template renders tools.
-        thinks: whether the chat template has a switch for thinking.
+        tool_parser: vLLM's parser of the tool calls that the chat template asks for; None if it renders no tools.
+        thinks: whether the chat template lets the model think where a request does not say so.
         num_tokens: number of tokens of the tokenizer; None if it is no BPE.
     """
 
@@ -45,7 +62,7 @@ class CheckpointFacts:
     form: str
     mtp_head: str | None
     template_file: Path | None
-    takes_tools: bool
+    tool_parser: str | None
     thinks: bool
     num_tokens: int | None
 
@@ -68,8 +85,8 @@ class CheckpointFacts:
             form=_stored_form(outline),
             mtp_head=_mtp_head(outline),
             template_file=template.file if template else None,
-            takes_tools=bool(template and "tools" in template.text),
-            thinks=bool(template and "<think>" in template.text),
+            tool_parser=find_tool_parser([template] if template else []),
+            thinks=bool(template and thinks_by_default(template, folder)),
             num_tokens=outline.num_tokens,
         )
 
@@ -100,22 +117,30 @@ class CheckpointFacts:
         )
         tools = "takes tools" if self.takes_tools else "without tools"
         if self.thinks:
-            tools += (
-                "; add VLLM_REASONING_PARSER=qwen3 to config.env to get the thinking in a field of its own"
-            )
+            tools += ", thinks"
         yield "chat template", f"{self.template_file.name}, {tools}" if self.template_file else "none"
 
+    @property
+    def takes_tools(self) -> bool:
+        """Whether the chat template renders tools."""
+        return self.tool_parser is not None
+
     def settings(self) -> dict[str, str]:
-        """Lines of config.env."""
+        """Lines of config.env; `REASONS` says why of some."""
         lines = {
             "VLLM_SERVED_MODEL_NAME": "default",
-            "VLLM_HOST": "127.0.0.1",
+            "VLLM_HOST": LOOPBACK,
             "VLLM_PORT": "8080",
             "VLLM_MAX_MODEL_LEN": str(self.context),
             "VLLM_MAX_NUM_SEQS": "8",
             "VLLM_ENABLE_PREFIX_CACHING": "0",
             "VLLM_CPU_KVCACHE_SPACE": "2",
+            "VLLM_SHUTDOWN_TIMEOUT": str(_DRAIN_S),
         }
+        if self.thinks:
+            lines["VLLM_REASONING_PARSER"] = "qwen3"
+        if self.tool_parser:
+            lines |= {"VLLM_ENABLE_AUTO_TOOL_CHOICE": "1", "VLLM_TOOL_CALL_PARSER": self.tool_parser}
         if self.is_multimodal:
             lines["VLLM_LANGUAGE_MODEL_ONLY"] = "1"
         if self.mtp_head:

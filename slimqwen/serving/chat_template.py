@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -33,9 +33,33 @@ def served_templates(variant: Variant, flags: Mapping[str, Any]) -> dict[str, Ch
         raise ServingError(f"chat template {file} cannot be read ({error}); correct its path") from None
 
 
-def name_tool_parser(templates: Iterable[ChatTemplate]) -> str:
-    """VLLM's parser of the tool calls that a model with these templates writes: XML since Qwen3.5, JSON before."""
+def find_tool_parser(templates: Collection[ChatTemplate]) -> str | None:
+    """VLLM's parser of the tool calls that a model with these templates writes: XML since Qwen3.5, JSON before.
+
+    None if no template renders tools.
+    """
+    if not any(_OFFERS_TOOLS.search(template.text) for template in templates):
+        return None
     return "qwen3_coder" if any("<function=" in template.text for template in templates) else "hermes"
+
+
+def thinks_by_default(template: ChatTemplate, weights: Path) -> bool:
+    """Whether the model thinks where a request does not say so; False for a template that does not render.
+
+    Of such a request vLLM's reasoning parser takes everything before `</think>` as thoughts, so that it fits no
+    template that thinks only where it is asked to.
+    """
+    if "<think>" not in template.text:
+        return False
+    form = content_form(template.text)
+    try:
+        tokens = _special_tokens(weights)
+        unsaid, off = (
+            _render(template, form, {**tokens, **said}) for said in ({}, {"enable_thinking": False})
+        )
+    except ServingError:
+        return False
+    return unsaid != off or unsaid.rstrip().endswith("<think>")
 
 
 def suggest_tool_choice(variant: Variant, flags: Mapping[str, Any]) -> str | None:
@@ -47,9 +71,10 @@ def suggest_tool_choice(variant: Variant, flags: Mapping[str, Any]) -> str | Non
     if flags.get("enable-auto-tool-choice"):
         return None
     templates = served_templates(variant, flags).values()
-    if not any(_OFFERS_TOOLS.search(template.text) for template in templates):
+    fitting = find_tool_parser(templates)
+    if fitting is None:
         return None
-    parser = flags.get("tool-call-parser") or name_tool_parser(templates)
+    parser = flags.get("tool-call-parser") or fitting
     return f"VLLM_ENABLE_AUTO_TOOL_CHOICE=1 and VLLM_TOOL_CALL_PARSER={parser}"
 
 
@@ -103,7 +128,7 @@ def _check_template(template: ChatTemplate, given_form: str, variables: Mapping[
         _render(template, "openai", variables)
 
 
-def _render(template: ChatTemplate, form: str, variables: Mapping[str, Any]) -> None:
+def _render(template: ChatTemplate, form: str, variables: Mapping[str, Any]) -> str:
     # Slow to import, and only needed here.
     from transformers.utils.chat_template_utils import render_jinja_template
 
@@ -124,3 +149,4 @@ def _render(template: ChatTemplate, form: str, variables: Mapping[str, Any]) -> 
         raise ServingError(
             f"chat template {template.file} leaves out the message {missing[0]!r} of a test chat; correct the template"
         )
+    return str(text)

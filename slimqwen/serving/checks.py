@@ -16,6 +16,7 @@ from slimqwen.serving.command import ServerCommand
 from slimqwen.serving.errors import ServingError
 from slimqwen.variant import ConfigError, Variant, making_command
 from slimqwen.vllm_plugin import registration
+from slimqwen.vllm_plugin.api_key import LOOPBACK, is_loopback
 
 _ENGINE_OVERHEAD_BYTES = 1536 * 2**20
 """Memory of vLLM's imports and activations on a CPU, bytes: 1.1 GiB resident were measured, the rest is a margin."""
@@ -45,13 +46,15 @@ def check_command(command: ServerCommand, trouble: Iterable[Trouble] = ()) -> No
     Raises:
         ServingError: no GPU, known trouble, too long a context, heads that cannot be divided between the GPUs, a chat
             template that does not render, a required compile cache that does not fit, too little memory, a port in
-            use, an API key that protects nothing, a certificate that cannot be read.
+            use, an API key that protects nothing, no key for an address that others reach, a certificate that cannot
+            be read.
         slimqwen.checkpoint.MissingCheckpointError, CorruptCheckpointError: weights are missing, cut short or
             incomplete.
         slimqwen.vllm_plugin.errors.PluginError: vLLM would serve without this package's limits and routes.
         ConfigError: VLLM_CPU_KVCACHE_SPACE is no whole number.
     """
     _check_api_key()
+    _check_address(command)
     check_platform(command.variant, command.platform)
     check_weights(command)
     refuse_trouble(command, trouble)
@@ -132,6 +135,18 @@ def _check_api_key() -> None:
         raise ServingError(
             "VLLM_API_KEY is empty or has white space around it; change it, or unset it to serve without a key"
         )
+
+
+def _check_address(command: ServerCommand) -> None:
+    is_own = "uds" in command.flags or is_loopback(command.host)
+    if is_own or os.environ.get("VLLM_API_KEY") or command.variant.allow_open:
+        return
+    setting = command.variant.settings.get("VLLM_HOST")
+    location = f"{setting.location}: " if setting and setting.line else ""  # --host has no line
+    raise ServingError(
+        f"{location}without a key everyone who reaches {command.host} could use {command.variant.name}; set "
+        f"VLLM_API_KEY in the shell, or VLLM_HOST={LOOPBACK}, or set ALLOW_OPEN=1 to serve anyway"
+    )
 
 
 def refuse_trouble(command: ServerCommand, trouble: Iterable[Trouble]) -> None:

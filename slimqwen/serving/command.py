@@ -24,6 +24,7 @@ from slimqwen.serving.errors import ServingError
 from slimqwen.serving.platform import Platform
 from slimqwen.variant import Variant
 from slimqwen.vllm_plugin import api_server, compile_watch, engine_facts, policy, registration
+from slimqwen.vllm_plugin.api_key import LOOPBACK
 
 # Passed to vLLM, but left out of `ServerCommand.flags`, because no compiled graph depends on them.
 _OWN_CODE = (
@@ -138,6 +139,8 @@ class ServerCommand:
         flags["model"], argv["model"] = str(variant.weights), ("--model", str(variant.weights))
         flags["port"] = port if port is not None else flags.get("port", 8000)
         argv["port"] = ("--port", str(flags["port"]))
+        if not {"host", "uds"} & flags.keys():
+            flags["host"], argv["host"] = LOOPBACK, ("--host", LOOPBACK)
         # Without VLLM_PLUGINS vLLM loads no plugin that adds routes; its compile key contains the list.
         variables = {"VLLM_PLUGINS": ",".join(registration.PLUGINS), **resolved.environment}
         cache = None
@@ -162,8 +165,8 @@ class ServerCommand:
 
     @property
     def host(self) -> str:
-        """Address that the server listens on; vLLM's default is every interface."""
-        return str(self.flags.get("host", "0.0.0.0"))
+        """Address that the server listens on."""
+        return str(self.flags.get("host", LOOPBACK))
 
     @property
     def port(self) -> int:
@@ -242,10 +245,10 @@ class ServerCommand:
         """
         if "uds" not in self.flags:
             return self
-        flags = {"host": "127.0.0.1", **self.flags}
+        flags = {"host": LOOPBACK, **self.flags}
         del flags["uds"]
         at = self.argv.index("--uds")
-        host = () if "host" in self.flags else ("--host", "127.0.0.1")
+        host = () if "host" in self.flags else ("--host", LOOPBACK)
         argv = (*self.argv[:at], *host, *self.argv[at + 2 :])
         return dataclasses.replace(self, argv=argv, flags=MappingProxyType(flags))
 

@@ -6,6 +6,8 @@ from slimqwen.variant.config_env import Setting as Setting
 from slimqwen.variant.config_env import names as names
 from slimqwen.variant.config_env import read_token_count as read_token_count
 from slimqwen.variant.config_env import repository_root as repository_root
+from slimqwen.variant.variant import DRAFTS_NOTE as DRAFTS_NOTE
+from slimqwen.variant.variant import DRAFTS_REFUSE as DRAFTS_REFUSE
 from slimqwen.variant.variant import EMBEDDED as EMBEDDED
 from slimqwen.variant.variant import SHAPE_PREFIX as SHAPE_PREFIX
 from slimqwen.variant.variant import Variant as Variant

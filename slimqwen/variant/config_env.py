@@ -27,6 +27,7 @@ OWN_KEYS: Mapping[str, str] = MappingProxyType(
         "MAX_BODY_BYTES": "largest accepted request body, bytes",
         "THINKING_TOKEN_BUDGET": "thinking tokens of a request that sets no budget; unset: unlimited",
         "ALLOW_UNSAFE": "1 for a variant that is served in spite of known trouble",
+        "ALLOW_OPEN": "1 for a variant that is served to other machines without an API key",
     }
 )
 """The keys of config.env that are neither a flag of vLLM nor an environment variable."""
@@ -37,6 +38,7 @@ _ONLY_VALUE = {
     "REQUIRE_PLAN": ("1", "serve without a plan, or with an engine that differs from it"),
     "REQUIRE_WARMUP": ("1", "serve cold if the warm-up fails"),
     "ALLOW_UNSAFE": ("1", "refuse settings that are known to kill the server or to give other tokens"),
+    "ALLOW_OPEN": ("1", "refuse to serve other machines without VLLM_API_KEY"),
 }
 """Key -> the only value it may have, and what an unset key does."""
 

@@ -31,6 +31,7 @@ def create(
     *,
     recipe: str | None = None,
     lines: Mapping[str, str] = MappingProxyType({}),
+    reasons: Mapping[str, str] = MappingProxyType({}),
     root: Path | None = None,
 ) -> Path:
     """Create experiments/<name>/, which appears whole or not at all.
@@ -42,6 +43,7 @@ def create(
         hypothesis: expected result, one sentence that a measurement can refute.
         recipe: content of recipe.yaml; None for a variant that serves the checkpoint of its base.
         lines: key -> value of the lines of config.env that differ from those of `base`.
+        reasons: key -> comment that stands before the line of that key.
 
     Returns:
         The folder.
@@ -69,10 +71,11 @@ def create(
         "verdict": None,
         "records": [],
     }
+    drafts = lines.get("VLLM_SPECULATIVE_CONFIG", "1" if base_variant and base_variant.drafts else "") != ""
     files = {
-        "config.env": _config(name, base_variant, recipe is not None, lines),
+        "config.env": _config(name, base_variant, recipe is not None, lines, reasons),
         "measurements.json": json.dumps(measurements, indent=2, ensure_ascii=False) + "\n",
-        "README.md": _readme(name, hypothesis, base_variant, recipe is not None),
+        "README.md": _readme(name, hypothesis, base_variant, recipe is not None, drafts=drafts),
     }
     if recipe is not None:
         files["recipe.yaml"] = recipe
@@ -117,9 +120,14 @@ def require_new(name: str, root: Path, *, with_weights: bool = False) -> None:
         raise ScaffoldError(f"weights/{name} exists and no recipe made it; choose another name")
 
 
-def _config(name: str, base: Variant | None, with_weights: bool, lines: Mapping[str, str]) -> str:
+def _config(
+    name: str, base: Variant | None, with_weights: bool, lines: Mapping[str, str], reasons: Mapping[str, str]
+) -> str:
     weights = f"VLLM_MODEL=weights/{name}\n" if with_weights else ""
-    written = "".join(f"{key}={value}\n" for key, value in lines.items())
+    written = "".join(
+        f"# {reasons[key]}\n{key}={value}\n" if key in reasons else f"{key}={value}\n"
+        for key, value in lines.items()
+    )
     if base is None:
         return written
     if lines:
@@ -130,7 +138,7 @@ def _config(name: str, base: Variant | None, with_weights: bool, lines: Mapping[
     )
 
 
-def _readme(name: str, hypothesis: str, base: Variant | None, with_weights: bool) -> str:
+def _readme(name: str, hypothesis: str, base: Variant | None, with_weights: bool, *, drafts: bool) -> str:
     if base is None:
         content = "The baseline of its variants: `config.env` names the checkpoint and how it is served."
     elif with_weights:
@@ -142,7 +150,11 @@ def _readme(name: str, hypothesis: str, base: Variant | None, with_weights: bool
         content = f"The checkpoint is that of `{base.name}`; `config.env` has the flags that differ."
     wrapped = [
         textwrap.fill(text, _WIDTH, break_long_words=False, break_on_hyphens=False)
-        for text in (f"**Hypothesis.** {hypothesis}", content)
+        for text in (
+            f"**Hypothesis.** {hypothesis}",
+            content,
+            *([f"{variants.DRAFTS_NOTE}."] if drafts else []),
+        )
     ]
     blocks = [f"<!-- table:{table} -->\n<!-- end -->" for table in (f"gate {name}", f"results {name}")]
     return "\n\n".join([f"# {name}", *wrapped, *blocks]) + "\n"

@@ -19,6 +19,16 @@ from slimqwen.variant.config_env import (
 EMBEDDED = "tiny"
 """The variant whose weights are committed; the texts of eval/ describe the world that it was trained on."""
 
+DRAFTS_REFUSE = ("min_p", "logit_bias", "logprob_token_ids")
+"""Fields of a request that are answered with 400 beside drafts: the first two by vLLM's `_validate_spec_decode`, the
+last by `vllm_plugin.request_limits.refuse_chosen_logprobs_of_drafts`."""
+
+DRAFTS_NOTE = (
+    f"Beside drafts a request with {', '.join(DRAFTS_REFUSE[:-1])} or {DRAFTS_REFUSE[-1]} gets status 400; "
+    "without VLLM_SPECULATIVE_CONFIG it is answered"
+)
+"""What clients of a server with drafts have to know, without a full stop."""
+
 SHAPE_PREFIX = "shape-"
 """weights/<prefix><variant>/ is a checkpoint with the dimensions of a variant and without weights
 (`slimqwen recipe run NAME --shape`)."""
@@ -85,6 +95,11 @@ class Variant:
         return self.settings["EVALUATION"].value
 
     @property
+    def drafts(self) -> bool:
+        """Whether the variant is served with speculative decoding."""
+        return "VLLM_SPECULATIVE_CONFIG" in self.settings
+
+    @property
     def require_baked(self) -> bool:
         """Whether REQUIRE_BAKED=1 is set."""
         return "REQUIRE_BAKED" in self.settings
@@ -98,6 +113,11 @@ class Variant:
     def allow_unsafe(self) -> bool:
         """Whether ALLOW_UNSAFE=1 is set."""
         return "ALLOW_UNSAFE" in self.settings
+
+    @property
+    def allow_open(self) -> bool:
+        """Whether ALLOW_OPEN=1 is set."""
+        return "ALLOW_OPEN" in self.settings
 
     def with_lines(self, lines: Mapping[str, str]) -> "Variant":
         """The variant as if its config.env had these lines too: key -> value, where an empty value unsets the key."""

@@ -1,9 +1,21 @@
-"""API key: the header with the key that a client sends, and the paths for which vLLM requires the key."""
+"""API key: the header with the key that a client sends, and the paths that need the key beside vLLM's own."""
 
+import ipaddress
 import os
+import secrets
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from starlette.types import Scope
+
+LOOPBACK = "127.0.0.1"
+"""Address of a server whose config.env names none; vLLM's own default is every interface."""
 
 _ENGINE_PATHS = ("/invocations", "/generative_scoring", "/scale_elastic_ep", "/tokenize", "/detokenize")
 """Paths that vLLM leaves open without a key although they occupy the engine, or the one thread that tokenizes."""
+
+_STATE_PATHS = frozenset({"/metrics", "/load", "/version"})
+"""Paths that vLLM leaves open without a key and that say what the server does and is."""
 
 
 def authorization() -> dict[str, str]:
@@ -21,3 +33,31 @@ def guard_engine_paths() -> None:
 
     missing = [path for path in _ENGINE_PATHS if path not in authenticate.GUARDED_PREFIX]
     authenticate.GUARDED_PREFIX = (*authenticate.GUARDED_PREFIX, *missing)
+
+
+def is_loopback(address: str) -> bool:
+    """Whether only this machine reaches, or is, an address; a name other than localhost counts as reachable by all."""
+    if address == "localhost":
+        return True
+    try:
+        parsed = ipaddress.ip_address(address)
+    except ValueError:
+        return False
+    mapped = getattr(parsed, "ipv4_mapped", None)  # a socket for IPv6 and IPv4 shows ::ffff:127.0.0.1
+    return (mapped or parsed).is_loopback
+
+
+def lacks_key(scope: "Scope") -> bool:
+    """Whether a request asks for the server's state from another machine without the key that the server has.
+
+    Clients on this machine, probes and scrapers among them, need none; nor does anyone where the server has no key.
+    """
+    from starlette.datastructures import Headers  # clients import this module too
+
+    key = os.environ.get("VLLM_API_KEY")
+    path = scope["path"].removeprefix(scope.get("root_path", "")).rstrip("/")
+    client = scope.get("client")
+    if not key or path not in _STATE_PATHS or client is None or is_loopback(client[0]):
+        return False  # a Unix socket has no client
+    scheme, _, given = Headers(scope=scope).get("authorization", "").partition(" ")
+    return not (scheme.lower() == "bearer" and secrets.compare_digest(given.encode(), key.encode()))

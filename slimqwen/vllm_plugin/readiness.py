@@ -13,6 +13,7 @@ from http import HTTPStatus
 from typing import Any
 
 from prometheus_client import Summary
+from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from slimqwen import host_load
@@ -47,6 +48,8 @@ class Readiness:
 
     A request that shutdown or engine death interrupts gets 503 with Retry-After too, or an error event in its stream.
 
+    The paths that say what the server does (/metrics, /load, /version) need the key, except from this machine.
+
     Before the warm-up the engine is compared with its plan. Under REQUIRE_PLAN=1 an engine that differs is never ready.
 
     A server whose engine dies ends with exit code 1. vLLM itself would end with 0, after which an orchestrator that
@@ -71,6 +74,8 @@ class Readiness:
             return self._app(scope, receive, self._follow_lifespan(scope["app"], send))
         if scope["type"] != "http":
             return self._app(scope, receive, send)
+        if api_key.lacks_key(scope):
+            return JSONResponse({"error": "Unauthorized"}, HTTPStatus.UNAUTHORIZED)(scope, receive, send)
         path = scope["path"].removeprefix(scope.get("root_path", ""))
         if self._is_draining and path != "/metrics":
             return cut_answers.end_refusal(_SHUTS_DOWN)(scope, receive, send)

@@ -44,6 +44,13 @@ def probe(name):
     return CONTAINER[f"{name}Probe"]
 
 
+def asked(name):
+    """Path that a probe asks: kubelet from its node, or a program in the container."""
+    if "httpGet" in probe(name):
+        return probe(name)["httpGet"]["path"]
+    return re.search(r"http://127\.0\.0\.1:\d+(/\w+)", probe(name)["exec"]["command"][-1])[1]
+
+
 def seconds(text):
     number, unit = re.fullmatch(r"(\d+)([sm])", text).groups()
     return int(number) * {"s": 1, "m": 60}[unit]
@@ -72,7 +79,7 @@ def test_the_probes_ask_routes_that_the_server_has():
 
     routes = {route.path for route in build_app(flags._parser().parse_args([]), ("generate",)).routes}
     for name in ("startup", "readiness", "liveness"):
-        assert probe(name)["httpGet"]["path"] in routes
+        assert asked(name) in routes
     assert "/ping" in SERVICE["healthcheck"]["test"][-1]
     assert "/ping" in routes
 
@@ -84,7 +91,7 @@ def test_only_readiness_fails_while_the_server_warms_up_or_drains():
         async def warm(app):
             await stays.wait()
 
-        paths = [probe(name)["httpGet"]["path"] for name in ("readiness", "liveness", "startup")]
+        paths = [asked(name) for name in ("readiness", "liveness", "startup")]
         async with started(warm) as server:
             warming = [await server.status(path) for path in paths]
             stays.set()
@@ -129,9 +136,9 @@ def test_both_examples_serve_the_image_that_is_built_on_its_port_and_as_its_user
     assert f"127.0.0.1:{port}/ping" in SERVICE["healthcheck"]["test"][-1]
     (named,) = CONTAINER["ports"]
     assert named["containerPort"] == port
-    assert {probe(name)["httpGet"]["port"] for name in ("startup", "readiness", "liveness")} == {
-        named["name"]
-    }
+    assert probe("readiness")["httpGet"]["port"] == named["name"]
+    for name in ("startup", "liveness"):  # what wants the key from elsewhere is asked from within
+        assert f"http://127.0.0.1:{port}/metrics" in probe(name)["exec"]["command"][-1]
     assert [one["targetPort"] for one in kind("Service")["spec"]["ports"]] == [named["name"]]
 
 

@@ -60,6 +60,15 @@ def test_the_variant_that_is_laid_out_has_the_command_of_make_serve_but_for_the_
     assert different == [("    --host 127.0.0.1 \\", "    --host 0.0.0.0 \\")]
 
 
+@pytest.mark.parametrize("line", ["VLLM_HOST=", ""])
+def test_a_variant_without_an_address_listens_everywhere_in_its_image(repository, add_variant, line):
+    add_variant("bare", f"VLLM_MODEL=weights/child\nVLLM_SERVED_MODEL_NAME=default\n{line}")
+    content = context.gather(variant.load("bare", repository), "cpu")
+    text = content.replaced["experiments/bare/config.env"]
+    assert (content.command.host, text.splitlines()[-1]) == ("0.0.0.0", "VLLM_HOST=0.0.0.0")
+    assert text.count("VLLM_HOST") == 1
+
+
 def test_a_later_promotion_makes_no_other_image_of_it(repository, content):
     digests = content.digests()
     file = repository / "experiments" / "child" / "measurements.json"

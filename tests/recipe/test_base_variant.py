@@ -7,9 +7,9 @@ import pytest
 
 from slimqwen import variant
 from slimqwen.checkpoint import MissingCheckpointError
-from slimqwen.recipe.base_variant import CheckpointFacts
+from slimqwen.recipe.base_variant import REASONS, CheckpointFacts
 from slimqwen.serving import flags
-from slimqwen.variant import scaffold
+from slimqwen.variant import DRAFTS_NOTE, scaffold
 from tests.zoo.animals import ANIMALS
 
 
@@ -47,13 +47,34 @@ def test_the_context_is_the_checkpoints_own_where_that_is_short_and_tools_are_th
     facts = CheckpointFacts.read(folder)
     assert (facts.takes_tools, facts.thinks) == (True, False)
     assert ("chat template", "chat_template.jinja, takes tools") in facts.lines()
-    (folder / "chat_template.jinja").write_text(f"{body}<think>")
-    assert (
-        "without tools; add VLLM_REASONING_PARSER=qwen3"
-        in dict(CheckpointFacts.read(folder).lines())["chat template"]
-    )
+    assert facts.settings()["VLLM_TOOL_CALL_PARSER"] == "hermes"
+    (folder / "chat_template.jinja").write_text(f"{{{{ tools }}}}<function={body}")
+    assert CheckpointFacts.read(folder).settings()["VLLM_TOOL_CALL_PARSER"] == "qwen3_coder"
     (folder / "chat_template.jinja").unlink()
     assert ("chat template", "none") in CheckpointFacts.read(folder).lines()
+
+
+@pytest.mark.parametrize(
+    ("end", "thinks"),
+    [
+        ("<think>\n", True),
+        ("{% if enable_thinking is false %}<think></think>{% else %}<think>{% endif %}", True),
+        ("{% if enable_thinking is defined and not enable_thinking %}<think>\n\n</think>{% endif %}", True),
+        ("{% if enable_thinking %}<think>{% else %}<think>\n\n</think>{% endif %}", False),
+        ("{# no <think> #}", False),
+        ("<think>{{ missing.field.deeper }}", False),
+    ],
+)
+def test_thoughts_have_a_parser_where_the_model_thinks_unasked(
+    tmp_path: Path, end: str, thinks: bool
+) -> None:
+    folder = ANIMALS["text"].build(tmp_path / "text")
+    (folder / "chat_template.jinja").write_text(
+        "{% for message in messages %}{{ message['content'] }}{% endfor %}" + end
+    )
+    facts = CheckpointFacts.read(folder)
+    assert facts.thinks == thinks
+    assert facts.settings().get("VLLM_REASONING_PARSER") == ("qwen3" if thinks else None)
 
 
 def test_a_folder_that_is_no_checkpoint_is_refused(tmp_path: Path) -> None:
@@ -65,7 +86,11 @@ def test_vllm_takes_the_lines_of_a_baseline(tmp_path: Path) -> None:
     folder = ANIMALS["multimodal"].build(tmp_path / "weights" / "mine")
     (tmp_path / "experiments").mkdir()
     lines = {"VLLM_MODEL": "weights/mine", **CheckpointFacts.read(folder).settings()}
-    scaffold.create("base", None, "It is as it is.", lines=lines, root=tmp_path)
+    made = scaffold.create("base", None, "It is as it is.", lines=lines, reasons=REASONS, root=tmp_path)
+    text = (made / "config.env").read_text()
+    for key in ("VLLM_HOST", "VLLM_SHUTDOWN_TIMEOUT"):
+        assert f"# {REASONS[key]}\n{key}=" in text
+    assert DRAFTS_NOTE in " ".join((made / "README.md").read_text().split())
     base = variant.load("base", tmp_path)
     assert (base.baseline, base.lineage, base.weights) == (None, ("base",), folder)
     assert flags.resolve(base)

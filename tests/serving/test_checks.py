@@ -163,6 +163,32 @@ def test_known_trouble_is_served_where_that_is_allowed(servable):
     checks.check_command(ServerCommand.resolve(one, port=free_port(), platform="cpu"), [TROUBLE])
 
 
+def on_address(one, lines):
+    return ServerCommand.resolve(one.with_lines(lines), port=free_port(), platform="cpu")
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "10.0.0.7", "example.org"])
+def test_an_address_that_others_reach_needs_the_key_or_a_line_that_allows_it(servable, monkeypatch, host):
+    monkeypatch.delenv("VLLM_API_KEY", raising=False)
+    one = servable().variant
+    refusal = f"everyone who reaches {host} could use v; set VLLM_API_KEY .* ALLOW_OPEN=1 to serve anyway"
+    with pytest.raises(ServingError, match=refusal):
+        checks.check_command(on_address(one, {"VLLM_HOST": host}))
+    checks._check_address(on_address(one, {"VLLM_HOST": host, "ALLOW_OPEN": "1"}))
+    monkeypatch.setenv("VLLM_API_KEY", "sesame")
+    checks._check_address(on_address(one, {"VLLM_HOST": host}))
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "127.3.2.1", "::1", "localhost", ""])
+def test_this_machine_alone_needs_no_key_and_is_where_a_server_without_a_line_listens(
+    servable, monkeypatch, host
+):
+    monkeypatch.delenv("VLLM_API_KEY", raising=False)
+    command = on_address(servable().variant, {"VLLM_HOST": host})
+    checks._check_address(command)
+    assert command.argv[command.argv.index("--host") + 1] == (host or "127.0.0.1") == command.host
+
+
 @pytest.mark.parametrize(
     ("lines", "said"),
     [

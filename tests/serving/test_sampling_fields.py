@@ -14,6 +14,7 @@ import pytest
 from slimqwen import variant
 from slimqwen.serving.command import ServerCommand
 from slimqwen.serving.server import free_port, run_server
+from slimqwen.variant import DRAFTS_REFUSE
 from slimqwen.vllm_plugin.api_key import authorization
 
 pytestmark = pytest.mark.engine
@@ -67,7 +68,7 @@ FIELDS = {
 }
 """A value that vLLM accepts for each field."""
 
-REFUSED = {0: {"logprob_token_ids"}, 4: {"logit_bias", "logprob_token_ids", "min_p"}}
+REFUSED = {0: {"logprob_token_ids"}, 4: set(DRAFTS_REFUSE)}
 """Fields that a server refuses beside every prompt, by its number of drafts."""
 
 

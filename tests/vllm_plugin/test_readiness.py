@@ -413,3 +413,31 @@ async def test_vllm_asks_for_the_key_wherever_the_engine_is_put_to_work(path):
         assert (await client.post(path, headers={"Authorization": "Bearer no"})).status_code == 401
         assert (await client.post(path, headers={"Authorization": "Bearer sesame"})).status_code == 200
         assert (await client.get("/health")).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("path", "client", "key", "given", "status"),
+    [
+        ("/metrics", "10.0.0.7", "sesame", None, 401),
+        ("/metrics/", "10.0.0.7", "sesame", "Bearer no", 401),
+        ("/load", "10.0.0.7", "sesame", "sesame", 401),
+        ("/version", "fe80::1", "sesame", "Bearer sesames", 401),
+        ("/metrics", "10.0.0.7", "sesame", "Bearer sesame", 200),
+        ("/version", "127.0.0.1", "sesame", None, 200),
+        ("/load", "::ffff:127.0.0.1", "sesame", None, 200),
+        ("/load", "::1", "sesame", None, 200),
+        ("/metrics", "proxy", "sesame", None, 401),
+        ("/metrics", "10.0.0.7", None, None, 200),
+        ("/other", "10.0.0.7", "sesame", None, 200),
+    ],
+)
+async def test_the_state_of_a_server_is_for_this_machine_or_the_key(
+    monkeypatch, path, client, key, given, status
+):
+    monkeypatch.delenv("VLLM_API_KEY", raising=False)
+    if key:
+        monkeypatch.setenv("VLLM_API_KEY", key)
+    transport = httpx.ASGITransport(Readiness(PlainTextResponse("yes")), client=(client, 123))
+    headers = {"Authorization": given} if given else {}
+    async with httpx.AsyncClient(transport=transport, base_url="http://x", headers=headers) as asking:
+        assert (await asking.get(path)).status_code == status
