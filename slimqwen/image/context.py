@@ -11,7 +11,7 @@ from pathlib import Path
 from slimqwen import checkpoint
 from slimqwen.checkpoint.files import CARD, COMPILE_CACHE, MANIFEST, list_files, sha256
 from slimqwen.image import ImageError
-from slimqwen.image.imported_cache import read_imported_cache
+from slimqwen.image.imported_cache import LOCKS, read_imported_cache
 from slimqwen.plan import devices, trouble
 from slimqwen.plan.record import PlanRecord
 from slimqwen.progress import Progress, silent
@@ -120,9 +120,9 @@ def gather(
     for file in (*sorted((code / "slimqwen").rglob("*")), code / "scripts" / "serve.py"):
         if file.is_file() and "__pycache__" not in file.parts:
             served[file.relative_to(code).as_posix()] = file
-    locks = {"cpu": ("cpu", "torch-cpu"), "cuda": ("cuda",)}[command.platform]
     installed = {
-        name: code / name for name in (*_INSTALL_FILES, *(f"requirements/{lock}.txt" for lock in locks))
+        name: code / name
+        for name in (*_INSTALL_FILES, *(f"requirements/{lock}.txt" for lock in LOCKS[command.platform]))
     }
     # The build commands of kernels have paths of headers, so the cache has to be at the path where it was made.
     image_root = str(Path(cache.machine["environment"]).parent) if cache else _ROOT

