@@ -49,10 +49,13 @@ def quality(
     from slimqwen.evals.suites.suite import AUTO, Limit, Suite
 
     extent: Limit = None if full else AUTO if limit is None else limit
+    named = Suite.load(suite or variant.evaluation, variant.root)
+    if understood := named.describe_questions(variant.root):
+        say(understood)
     with progress_bar() as progress:
         path = quality.measure_quality(
             variant,
-            Suite.load(suite or variant.evaluation, variant.root),
+            named,
             command=command(),
             limit=extent,
             port=port,

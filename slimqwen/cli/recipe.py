@@ -211,6 +211,8 @@ def _show_dry_run(variant: Variant) -> None:
     say(f"Times are for {inspection.describe_processor()}.")
     if faults:
         raise RecipeError(*faults)
+    if understood := _describe_questions(variant):
+        say(understood)
     for line in variant_recipe.lacking_space(costs, variant.root / "weights" / "store"):
         say(line)
 
@@ -228,6 +230,18 @@ def _list_evaluation_faults(variant: Variant) -> list[str]:
     is_timed = name_workload(variant) == folder.name
     timing = [lambda: Workload.load(folder.name, variant.root)] if is_timed else []
     return own_evaluation.list_faults(variant, folder, timing)
+
+
+def _describe_questions(variant: Variant) -> str | None:
+    """What was understood of the questions that will judge the recipe's result; None without an own evaluation."""
+    from slimqwen.records.settings import find_own_evaluation
+
+    folder = find_own_evaluation(variant)
+    if folder is None:
+        return None
+    from slimqwen.evals.suites.suite import Suite  # slow to import
+
+    return Suite.load(folder.name, variant.root).describe_questions(variant.root)
 
 
 def _duration(seconds: float) -> str:

@@ -84,13 +84,14 @@ def test_an_evaluation_without_its_files_lacks_each_once(root: Path) -> None:
 
 
 def test_every_file_of_an_evaluation_is_checked_at_once(root: Path) -> None:
-    write_questions(root, [{"prompt": "?"}, {"prompt": "?", "answer": 3}])
+    write_questions(root, [{"prompt": "?"}, {"prompt": "?", "answer": True}])
     (root / OWN / "prompts.jsonl").write_text('{"prompt": "?"}\n{"text": "?"}\n')
     (root / OWN / "texts.jsonl").write_text("".join(PASSAGES[:9]) + '{"txt": ""}\n')
-    first, second, third = faults_of(root)
+    first, second, third, fourth = faults_of(root)
     assert "prompts.jsonl, prompt 2: unusable (" in first
     assert second.startswith("eval/own/mine/texts.jsonl, line 10: neither a text nor a chat")
-    assert "questions.jsonl: line 1: answer: Field required; line 2: answer: write it as text" in third
+    assert "questions.jsonl, line 1: answer: Field required" in third
+    assert "questions.jsonl, line 2: answer: write it as text" in fourth
 
 
 def test_a_sound_evaluation_has_no_fault(root: Path) -> None:
@@ -164,7 +165,7 @@ def test_a_suite_of_own_questions_takes_its_margin_from_suite_yaml(root: Path) -
 
 def test_unusable_questions_are_named_before_a_task_is_written(root: Path) -> None:
     write_questions(root, [{"prompt": "?", "answer": "a"}, {"prompt": "?"}])
-    with pytest.raises(CorpusError, match=r"eval/own/mine/questions\.jsonl: line 2: answer: Field required"):
+    with pytest.raises(CorpusError, match=r"eval/own/mine/questions\.jsonl, line 2: answer: Field required"):
         Suite.load("mine", root).write_own_task(root)
     assert not (root / ".cache").exists()
 
@@ -175,10 +176,10 @@ def test_unusable_questions_are_named_before_a_server_starts(
     write_questions(root, [{"prompt": "?", "answer": "a"}, {"prompt": "?"}])
     monkeypatch.setattr(quality, "share_server", lambda *_, **__: pytest.fail("a server starts"))
     mtp4, suite = variant.load("tiny-mtp4", root), Suite.load("mine", root)
-    with pytest.raises(CorpusError, match=r"questions\.jsonl: line 2: answer: Field required"):
+    with pytest.raises(CorpusError, match=r"questions\.jsonl, line 2: answer: Field required"):
         quality.measure_quality(mtp4, suite, command=[], limit=None)
     monkeypatch.setattr(fidelity, "measure_fidelity", lambda *_, **__: pytest.fail("a check runs"))
-    with pytest.raises(CorpusError, match=r"questions\.jsonl: line 2: answer: Field required"):
+    with pytest.raises(CorpusError, match=r"questions\.jsonl, line 2: answer: Field required"):
         gate.measure_gate(mtp4, "mine", command=[])
 
 

@@ -55,6 +55,19 @@ class Tolerance(NamedTuple):
     is_relative: bool
 
 
+def read_tolerance(text: str) -> Tolerance:
+    """Read a tolerance such as "0.5", "0,5" or "5 %".
+
+    Raises:
+        ValueError: the text is none; the message is cause and cure.
+    """
+    match = re.fullmatch(r"\s*(\d+(?:[.,]\d+)?(?:[eE]-?\d{1,2})?)\s*(%?)\s*", text)
+    if match is None:
+        raise ValueError(f'{text!r} is no tolerance; write a number such as 0.5, or a share such as "5%"')
+    amount = Fraction(match[1].replace(",", "."))
+    return Tolerance(amount / 100 if match[2] else amount, bool(match[2]))
+
+
 def compatible(text: str) -> str:
     """The text in Unicode's compatibility form (NFKC), without marks of format; dashes and quotes are ASCII.
 

@@ -114,9 +114,9 @@ def run_suite(
     suite.write_own_task(root)
     # Data, task files and the Python code that task files call affect the scores.
     files = set(datasets.require_datasets(suite.datasets, suite.nltk, root))
-    if suite.questions_file:
+    if questions_file := suite.questions_file(root):
         # What a user edits; a record that named the task made of it would still hold after an edit.
-        files.add(root / suite.questions_file)
+        files.add(root / questions_file)
     else:
         for pattern in ("*.yaml", "*.py"):
             files.update((root / suite.tasks_folder).glob(pattern) if suite.tasks_folder else ())
@@ -165,7 +165,7 @@ def run_suite(
             scored_here = any(map(_is_scored_here, lm_eval_tasks.values()))
             scoring = suite.scoring or ({"scorer": scorer.digest()} if scored_here else {})
             runs.append(TaskRun(task, items, sum(sizes.values()), rendered, scoring))
-            for name in item_numbers if suite.questions_file is None else ():
+            for name in item_numbers if questions_file is None else ():
                 files.update(_data_files(lm_eval_tasks[name].dump_config(), root))
     require_healthy(server.server, "finishing")
     return runs, sorted(files)

@@ -1,12 +1,16 @@
-"""Questions as lm-eval tasks: the file eval/own/NAME/questions.jsonl of an own evaluation, and the scoring.
+"""Questions as lm-eval tasks: the file questions.jsonl (.json, .csv, .parquet) of an own evaluation, and the scoring.
 
-A line holds `prompt` (the user's message) or `messages` (a chat, with `tools`), `answer`, and optionally `choices`.
+A row holds `prompt` (the user's message) or `messages` (a chat, with `tools`), `answer`, and optionally `choices` or
+`tolerance`.
 The metric of suite.yaml decides what is right. Without one, the form of a question decides: it is scored by choice if
 it has choices, as a tool call if its answer is an object, else by exact match. A chat with tools goes to the server's
 /v1/chat/completions, so that the tool parser on which clients rely parses the calls.
 """
 
+import errno
 import json
+import os
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Self
@@ -14,10 +18,12 @@ from typing import Annotated, Any, Self
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from slimqwen.evals.suites import exact_answers, scorer
+from slimqwen.evals.suites.question_rows import read_question_rows
 from slimqwen.evals.suites.scorer import Metric
 from slimqwen.records import store
 from slimqwen.text.chats import check_message
-from slimqwen.text.files import CorpusError, read_json_lines
+from slimqwen.text.files import CorpusError
+from slimqwen.text.tables import Faults
 
 SCORE = "exact_match"
 """Name of the score in lm-eval's results, the same for every metric."""
@@ -27,7 +33,7 @@ CHAT_PREFIX = "slimqwen-chat:"
 
 
 class Question(BaseModel):
-    """One line of questions.jsonl.
+    """One row of the questions.
 
     Attributes:
         prompt: message of the user.
@@ -36,6 +42,7 @@ class Question(BaseModel):
         answer: the right response, one of the choices, or a list of several that are each right; or the tool call
             {"name", "arguments"}.
         choices: options of a multiple-choice question, listed after the prompt under the letters A, B, C, …
+        tolerance: how far a number may be from the answer, such as "0.5" or "5%"; None if only the number is right.
     """
 
     model_config = ConfigDict(extra="ignore", frozen=True)
@@ -45,11 +52,15 @@ class Question(BaseModel):
     tools: list[dict[str, Any]] | None = None
     answer: str | Annotated[list[str], Field(min_length=1)] | dict[str, Any]
     choices: Annotated[list[str], Field(min_length=2, max_length=26)] | None = None
+    tolerance: str | None = None
 
     @field_validator("answer", mode="before")
     @classmethod
     def _check_answer(cls, answer: Any) -> Any:
         # The fault of a union would name each of its types.
+        if isinstance(answer, list):
+            answer = [_digits(each) for each in answer]
+        answer = _digits(answer)
         is_list = isinstance(answer, list) and all(isinstance(each, str) for each in answer)
         if not (isinstance(answer, (str, dict)) or is_list):
             raise ValueError(
@@ -60,6 +71,13 @@ class Question(BaseModel):
         ):
             raise ValueError("it is empty; write the right response, or leave the question out")
         return answer
+
+    @field_validator("tolerance", mode="before")
+    @classmethod
+    def _check_tolerance(cls, tolerance: Any) -> Any:
+        text = str(_digits(tolerance))
+        exact_answers.read_tolerance(text)
+        return text
 
     @model_validator(mode="after")
     def _check_fields_together(self) -> Self:
@@ -77,6 +95,9 @@ class Question(BaseModel):
             raise ValueError('write an answer that is a tool call as {"name": …, "arguments": {…}}')
         if isinstance(self.answer, dict) and not self.tools:
             raise ValueError("an answer that is a tool call needs `tools`, without which no call is parsed")
+        is_numeric = bool(self.right_answers) and all(map(exact_answers.is_number, self.right_answers))
+        if self.tolerance is not None and (self.choices is not None or not is_numeric):
+            raise ValueError("a tolerance needs an answer that is a number, and no choices; remove it")
         return self
 
     @property
@@ -87,51 +108,71 @@ class Question(BaseModel):
         return [self.answer] if isinstance(self.answer, str) else self.answer
 
     @property
+    def allowed(self) -> exact_answers.Tolerance | None:
+        """The tolerance, parsed."""
+        return None if self.tolerance is None else exact_answers.read_tolerance(self.tolerance)
+
+    @property
     def form(self) -> Metric:
         """The metric by which this question is scored if suite.yaml names none."""
         return scorer.form_of(self.answer, self.choices)
+
+
+def _digits(value: Any) -> Any:
+    """A number as text; other values as they are."""
+    return str(value) if isinstance(value, int | float) and not isinstance(value, bool) else value
 
 
 def read_questions(file: Path, metric: Metric | None) -> list[Question]:
     """Read and check all questions.
 
     Raises:
-        CorpusError: the file cannot be read, or lines cannot be used; the message names faults with their lines.
+        CorpusError: the file cannot be read, or rows cannot be used; it has all faults with their lines.
     """
     questions: list[Question] = []
-    faults: dict[str, list[int]] = {}
-    try:
-        data = file.read_bytes()
-    except OSError as error:
-        raise CorpusError(f"{file}: cannot be read ({error.strerror}); put the questions there") from None
-    for position, content in read_json_lines(data.splitlines(keepends=True), file):
-        number = data.count(b"\n", 0, position) + 1
+    faults = Faults()
+    if not file.exists():
+        raise CorpusError(f"{file}: cannot be read ({os.strerror(errno.ENOENT)}); put the questions there")
+    for row, fields in read_question_rows(file):
+        if row.fault is not None:
+            faults.add(row, row.fault)
+            continue
         try:
-            question = Question.model_validate(content)
+            question = Question.model_validate(fields)
             if (metric or question.form) == "choice" and question.choices is None:
                 raise ValueError("the metric choice needs the field choices")
             if (metric == "tool_call") != isinstance(question.answer, dict) and metric is not None:
                 raise ValueError(f"metric {metric} does not fit this answer")
+            if (metric or question.form) != "exact" and question.tolerance is not None:
+                raise ValueError(f"metric {metric} has no tolerance; remove it, or use the metric exact")
             questions.append(question)
         except ValidationError as error:
-            first = error.errors()[0]
-            field = ".".join(str(part) for part in first["loc"])
-            fault = f"{field + ': ' if field else ''}{first['msg'].removeprefix('Value error, ')}"
-            faults.setdefault(fault, []).append(number)
+            for each in error.errors():
+                field = ".".join(str(part) for part in each["loc"])
+                message = each["msg"].removeprefix("Value error, ")
+                faults.add(row, f"{field + ': ' if field else ''}{message}")
         except ValueError as error:
-            faults.setdefault(str(error), []).append(number)
+            faults.add(row, str(error))
     if faults:
-        named = "; ".join(f"{_line_numbers(numbers)}: {fault}" for fault, numbers in faults.items())
-        raise CorpusError(f"{file}: {named}; correct them")
+        raise faults.error()
     if len(questions) < 2:
         raise CorpusError(f"{file}: {len(questions)} questions give no standard error; write 2 or more")
     return questions
 
 
-def _line_numbers(numbers: Sequence[int]) -> str:
-    """Text that names the first three of these line numbers and how many more there are."""
-    more = f" and {len(numbers) - 3} more" if len(numbers) > 3 else ""
-    return f"line{'s' if len(numbers) > 1 else ''} {', '.join(map(str, numbers[:3]))}{more}"
+def describe(questions: Sequence[Question], metric: Metric | None) -> str:
+    """What was understood of questions, such as "80 questions (60 exact, 20 choice), 12 with a tolerance"."""
+    metrics = Counter(metric or question.form for question in questions)
+    line = (
+        f"{len(questions):,} questions ({', '.join(f'{count:,} {name}' for name, count in metrics.items())})"
+    )
+    for name, count in (
+        ("several right answers", sum(len(question.right_answers) > 1 for question in questions)),
+        ("a tolerance", sum(question.tolerance is not None for question in questions)),
+        ("tools", sum(bool(question.tools) for question in questions)),
+    ):
+        line += f", {count:,} with {name}" if count else ""
+    return line
 
 
 def write_task(name: str, file: Path, metric: Metric | None, max_gen_toks: int, folder: Path) -> None:
@@ -139,7 +180,7 @@ def write_task(name: str, file: Path, metric: Metric | None, max_gen_toks: int, 
 
     Args:
         name: name of the task.
-        file: questions.jsonl.
+        file: questions.jsonl, or another that `question_rows.find_questions` finds.
         folder: created if missing; each file in it is replaced by a rename, because two runs may use it at once.
 
     Raises:
@@ -212,7 +253,11 @@ def score_response(
         metric: None for the metric of the question's form.
     """
     question = Question.model_validate_json(item["question"])
-    return {SCORE: float(scorer.is_right(responses[0], question.answer, question.choices, metric))}
+    return {
+        SCORE: float(
+            scorer.is_right(responses[0], question.answer, question.choices, metric, question.allowed)
+        )
+    }
 
 
 def _choice_list(choices: Sequence[str]) -> str:

@@ -32,6 +32,7 @@ def is_right(
     answer: str | Sequence[str] | Mapping[str, Any],
     choices: Sequence[str] | None = None,
     metric: Metric | None = None,
+    tolerance: exact_answers.Tolerance | None = None,
 ) -> bool:
     """Whether a response is right.
 
@@ -40,6 +41,7 @@ def is_right(
         answer: the right response, several that are each right, or a tool call.
         choices: options of a multiple-choice question, shown under the letters A, B, C, …
         metric: None for the metric of the question's form.
+        tolerance: how far a number may be from a right one, by the metric exact.
     """
     metric = metric or form_of(answer, choices)
     if isinstance(answer, Mapping):
@@ -50,7 +52,7 @@ def is_right(
         return number is not None and (choices or [])[number] in answers
     if metric == "contains":
         return any(exact_answers.contains(response, each) for each in answers)
-    return exact_answers.is_any(response, stated_choices.stated_texts(response), answers, None)
+    return exact_answers.is_any(response, stated_choices.stated_texts(response), answers, tolerance)
 
 
 def response_text(text: str, calls: Sequence[Mapping[str, Any]]) -> str:

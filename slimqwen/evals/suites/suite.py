@@ -16,6 +16,7 @@ from pydantic import (
 
 from slimqwen.evals.suites import questions, scorer
 from slimqwen.evals.suites.datasets import HubDataset
+from slimqwen.evals.suites.question_rows import find_questions
 from slimqwen.evals.suites.questions import Question
 from slimqwen.evals.suites.scorer import Metric
 from slimqwen.records.settings import OWN, Settings
@@ -183,10 +184,27 @@ class Suite(Settings):
             return {}
         return {"scorer": scorer.digest(), **self.questions.model_dump(include={"metric", "max_gen_toks"})}
 
-    @property
-    def questions_file(self) -> Path | None:
-        """The questions of an own evaluation, relative to the repository; None for other suites."""
-        return OWN / self.name / "questions.jsonl" if self.questions is not None else None
+    def questions_file(self, root: Path) -> Path | None:
+        """The questions of an own evaluation, relative to the repository; None for other suites.
+
+        Raises:
+            CorpusError: there are several files.
+        """
+        if self.questions is None:
+            return None
+        with contextlib.chdir(root):  # so that messages have relative paths
+            return find_questions(OWN / self.name)
+
+    def describe_questions(self, root: Path) -> str | None:
+        """What was understood of the questions of an own evaluation, in a line; None for other suites.
+
+        Raises:
+            CorpusError: as `require_questions`.
+        """
+        if self.questions is None:
+            return None
+        found = questions.describe(self._read_questions(root, self.questions), self.questions.metric)
+        return f"{self.questions_file(root)}: {found}"
 
     def require_questions(self, root: Path) -> None:
         """Check the questions of an own evaluation; does nothing for other suites.
@@ -209,7 +227,7 @@ class Suite(Settings):
 
     def _read_questions(self, root: Path, own: OwnQuestions) -> list[Question]:
         with contextlib.chdir(root):  # so that messages have relative paths
-            return questions.read_questions(OWN / self.name / "questions.jsonl", own.metric)
+            return questions.read_questions(find_questions(OWN / self.name), own.metric)
 
     def write_own_task(self, root: Path) -> None:
         """Write the questions of an own evaluation as a task into `tasks_folder`; does nothing for other suites.
@@ -219,11 +237,10 @@ class Suite(Settings):
         """
         if self.questions is None or self.tasks_folder is None:
             return
-        file = OWN / self.name / "questions.jsonl"
         with contextlib.chdir(root):  # lm-eval resolves the paths there, and messages have relative paths
             questions.write_task(
                 self.tasks[0].name,
-                file,
+                find_questions(OWN / self.name),
                 self.questions.metric,
                 self.questions.max_gen_toks,
                 self.tasks_folder,

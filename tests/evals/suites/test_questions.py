@@ -127,8 +127,8 @@ def test_every_unusable_line_is_named_at_once(tmp_path):
         {"prompt": "Sky?", "choices": ["red", "blue"], "answer": "green"},
         {"prompt": "?", "answer": {"arguments": {}}},
         {"prompt": "?", "answer": CALL},
-        {"prompt": "1 + 2?", "answer": 3},
-        *[{"question": "1 + 1?", "answer": "2"}] * 5,
+        {"prompt": "1 + 2?", "answer": True},
+        *[{"frage": "1 + 1?", "answer": "2"}] * 5,
     )
     with pytest.raises(CorpusError) as raised:
         questions.read_questions(file, None)
