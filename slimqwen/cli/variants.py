@@ -62,8 +62,8 @@ def new(
             "give --checkpoint FOLDER for a baseline, or --base NAME for a variant of it"
         )
     if evaluation:
-        # Checks that the evaluation exists now, not only at the gate.
-        Suite.load(evaluation, variants.repository_root())
+        # Checks that the evaluation exists and has questions now, not only at the gate.
+        Suite.load(evaluation, variants.repository_root()).require_questions(variants.repository_root())
     if checkpoint:
         folder = _create_baseline(name, checkpoint, hypothesis or _BASELINE, evaluation or "core")
     else:

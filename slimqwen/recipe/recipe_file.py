@@ -59,6 +59,7 @@ class Recipe:
         base: name of a variant, or owner/name or owner/name@commit of a hub repository.
         steps: the stages with their parameters; without stages that cannot be understood.
         faults: faults of the file, a line each with its location.
+        base_place: file and line of the base.
     """
 
     file: Path
@@ -66,6 +67,7 @@ class Recipe:
     base: str
     steps: tuple[Step, ...]
     faults: tuple[str, ...] = ()
+    base_place: str = ""
 
 
 _Entry = Annotated[
@@ -127,7 +129,8 @@ def parse_recipe(file: Path, stages: Mapping[str, Stage] = STAGES) -> Recipe:
             faults += text.list_faults(error, path, schema)
             if (rest := _without_faults(schema, values or {}, error, file.parent)) is not None:
                 steps.append(Step(stages[name], rest, text.places(path), is_whole=False))
-    return Recipe(file, document.description, document.base, tuple(steps), tuple(faults))
+    place = text.place(("base",))
+    return Recipe(file, document.description, document.base, tuple(steps), tuple(faults), place)
 
 
 def find_base_variant(base: str, root: Path) -> str:

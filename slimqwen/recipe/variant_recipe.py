@@ -10,6 +10,7 @@ from slimqwen import checkpoint
 from slimqwen import variant as variants
 from slimqwen.checkpoint import draft_head
 from slimqwen.checkpoint.weights import changed_weights
+from slimqwen.errors import SlimqwenError
 from slimqwen.models.outline import Outline
 from slimqwen.progress import Progress, silent
 from slimqwen.recipe import recipe_file, runner
@@ -25,7 +26,19 @@ def read_recipe(variant: Variant) -> Recipe:
     Raises:
         RecipeError: the recipe is missing or cannot be used.
     """
-    return recipe_file.read_recipe(variant.folder / "recipe.yaml")
+    recipe = recipe_file.read_recipe(variant.folder / "recipe.yaml")
+    _require_base(recipe, variant.root)
+    return recipe
+
+
+def _require_base(recipe: Recipe, root: Path) -> None:
+    """Raise a RecipeError with file and line if the base is no variant, after which nothing else can be found."""
+    try:
+        name = find_base_variant(recipe.base, root)
+        if name not in variants.names(root):
+            variants.load(name, root)
+    except SlimqwenError as error:
+        raise RecipeError(f"{recipe.base_place}: base: {error}", *recipe.faults) from None
 
 
 def run_recipe(
@@ -46,6 +59,7 @@ def run_recipe(
     """
     recipe = recipe_file.parse_recipe(variant.folder / "recipe.yaml")
     recipe = replace(recipe, faults=(*recipe.faults, *other_faults))
+    _require_base(recipe, variant.root)
     resolve = partial(base_folder, root=variant.root)
     is_embedded = comes_from_embedded(recipe.base, variant.root)
     weights = variant.root / "weights"
@@ -73,6 +87,7 @@ def base_outline(variant: Variant) -> Outline | None:
         CorruptCheckpointError: config.json, the index or a header cannot be read.
     """
     recipe = recipe_file.parse_recipe(variant.folder / "recipe.yaml")
+    _require_base(recipe, variant.root)
     base = variants.load(find_base_variant(recipe.base, variant.root), variant.root)
     if not (base.weights / "config.json").is_file():
         return None

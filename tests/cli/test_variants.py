@@ -16,6 +16,7 @@ from slimqwen.hub import HubError
 from slimqwen.recipe.recipe_file import RecipeError
 from slimqwen.recipe.registry import STAGES
 from slimqwen.report import markdown
+from slimqwen.text.files import CorpusError
 from slimqwen.variant import Variant
 from tests.cli.conftest import said_by
 from tests.evals.test_promotion import gated, one  # noqa: F401  (a fixture)
@@ -62,6 +63,18 @@ def test_a_folder_becomes_a_baseline_and_its_variant_asks_for_the_text(
 
 
 @pytest.mark.parametrize("how", ["--dry-run", ""])
+@pytest.mark.parametrize("base", ["bas", "owner/name"])
+def test_a_base_that_is_not_there_is_named_with_file_and_line(root: Path, how: str, base: str) -> None:
+    said_by("variant new --name base --checkpoint weights/mymodel")
+    said_by("variant new --name mine --base base --stage quantise_lm_head")
+    file = root / "experiments" / "mine" / "recipe.yaml"
+    file.write_text(file.read_text().replace("base: base", f"base: {base}"))
+    line = 1 + next(n for n, text in enumerate(file.read_text().splitlines()) if text.startswith("base:"))
+    with pytest.raises(RecipeError, match=rf"mine/recipe\.yaml:{line}: base: .*{base}"):
+        said_by(f"recipe run --variant mine {how}")
+
+
+@pytest.mark.parametrize("how", ["--dry-run", ""])
 def test_what_will_judge_a_variant_is_checked_with_its_recipe(root: Path, how: str) -> None:
     own = root / "eval" / "own" / "judge"
     own.mkdir(parents=True)
@@ -69,7 +82,13 @@ def test_what_will_judge_a_variant_is_checked_with_its_recipe(root: Path, how: s
     (own / "workload.yaml").write_text("output_tokens: 1\n")
     shutil.copy(Path(__file__).parents[2] / "eval" / "own.yaml", root / "eval")
     said_by("variant new --name base --checkpoint weights/mymodel")
+    with pytest.raises(
+        CorpusError, match=r"eval/own/judge/questions\.jsonl: cannot be read .*; put the questions there"
+    ):
+        said_by("variant new --name mine --base base --stage calibrate --evaluation judge")
+    (own / "questions.jsonl").write_text('{"prompt": "Well?", "answer": "Yes."}\n')
     said_by("variant new --name mine --base base --stage calibrate --evaluation judge")
+    (own / "questions.jsonl").unlink()
     started = time.process_time()
     with pytest.raises(RecipeError) as caught:
         said_by(f"recipe run --variant mine {how}")

@@ -87,7 +87,7 @@ def test_latency_on_a_cpu_says_that_it_is_no_evidence_about_a_gpu(repository, la
 def test_a_kind_that_was_not_measured_is_left_out_and_named(repository):
     store.records(repository / "experiments" / "b", Latency)[0].unlink()
     (table,) = tables.comparison_tables(repository / "experiments" / "a", repository / "experiments" / "b")
-    assert "slimqwen bench latency --variant b" in table.notes[-1]
+    assert "b was not timed in turns with a; run `slimqwen bench latency b --baseline`" in table.notes[-1]
 
 
 def test_nothing_measured_is_an_error(repository, tmp_path):

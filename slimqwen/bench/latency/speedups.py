@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from slimqwen.bench.latency.record import ClassFigures, Latency
+from slimqwen.errors import SlimqwenError
 from slimqwen.records import store
 from slimqwen.records.pairing import (
     hardware_basis,
@@ -88,7 +89,12 @@ def shared_workloads(first: Path, second: Path) -> list[str]:
         MissingRecordError: a variant has no latency record.
         NotComparableError: the variants share no workload.
     """
-    newest = store.latest(first, Latency), store.latest(second, Latency)
+    try:
+        newest = store.latest(first, Latency), store.latest(second, Latency)
+    except store.MissingRecordError:
+        raise store.MissingRecordError(
+            f"{second.name} was not timed in turns with {first.name}; run `{_command_in_turns(first, second)}`"
+        ) from None
     workloads = [
         {
             record.workload
@@ -253,6 +259,16 @@ def _all_classes(records: tuple[Latency, Latency], sides: Sequence[Mapping[str, 
         ratio = Ratio(first / second, low, high)
     interval = ratio.low, ratio.high
     return [Speedup(ALL_CLASSES, None, None, "wall_ms", first, second, ratio.value, interval, count)]
+
+
+def _command_in_turns(first: Path, second: Path) -> str:
+    """The command that times two variants in turns, from their folders of records."""
+    try:
+        is_baseline = store.read_measurements(second).baseline == first.name
+    except SlimqwenError:  # another folder of records than experiments/ has no measurements.json
+        is_baseline = True
+    sides = f"{second.name} --baseline" if is_baseline else f"--variant {first.name} --variant {second.name}"
+    return f"slimqwen bench latency {sides}"
 
 
 def _command(variant: str, record: Latency) -> str:
