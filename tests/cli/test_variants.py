@@ -83,10 +83,10 @@ def test_what_will_judge_a_variant_is_checked_with_its_recipe(root: Path, how: s
     shutil.copy(Path(__file__).parents[2] / "eval" / "own.yaml", root / "eval")
     said_by("variant new --name base --checkpoint weights/mymodel")
     with pytest.raises(
-        CorpusError, match=r"eval/own/judge/questions\.jsonl: cannot be read .*; put the questions there"
+        CorpusError, match=r"judge/questions\.jsonl: cannot be read .*; put the questions there"
     ):
         said_by("variant new --name mine --base base --stage calibrate --evaluation judge")
-    (own / "questions.jsonl").write_text('{"prompt": "Well?", "answer": "Yes."}\n')
+    (own / "questions.jsonl").write_text(2 * '{"prompt": "Well?", "answer": "Yes."}\n')
     said_by("variant new --name mine --base base --stage calibrate --evaluation judge")
     (own / "questions.jsonl").unlink()
     started = time.process_time()
