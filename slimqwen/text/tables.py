@@ -230,7 +230,12 @@ def _csv_rows(stream: IO[bytes], file: Path, columns: Sequence[str]) -> Iterator
     if first.count('"') % 2:  # a name that reaches over the end of the line
         first += next(lines, "")
     separator = said[1] if said else _separator(first, columns)
-    header = [name.strip().lower() for name in next(csv.reader([first], delimiter=separator), [])]
+    header = _names(first, separator)
+    if "\r" in first.rstrip("\r\n"):
+        yield Row(
+            file, "line", 1, 0, None, "lines end in a carriage return alone; save it with other line ends"
+        )
+        return
     doubled = sorted({name for name in header if name and header.count(name) > 1})
     if not set(header) & set(columns) or doubled:
         cause = (
@@ -262,11 +267,19 @@ def _csv_rows(stream: IO[bytes], file: Path, columns: Sequence[str]) -> Iterator
         yield Row(file, "line", number, position, content)
 
 
+def _names(first: str, separator: str) -> list[str]:
+    """The names of columns in the first line; none if it is not CSV."""
+    try:
+        return [name.strip().lower() for name in next(csv.reader([first], delimiter=separator), [])]
+    except csv.Error:
+        return []
+
+
 def _separator(first: str, columns: Sequence[str]) -> str:
     """The separator by which the first line has most of the columns, else most fields."""
 
     def found(separator: str) -> tuple[int, int]:
-        names = [name.strip().lower() for name in next(csv.reader([first], delimiter=separator), [])]
+        names = _names(first, separator)
         return len(set(names) & set(columns)), len(names)
 
     return max(_SEPARATORS, key=found)
