@@ -116,7 +116,8 @@ class Choice:
             worst = f"; worst task {row.worst.task} {margins(row.worst)} margins" if row.worst else ""
             workload = row.timed.latency.record.workload
             sentences = [
-                f"Serve {row.variant} {where}: {row.timed.speed.ratio} as fast over the workload {workload}{worst}.",
+                f"Serve {row.variant} {where}: {row.timed.speed.ratio} as fast over the workload {workload}"
+                f"{f' (timing {row.timed.tries} of this pair)' if row.timed.tries > 1 else ''}{worst}.",
                 *(f"{row.variant}: {each.caution}." for each in row.evidence if each.caution),
                 *(f"{row.variant}: {each}." for each in row.other_builds),
             ]

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from slimqwen.bench.latency import Latency
-from slimqwen.bench.latency.speedups import ALL_CLASSES, Speedup, compare_latency, latency_basis
+from slimqwen.bench.latency.speedups import ALL_CLASSES, Speedup, compare_latency, count_tries, latency_basis
 from slimqwen.evals import quality_comparison
 from slimqwen.evals.gate import Gate
 from slimqwen.evals.quality import Quality, TaskScore
@@ -88,11 +88,13 @@ class Timing:
     Attributes:
         comparison: paired ratios of the two latency records; empty if they were not timed in turns.
         as_scored: whether the checkpoint is that of the newest quality record, or another build of it.
+        tries: number of this timing among those of the same pair and settings, from 1.
     """
 
     latency: StoredRecord[Latency]
     comparison: tuple[Speedup, ...] = ()
     as_scored: bool = True
+    tries: int = 1
 
     @cached_property
     def speed(self) -> Speedup | None:
@@ -356,7 +358,8 @@ def _timing(
             if not (_has_items(entry, problems) and _has_items(other, problems)):
                 continue
             try:
-                return Timing(entry, tuple(compare_latency(other.path, entry.path)), as_scored)
+                tries = count_tries(other.path, entry.path)
+                return Timing(entry, tuple(compare_latency(other.path, entry.path)), as_scored, tries)
             except DAMAGED as error:
                 problems[entry.location] = f"its items give no speed-up: {error!r}"
     return Timing(entries[0], as_scored=builds.fits(entries[0], scored))
@@ -420,7 +423,8 @@ def _speed_text(row: Row) -> str | None:
         return None
     if row.timed.speed is None:
         return "not timed in turns" if row.baseline else None
-    return f"{row.timed.speed.ratio} ({row.timed.latency.record.workload})"
+    tries = f", timing {row.timed.tries}" if row.timed.tries > 1 else ""
+    return f"{row.timed.speed.ratio} ({row.timed.latency.record.workload}{tries})"
 
 
 def _score_text(key: tuple[str, str], row: Row) -> str | None:

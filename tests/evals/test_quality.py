@@ -334,8 +334,8 @@ def test_the_deciding_sample_is_what_the_suite_assumes_or_all(measure, small_sui
     few = tasks[0].items_to_decide
     assert 2 <= few < 6
     assert rows["small_facts"].item_count == few
-    # (1.96 + 1.71) standard deviations of 1 over a margin of 0.1, squared; there are six.
-    assert (rows["small_margin"].item_count, rows["small_margin"].items_to_decide) == (6, 1344)
+    # (2.05 + 1.71) standard deviations of 1 over a margin of 0.1, squared; there are six.
+    assert (rows["small_margin"].item_count, rows["small_margin"].items_to_decide) == (6, 1414)
     assert (rows["small_prose"].item_count, rows["small_prose"].items_to_decide) == (6, None)
 
 
@@ -606,7 +606,11 @@ def test_core_goes_the_whole_way_over_a_real_server(served_tiny, tmp_path):
             continue
         assert 0 < item.output_tokens <= 24
         assert not item.truncated or item.output_tokens == 24
+        assert item.question
+        assert item.looping is not None
+        assert item.task == "ifeval" or item.expected
         assert "</think>" not in item.output
+    assert all(item.expected.isdigit() for item in scores.items if item.task == "needle")
     for name in ("mmlu_pro", "ifeval", "gpqa_diamond"):
         assert scores.tasks[name].floor_verdict in ("fail", "inconclusive")
     assert scores.tasks["ifeval"].value >= 1 / 3

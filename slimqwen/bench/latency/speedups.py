@@ -4,6 +4,7 @@ Every ratio of two latency records is computed here, for each class and measure.
 in turns are paired by their number; if a side has a single round, the interval is over requests.
 """
 
+import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +21,7 @@ from slimqwen.records.pairing import (
     require_quiet,
     require_same,
 )
+from slimqwen.records.provenance import deciding
 from slimqwen.stats import intervals
 from slimqwen.stats.estimates import Ratio
 
@@ -135,6 +137,38 @@ def compare_latency(first: Path, second: Path) -> list[Speedup]:
     require_quiet(a, b)
     require_same(first, second, latency_basis(a), latency_basis(b), _command(b.variant, a))
     return class_speedups((a, b), [by_class_and_round(store.read_items(path)) for path in (first, second)])
+
+
+def count_tries(first: Path, second: Path) -> int:
+    """Which timing in turns of this pair the two records are: 1, or more if the same was timed before.
+
+    The same: workload, lengths, hardware, flags of the second variant, and recipes of both checkpoints. A timing on a
+    busy host, from which no speed-up was made, does not count; nor does one whose record was deleted or is damaged.
+    """
+    a, b = store.read_record(first, Latency), store.read_record(second, Latency)
+    runs = {b.run}
+    for path in store.records(second.parent, Latency):
+        with contextlib.suppress(store.RecordError):
+            other = store.read_record(path, Latency)
+            is_earlier = path.name < second.name and a.variant in other.interleaved_with
+            if is_earlier and not other.provenance.host_was_busy and _is_timed_alike(other, b):
+                beside = [store.read_record(each, Latency) for each in store.records(first.parent, Latency)]
+                if all(each.run != other.run or _has_recipe_of(each, a) for each in beside):
+                    runs.add(other.run)
+    return len(runs)
+
+
+def _is_timed_alike(other: Latency, record: Latency) -> bool:
+    flags = [deciding(each.provenance.flags) for each in (other, record)]
+    return (
+        latency_basis(other) == latency_basis(record)
+        and flags[0] == flags[1]
+        and _has_recipe_of(other, record)
+    )
+
+
+def _has_recipe_of(other: Latency, record: Latency) -> bool:
+    return other.provenance.checkpoint.has_recipe_of(record.provenance.checkpoint)
 
 
 def class_speedups(records: tuple[Latency, Latency], sides: Sequence[Mapping[str, Rounds]]) -> list[Speedup]:

@@ -45,6 +45,10 @@ def comparison(first: Path, second: Path) -> Table:
     notes = [
         f"On {hardware_name(a.provenance.hardware)}, {order}. {_speed_up_note(rows, a.variant, b.variant)}"
     ]
+    if in_turns and (tries := speedups.count_tries(first, second)) > 1:
+        notes.append(
+            f"{_say_try(tries)} The interval is that of one timing: of several, the luckiest proves less."
+        )
     if not in_ms:
         notes.append("Medians of TTFT, TPOT and E2EL in ms; rates over all rounds.")
     if any(row.interval is None for row in rows):
@@ -69,11 +73,17 @@ def give_verdict(first: Path, second: Path) -> str | None:
     if whole is None or whole.speedup is None or whole.interval is None:
         return None
     low, high = whole.interval
+    tries = speedups.count_tries(first, second)
     word = "faster" if low > 1 else "slower" if high < 1 else "not decided"
     return (
         f"Speed over all classes: {word}. {b} is {whole.speedup:.2f} [{low:.2f}, {high:.2f}] times as fast as {a}. "
+        f"{_say_try(tries) + ' ' if tries > 1 else ''}"
         f"Next: `slimqwen gate {b}` judges quality, `slimqwen compare {b}` shows both."
     )
+
+
+def _say_try(tries: int) -> str:
+    return f"This is timing {tries} of this pair, with the same workload, flags and checkpoints."
 
 
 def comparisons(first: Path, second: Path) -> list[Table]:

@@ -5,6 +5,7 @@ import pytest
 
 from slimqwen.bench.latency import speedups
 from slimqwen.bench.latency.speedups import LATENCY_MEASURES
+from slimqwen.bench.latency.tables import comparison, give_verdict
 from slimqwen.records import store
 from slimqwen.records.pairing import NotComparableError
 from tests import record_files
@@ -115,6 +116,42 @@ def test_records_of_different_runs_are_not_paired_by_round(write):
     # Round by round nothing differs, but these rounds have nothing to do with each other.
     assert rows[3].speedup == pytest.approx(1)
     assert rows[3].interval[0] < 0.6 < 1.6 < rows[3].interval[1]
+
+
+def of_recipe(key):
+    """A change of a record: its checkpoint is of the recipe with this key."""
+
+    def change(body):
+        body["provenance"]["checkpoint"] |= {"recipe_key": key * 64, "digest": key * 64}
+
+    return change
+
+
+def test_each_further_timing_of_a_pair_is_counted_and_said(write):
+    def timed(run):
+        pair = [write(name, run=run, interleaved_with=["a", "b"], change=one_at_a_time) for name in "ab"]
+        return speedups.count_tries(*pair), pair
+
+    assert timed("one")[0] == 1
+    tries, pair = timed("two")
+    assert tries == 2
+    assert any("This is timing 2 of this pair" in note for note in comparison(*pair).notes)
+    assert "This is timing 2 of this pair" in give_verdict(*pair)
+
+
+@pytest.mark.parametrize("part", ["workload", "checkpoint", "flags"])
+def test_a_timing_of_something_else_is_no_try_of_this_pair(write, part):
+    def other(body):
+        if part == "workload":
+            body["workload"] = "other"
+        elif part == "checkpoint":
+            of_recipe("a")(body)
+        else:
+            body["provenance"]["flags"] = {**body["provenance"]["flags"], "max-num-seqs": 99}
+
+    for change, run in ((other, "one"), (lambda body: None, "two")):
+        pair = [write(name, run=run, interleaved_with=["a", "b"], change=change) for name in "ab"]
+    assert speedups.count_tries(*pair) == 1
 
 
 def test_nothing_good_has_no_ratio(write):
