@@ -208,7 +208,6 @@ def test_a_long_list_is_read_record_by_record(tmp_path, monkeypatch):
         ("a.csv", "text\nKäse\n".encode("latin-1"), "line 2: not UTF-8"),
         ("a.csv", b"", "line 1: the first line names nothing"),
         ("a.csv", b"text,id\ra,1\rb,2\r", "line 1: lines end in a carriage return alone"),
-        ("a.csv", b"te\0xt,id\na,1\n", "line 1: the first line names"),
         ("a.parquet", b"PAR1", "not a parquet file .*fetch it again"),
         ("a.parquet", parquet_bytes({"body": "x"}), "row 1: the columns are body; name one of them text"),
         ("a.txt", "one\ntwo\nKäse\n".encode("latin-1"), "line 3: not UTF-8"),
