@@ -20,6 +20,7 @@ from typing import Any, Literal, NamedTuple
 from slimqwen import checkpoint, redaction
 from slimqwen.checkpoint import Manifest
 from slimqwen.checkpoint.files import (
+    CARD,
     COMPILE_CACHE,
     MANIFEST,
     TEMPLATES,
@@ -94,7 +95,8 @@ def download_copy(repository: Repository, target: Path, progress: Progress = sil
     if os.path.lexists(target):
         return _check_copy(target, repository, f"move {target} away and run {repository.command}")
     started = time.monotonic()
-    with download_files(repository, target, _select_checkpoint, progress) as (folder, commit, files):
+    with download_files(repository, target, _select_checkpoint, progress) as (folder, commit, fetched):
+        files = {name: record for name, record in fetched.items() if name != CARD}
         cure = f"{repository.name} has this fault at commit {commit}; correct {repository.place}"
         checkpoint.check_folder(folder, cure)
         manifest = Manifest(
@@ -133,6 +135,7 @@ def _select_checkpoint(names: Sequence[str]) -> list[str]:
             any(fnmatch(name, pattern) for pattern in _PATTERNS)
             and not (name.startswith(".") or "/" in name or name in (MANIFEST, *COMPILE_CACHE))
         )
+        or name == CARD  # states the licence
     ]
 
 

@@ -28,7 +28,7 @@ ROOT = Path(__file__).parents[1]
 BIG = 400_000
 CHUNK = 50_000
 KEPT = ["chat_template.jinja", "config.json", "merges.txt", "model.safetensors", "tokenizer.json"]
-KEPT += ["tokenizer_config.json", "additional_chat_templates/tool_use.jinja"]
+KEPT += ["README.md", "tokenizer_config.json", "additional_chat_templates/tool_use.jinja"]
 OTHER = "f" * 40
 
 

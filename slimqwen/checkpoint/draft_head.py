@@ -1,33 +1,35 @@
 """The draft head of a checkpoint: the rows of the output head for those token ids that the MTP head may draft.
 
-The stage `trim_draft_vocab` writes the draft head beside `mtp.*`; `slimqwen.vllm_plugin.draft_vocabulary` makes vLLM
-load it. config.json announces it, so that an engine can allocate the tensors before it reads them. No tensor's name
-ends in `lm_head.weight`: vLLM would take it for an output head of the target model and untie tied embeddings.
+The stage `trim_draft_vocab` writes the draft head into draft_head.safetensors, a file that the index does not list
+(`slimqwen.checkpoint.tensors.UNLISTED`); `slimqwen.vllm_plugin.draft_vocabulary` makes vLLM load it. vLLM without that
+plugin does not open the file and drafts from the full vocabulary. config.json announces the draft head, so that an
+engine can allocate the tensors before it reads them; other readers ignore the key. No tensor's name ends in
+`lm_head.weight`: vLLM would take it for an output head of the target model and untie tied embeddings.
 
     mtp.draft_head.weight      [rows, hidden], BF16 or F16
     mtp.draft_head.token_ids   [rows], I64, ascending: the id that each row stands for
     mtp_draft_vocab_size       rows, in config.json beside `mtp_num_hidden_layers`
 """
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from slimqwen.checkpoint.config import text_config
 from slimqwen.checkpoint.errors import CorruptCheckpointError
+from slimqwen.checkpoint.tensors import UNLISTED, UNLISTED_PREFIX, TensorInfo
 
-if TYPE_CHECKING:
-    from slimqwen.checkpoint.tensors import TensorInfo
-
-PREFIX = "mtp.draft_head."
+FILE, PREFIX = UNLISTED, UNLISTED_PREFIX
 WEIGHT = f"{PREFIX}weight"
 TOKEN_IDS = f"{PREFIX}token_ids"
 SIZE_KEY = "mtp_draft_vocab_size"
 """Key of config.json, in the language model's part: rows of the draft head."""
 
 
-def read_token_ids(tensors: "Mapping[str, TensorInfo]", vocab_size: int) -> npt.NDArray[np.int64] | None:
+def read_token_ids(tensors: Mapping[str, TensorInfo], vocab_size: int) -> npt.NDArray[np.int64] | None:
     """The token ids of the draft head's rows, or None where the checkpoint has no draft head.
 
     Raises:
@@ -51,6 +53,23 @@ def read_token_ids(tensors: "Mapping[str, TensorInfo]", vocab_size: int) -> npt.
             f"{TOKEN_IDS} is not one ascending id per row, each below the vocabulary's {vocab_size}; {cure}"
         )
     return numbers
+
+
+def refuse_lost(folder: Path, config: Mapping[str, Any], names: Collection[str]) -> None:
+    """Refuse a checkpoint whose draft head was left behind when its folder was copied: the index does not list it.
+
+    Args:
+        names: names of the checkpoint's tensors.
+
+    Raises:
+        CorruptCheckpointError: config.json announces a draft head, but the checkpoint has an MTP head without one.
+    """
+    drafts = any(name.startswith("mtp.") for name in names)
+    if drafts and text_config(config).get(SIZE_KEY) and not {WEIGHT, TOKEN_IDS} & set(names):
+        raise CorruptCheckpointError(
+            f"{folder / FILE} is missing, although config.json announces it ({SIZE_KEY}); copy it from where the "
+            "folder came from, or remove that key to draft from the full vocabulary"
+        )
 
 
 def announced(config: Mapping[str, Any], rows: int) -> dict[str, Any]:

@@ -38,12 +38,13 @@ def check_form(folder: Path) -> None:
         UnsupportedFormatError: a linear is quantised in config.json but not in the files, or the other way round; vLLM
             would use another output head than the stored one; the weights are in an order that vLLM does not read; or
             there are scales of a KV cache that it would not read.
-        CorruptCheckpointError: as `list_tensors` and `holds_mtp_head`.
+        CorruptCheckpointError: as `list_tensors`, `holds_mtp_head` and `draft_head.refuse_lost`.
     """
     config = read_config(folder)
     form, stored = quantisation(config), list_tensors(folder)
     _check_output_head(folder, config, stored)
     holds_mtp_head(config, stored)
+    draft_head.refuse_lost(folder, config, stored)
     settings = [form, *(group.get("weights") or {} for group in form.get("config_groups", {}).values())]
     for each in settings:
         is_ordered = each.get("desc_act") is True or each.get("actorder") in ("group", "dynamic", True)

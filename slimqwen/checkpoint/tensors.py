@@ -20,6 +20,14 @@ from slimqwen.checkpoint.stored_file import refuse_pointer
 from slimqwen.progress import Progress, silent
 
 INDEX = "model.safetensors.index.json"
+
+UNLISTED = "draft_head.safetensors"
+"""File of tensors that `INDEX` does not list. An engine reads only what the index lists, and ends at a tensor for which
+its model has no parameter."""
+
+UNLISTED_PREFIX = "mtp.draft_head."
+"""Beginning of the names of the tensors that are written to `UNLISTED`; earlier versions put them into a shard."""
+
 _CHUNK_BYTES = 16 * 2**20
 _ROWS_BLOCK_BYTES = 2**20
 """Bytes read at a time to select rows; larger new buffers cost more in page faults than the reading itself."""
@@ -149,7 +157,7 @@ def from_ids(ids: npt.NDArray[np.int64]) -> NewTensor:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The files of weights that a loader reads: those that the index names; without an index, the only file.
+    """The files of weights: those that the index names, and `UNLISTED`; without an index, the only file.
 
     Raises:
         CorruptCheckpointError: there is no such file, a file that the index names is missing, or there are several
@@ -161,6 +169,8 @@ def weight_files(folder: Path) -> list[Path]:
         for name in names:
             if not (folder / name).is_file():
                 raise CorruptCheckpointError(f"{index} lists {name}, which is missing")
+        if (folder / UNLISTED).is_file() and UNLISTED not in names:
+            names.append(UNLISTED)
         return [folder / name for name in names]
     files = sorted(folder.glob("*.safetensors"))
     if not files:
@@ -223,6 +233,8 @@ def rewrite(
 ) -> None:
     """Copy the shards of a checkpoint with some tensors changed; the shards keep their names.
 
+    Tensors whose names begin with `UNLISTED_PREFIX` go to `UNLISTED`, wherever they were; an index lists the others.
+
     Args:
         change: (name, stored tensor) -> the tensors to write instead (none to drop the tensor), or None to copy the
             tensor byte for byte.
@@ -232,6 +244,7 @@ def rewrite(
     total = sum(info.end - info.start for info in stored.values())
     done, length = 0, 0
     weight_map: dict[str, str] = {}
+    unlisted: dict[str, NewTensor] = {}
     for shard in sorted({info.file for info in stored.values()}):
         contents: dict[str, NewTensor] = {}
         for name, info in stored.items():
@@ -239,12 +252,16 @@ def rewrite(
                 changed = change(name, info)
                 contents |= {name: info.unchanged()} if changed is None else changed
                 done += info.end - info.start
+        unlisted |= {name: contents.pop(name) for name in list(contents) if name.startswith(UNLISTED_PREFIX)}
         if contents:
             write_tensors(destination / shard.name, contents)
         weight_map |= dict.fromkeys(contents, shard.name)
         length += sum(tensor.bytes for tensor in contents.values())
         progress("writing tensors", done, total)
-    if (source / INDEX).is_file():
+    if unlisted:
+        write_tensors(destination / UNLISTED, unlisted)
+    # Without an index, an engine reads every file of weights in the folder.
+    if unlisted or (source / INDEX).is_file():
         index = {"metadata": {"total_size": length}, "weight_map": dict(sorted(weight_map.items()))}
         (destination / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
 
@@ -319,7 +336,11 @@ def _weight_map(index: Path) -> dict[str, Any]:
 
 def _check_index(index: Path, tensors: Mapping[str, TensorInfo]) -> None:
     weight_map = _weight_map(index)
-    stored = {name: info.file.name for name, info in tensors.items()}
+    stored = {
+        name: info.file.name
+        for name, info in tensors.items()
+        if info.file.name != UNLISTED or not name.startswith(UNLISTED_PREFIX) or name in weight_map
+    }
     for name in sorted(weight_map.keys() | stored.keys(), key=str):
         if weight_map.get(name) != stored.get(name):
             listed, actual = weight_map.get(name, "no file"), stored.get(name, "no file")

@@ -1,6 +1,6 @@
 """Promotion of a variant whose gate passed with its present checkpoint and flags: sets its status, writes a model card.
 
-The card is README.md of a checkpoint that a recipe made; manifest and digest leave it out.
+The card (`slimqwen.evals.model_card`) is README.md of a checkpoint that a recipe made; it counts in no digest.
 """
 
 import json
@@ -8,12 +8,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from slimqwen import checkpoint
-from slimqwen import variant as variants
-from slimqwen.checkpoint.files import CARD, MANIFEST
+from slimqwen.checkpoint.files import CARD
 from slimqwen.evals import EvalError
 from slimqwen.evals.gate import Gate
-from slimqwen.recipe.recipe_file import Recipe, read_recipe
+from slimqwen.evals.model_card import render_card
 from slimqwen.records import provenance, store
 from slimqwen.records.record import MeasuredCheckpoint
 from slimqwen.serving.command import ServerCommand
@@ -69,7 +67,7 @@ def promote_variant(variant: Variant, unproven: Mapping[Claim, str] | None = Non
     changed, card = False, None
     if variant.weights.resolve().parent == (variant.root / "weights" / "store").resolve():
         card = variant.weights / CARD
-        changed = _replace(card.parent.resolve() / CARD, _render_card(variant, gate, record))
+        changed = _replace(card.parent.resolve() / CARD, render_card(variant, gate, record))
     # Records of an earlier checkpoint support nothing that is promoted now; those of another build of it do.
     names = {
         name for name in claims.records if _is_of_build(variant.folder / name, record.provenance.checkpoint)
@@ -132,59 +130,3 @@ def _replace(file: Path, text: str) -> bool:
         return False
     store.publish(file, text.encode(), replace=True)
     return True
-
-
-def _render_card(variant: Variant, gate: Path, record: Gate) -> str:
-    # Slow to import, and only promotion needs it.
-    from huggingface_hub import ModelCard, ModelCardData
-
-    name = variant.weights.relative_to(variant.root / "weights").parts[0]
-    recipe = read_recipe(variant.root / "experiments" / name / "recipe.yaml")
-    base = _base_model(recipe, variant.root)
-    on_hub = "/" in base
-    config = checkpoint.read_config(variant.weights)
-    quantisation = checkpoint.quantisation(config)
-    data = ModelCardData(
-        base_model=base,
-        base_model_relation="quantized" if quantisation else "finetune",
-        license="other" if on_hub else "unknown",
-        license_name=f"that of {base}" if on_hub else None,
-        license_link=f"https://huggingface.co/{base}" if on_hub else None,
-        library_name="transformers",
-        pipeline_tag="text-generation",
-        tags=[
-            "slimqwen",
-            "vllm",
-            config["model_type"],
-            *([quantisation["quant_method"]] if quantisation else []),
-        ],
-        model_name=name,
-    )
-    block = record.provenance
-    flags = sorted(provenance.deciding(block.flags).items())
-    paragraphs = [
-        f"# {name}",
-        f"Made from {base} by Slimqwen: {recipe.description}",
-        f"SHA-256 of the checkpoint `{block.checkpoint.digest}`, {block.checkpoint.size_bytes / 1e6:,.1f} MB; "
-        f"`{MANIFEST}` lists every file.",
-        f"**Hypothesis.** {variant.hypothesis}",
-        f"Promoted by the gate of {block.ended[:10]} against {record.baseline}:",
-        *(table.as_markdown().rstrip() for table in record.tables(gate)),
-        *([] if block.hardware.gpus else [provenance.CPU_NOTE]),
-        f"`slimqwen serve --variant {variant.name}` serves it; the gate was passed with these flags of vLLM:",
-        *([f"{variants.DRAFTS_NOTE}."] if "speculative-config" in block.flags else []),
-        "\n".join(
-            ["```", *(f"{flag}: {json.dumps(value)}" for flag, value in flags if flag != "model"), "```"]
-        ),
-    ]
-    return str(ModelCard(f"---\n{data.to_yaml()}\n---\n\n" + "\n\n".join(paragraphs) + "\n"))
-
-
-def _base_model(recipe: Recipe, root: Path) -> str:
-    """The hub repository at the start of a chain of recipes, or the variant there if it has no repository."""
-    while "/" not in recipe.base:
-        base = variants.load(recipe.base, root)
-        if base.recipe is None:
-            return base.settings["SOURCE"].value if "SOURCE" in base.settings else base.name
-        recipe = read_recipe(base.recipe)
-    return recipe.base

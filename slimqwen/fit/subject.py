@@ -258,7 +258,8 @@ def _of_hub(name: str) -> Subject:
     names = frozenset(index["weight_map"]) if index else None
     tensors = published_tensors(config, names)
     others = None if names is None else names - tensors.keys()
-    size = sum(tensor_bytes(*each) for each in tensors.values())
+    listed = tensors.keys() if names is None else tensors.keys() & names
+    size = sum(tensor_bytes(*tensors[tensor]) for tensor in listed)
     total = int((index or {}).get("metadata", {}).get("total_size", size))
     source = "config.json and safetensors index" if index else "config.json, as it has no safetensors index"
     first = with_first_experts(tensors)

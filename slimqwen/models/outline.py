@@ -56,7 +56,8 @@ class Outline:
             promised = published_tensors(config, content["weight_map"].keys())
             predicted = {name: _predicted(*each) for name, each in promised.items()}
             total = int(content.get("metadata", {}).get("total_size", 0))
-            more = max(0, total - sum(map(_stored_bytes, predicted.values())))
+            listed = [info for name, info in predicted.items() if name in content["weight_map"]]
+            more = max(0, total - sum(map(_stored_bytes, listed)))
             return cls(str(folder), folder, config, predicted, more, _count_tokens(folder), is_embedded)
         tensors = list_tensors(folder)
         others = bytes_on_disk(folder) - sum(map(_stored_bytes, tensors.values()))

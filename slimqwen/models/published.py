@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping
 from collections.abc import Set as AbstractSet
 from typing import Any
 
-from slimqwen.checkpoint import packing
+from slimqwen.checkpoint import draft_head, packing
 from slimqwen.checkpoint.config import quantisation
 from slimqwen.checkpoint.errors import UnsupportedFormatError
 from slimqwen.checkpoint.promise import compressed_parts
@@ -22,14 +22,17 @@ def published_tensors(config: Mapping[str, Any], names: AbstractSet[str] | None 
 
     Args:
         config: config.json of a known family and format.
-        names: names of the checkpoint's tensors; None: config.json alone says which linears are quantised, and all
-            tensors that it promises are returned.
+        names: names that the checkpoint's index lists; None: config.json alone says which linears are quantised, and
+            all tensors that it promises are returned. An index does not list a draft head: it counts where config.json
+            announces it and the names have an MTP head.
 
     Raises:
         FamilyError: the family is not known.
         UnsupportedFormatError: the sizes of tensors in the format are not known.
     """
     form, plain = quantisation(config), Shape.of_config(config).tensors
+    if names is not None and any(name.startswith("mtp.") for name in names):
+        names = names | {name for name in plain if name.startswith(draft_head.PREFIX)}
     first_experts = with_first_experts(plain)
     # Quantised mixtures store their experts one by one; others may store all of a layer in one tensor.
     if form if names is None else not names & {name for name in plain if name not in first_experts}:

@@ -1,26 +1,32 @@
 """Qwen3.5's MTP head in vLLM, which drafts from a part of the vocabulary if the checkpoint has a draft head.
 
-`slimqwen.checkpoint.draft_head` describes the tensors of the draft head and the key of config.json that announces them.
-The target verifies every draft with its whole vocabulary, so the draft head affects only how many drafted tokens are
-accepted. Without the key, the model is an instance of vLLM's own class.
+`slimqwen.checkpoint.draft_head` describes the tensors of the draft head, their file, which the index does not list, and
+the key of config.json that announces them. The model names the file as a further source of weights, which vLLM's loader
+reads as well; in checkpoints of earlier versions the index lists the draft head. The target verifies every draft with
+its whole vocabulary, so the draft head affects only how many drafted tokens are accepted. Without the key, the model is
+an instance of vLLM's own class.
 
 `slimqwen.vllm_plugin.engine_fixes.register` registers the class in place of vLLM's, on every device. This module
 imports vLLM's model classes, so vLLM imports it only when it needs the class.
 """
 
 from collections.abc import Iterable, Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
 from vllm.distributed import get_pp_group
 from vllm.model_executor.layers.logits_processor import LogitsProcessor
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 from vllm.model_executor.models.qwen3_5_mtp import Qwen3_5MTP
+from vllm.transformers_utils.repo_utils import list_filtered_repo_files
 
 from slimqwen.vllm_plugin.errors import PluginError
 
 _SIZE_KEY = "mtp_draft_vocab_size"
 _PREFIX = "mtp.draft_head."
+_FILE = "draft_head.safetensors"
 _CURE = "make the checkpoint anew with the stage trim_draft_vocab"
 
 
@@ -55,6 +61,7 @@ class DraftVocabularyMTP(Qwen3_5MTP):  # type: ignore[misc]  # vLLM is not follo
         self.model.draft_head = ParallelLMHead(rows, self.config.hidden_size)
         self.model.draft_head.token_ids = torch.nn.Parameter(torch.arange(rows), requires_grad=False)
         self.draft_logits_processor = LogitsProcessor(rows)
+        self.secondary_weights = list(_sources(vllm_config))
 
     def compute_logits(self, hidden_states: torch.Tensor, spec_step_idx: int = 0) -> torch.Tensor:
         """Scores, [tokens, hidden] -> [tokens, vocabulary]: minus infinity for ids that may not be drafted."""
@@ -112,3 +119,15 @@ class DraftVocabularyMTP(Qwen3_5MTP):  # type: ignore[misc]  # vLLM is not follo
             )
         if not bool((ids.diff() > 0).all()):
             raise PluginError(f"{name} does not ascend: an id is repeated or out of order; {_CURE}")
+
+
+def _sources(vllm_config: Any) -> Iterator[DefaultModelLoader.Source]:
+    """The file of the draft head, for vLLM's loader; nothing where the folder or repository has no such file."""
+    speculation = vllm_config.speculative_config
+    model = vllm_config.model_config if speculation is None else speculation.draft_model_config
+    if Path(model.model).is_dir():
+        is_there = (Path(model.model) / _FILE).is_file()
+    else:
+        is_there = bool(list_filtered_repo_files(model.model, [_FILE], model.revision))
+    if is_there:
+        yield DefaultModelLoader.Source(model.model, model.revision, allow_patterns_overrides=[_FILE])

@@ -4,10 +4,11 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 from huggingface_hub import ModelCard
 
 from slimqwen import checkpoint, variant
-from slimqwen.checkpoint import MissingCheckpointError
+from slimqwen.checkpoint import MissingCheckpointError, draft_head
 from slimqwen.checkpoint.config import write_config
 from slimqwen.checkpoint.files import bytes_on_disk, carry_all, file_records
 from slimqwen.evals import EvalError, promotion
@@ -16,6 +17,7 @@ from slimqwen.records import provenance, store
 from slimqwen.records.record import Finding
 from slimqwen.serving.command import ServerCommand
 from tests import record_files
+from tests.checkpoints import edited_tensors, in_old_layout
 
 ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.usefixtures("stamps")
@@ -165,6 +167,86 @@ def test_a_base_from_the_hub_is_named_as_there(one, add_variant, tmp_path):
     data = promoted_card(one).data
     assert (data.base_model, data.license) == ("Owner/Model", "other")
     assert data.license_link == "https://huggingface.co/Owner/Model"
+
+
+BASES_CARD = "---\nlicense: apache-2.0\nlicense_link: LICENSE\nbase_model: Owner/Model\n---\n# Mine\n"
+OWN = {"license": "other", "license_name": "that of tiny", "license_link": "LICENSE.txt"}
+
+
+@pytest.mark.parametrize(
+    ("files", "base_model", "licence", "said"),
+    [
+        ({}, "tiny", {"license": "unknown"}, "Neither the base's model card nor a licence file states one."),
+        ({"README.md": BASES_CARD}, "Owner/Model", {"license": "apache-2.0"}, "**Licence.** apache-2.0."),
+        ({"README.md": BASES_CARD}, "Owner/Model", {"license": "apache-2.0"}, "was made from Owner/Model by its own"),
+        ({"LICENSE": " Apache License\nVersion 2.0,"}, "tiny", {"license": "apache-2.0"}, "text is in `LICENSE`"),
+        ({"LICENSE.txt": "Tongyi Qianwen LICENSE"}, "tiny", OWN, "that of tiny; its text is in `LICENSE.txt`"),
+        ({"README.md": "---\n: [\n---\n"}, "tiny", {"license": "unknown"}, "Neither"),
+        ({"README.md": "no front matter"}, "tiny", {"license": "unknown"}, "Neither"),
+    ],
+)  # fmt: skip
+def test_the_card_names_the_base_and_licence_that_the_bases_own_card_and_files_state(
+    one, tmp_path, files, base_model, licence, said
+):
+    (tmp_path / "weights" / "tiny").unlink()
+    base = tmp_path / "weights" / "tiny"
+    base.mkdir()
+    carry_all(ROOT / "weights" / "tiny", base)
+    for name, text in files.items():
+        for folder in (base, *([one.weights] if name != "README.md" else [])):  # as a stage carries it
+            (folder / name).write_text(text)
+    gated(one)
+    card = promoted_card(one)
+    stated = {key: value for key, value in card.data.to_dict().items() if key.startswith("license")}
+    assert (card.data.base_model, stated) == (base_model, licence)
+    assert said in card.text
+
+
+def test_a_relative_link_to_the_licence_of_a_base_on_the_hub_leads_to_its_repository(
+    one, add_variant, tmp_path
+):
+    add_variant("copy", "SOURCE=Owner/Model\nVLLM_MODEL=weights/copy\n")
+    (tmp_path / "weights" / "copy").mkdir()
+    (tmp_path / "weights" / "copy" / "README.md").write_text(BASES_CARD.replace("Owner", "Other"))
+    (one.folder / "recipe.yaml").write_text(RECIPE.replace("base: tiny", "base: Owner/Model"))
+    gated(one)
+    data = promoted_card(one).data
+    assert (data.base_model, data.license) == ("Owner/Model", "apache-2.0")
+    assert data.license_link == "https://huggingface.co/Owner/Model/blob/main/LICENSE"
+
+
+def head_apart(tensors):
+    head = {
+        draft_head.WEIGHT: tensors["model.embed_tokens.weight"][:64].clone(),
+        draft_head.TOKEN_IDS: torch.arange(64),
+    }
+    return tensors | head
+
+
+def head_lost(tensors):
+    return {name: tensor for name, tensor in tensors.items() if not name.startswith("mtp.")}
+
+
+@pytest.mark.parametrize(
+    ("change", "old", "said"),
+    [
+        (dict, False, "drafts from the full vocabulary, which needs no plugin"),
+        (head_lost, False, "no MTP head and nothing that needs Slimqwen's plugin"),
+        (head_apart, False, "(64 ids, in `draft_head.safetensors`) needs Slimqwen's plugin"),
+        (head_apart, True, "ends at the start with MTP (no module or parameter named 'draft_head')"),
+    ],
+)
+def test_the_card_says_what_vllm_does_without_the_plugin(one, change, old, said):
+    with edited_tensors(one.weights) as tensors:
+        changed = change(tensors)
+        tensors.clear()
+        tensors.update(changed)
+    if change is head_apart:
+        write_config(one.weights, draft_head.announced(checkpoint.read_config(one.weights), 64))
+    if old:
+        in_old_layout(one.weights)
+    gated(one)
+    assert said in promoted_card(one).text
 
 
 def test_a_card_is_no_part_of_the_checkpoint(one, tmp_path):

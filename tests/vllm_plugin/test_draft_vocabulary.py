@@ -3,7 +3,7 @@
 import itertools
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 from tinyworld.documents import DocumentSampler
 from tinyworld.tokenizer import load_tokenizer
 from tinyworld.world import World
+from vllm import ModelRegistry
 
 from slimqwen import checkpoint, progress
 from slimqwen.checkpoint import draft_head
@@ -29,7 +30,7 @@ from slimqwen.recipe.stages.trim_draft_vocab import TrimDraftVocabParameters
 from slimqwen.serving.in_process import counter, engine, vector
 from slimqwen.vllm_plugin import draft_vocabulary
 from slimqwen.vllm_plugin.errors import PluginError
-from tests.checkpoints import edited_tensors
+from tests.checkpoints import edited_tensors, in_old_layout
 from tests.noise import near_tie_nats
 
 TINY = Path(__file__).parents[2] / "weights" / "tiny"
@@ -162,6 +163,41 @@ def test_no_greedy_answer_changes(
     assert same > PROMPTS / 2
 
 
+@pytest.fixture
+def without_draft_vocabulary() -> Iterator[None]:
+    """vLLM's own class in place of the plugin's, as in a plain engine; a CPU needs the fixes to draft."""
+    from vllm.plugins import load_general_plugins
+
+    load_general_plugins()  # once a process; it would replace the class again
+    ModelRegistry.register_model("Qwen3_5MTP", "vllm.model_executor.models.qwen3_5_mtp:Qwen3_5MTP")
+    yield
+    ModelRegistry.register_model("Qwen3_5MTP", "slimqwen.vllm_plugin.draft_vocabulary:DraftVocabularyMTP")
+
+
+@pytest.mark.usefixtures("without_draft_vocabulary")
+def test_an_engine_without_the_draft_vocabulary_serves_the_folder_and_drafts_from_all_ids(
+    answers: list[Response], trimmed: Callable[[int], Path]
+) -> None:
+    folder = trimmed(128)
+    with engine(folder) as llm:
+        undrafted = [answer.tokens for answer in generate_responses(llm, requests(TOKENS + DEPTH - 1))]
+    assert undrafted == [answer.tokens for answer in answers]
+    drafted, whole = Served(folder), Served(TINY)
+    assert drafted.kind == whole.kind == "Qwen3_5MTP"
+    assert (drafted.tokens, drafted.accepted) == (whole.tokens, whole.accepted)
+
+
+def test_an_engine_takes_a_draft_head_that_the_index_lists_as_well(
+    trimmed: Callable[[int], Path], tmp_path: Path, serve: Callable[..., Served]
+) -> None:
+    old = Served(in_old_layout(shutil.copytree(trimmed(128), tmp_path / "old")))
+    assert (old.kind, old.tokens, old.accepted) == (
+        "DraftVocabularyMTP",
+        serve(trimmed(128)).tokens,
+        serve(trimmed(128)).accepted,
+    )
+
+
 def test_fewer_ids_mean_shorter_drafts(trimmed: Callable[[int], Path], serve: Callable[..., Served]) -> None:
     whole, half, few = (serve(folder).length for folder in (TINY, trimmed(4096), trimmed(128)))
     assert half > 0.95 * whole
@@ -189,7 +225,7 @@ def test_local_argmax_drafts_the_same(trimmed: Callable[[int], Path], serve: Cal
 def test_full_rows_are_minus_infinity_but_for_the_ids(
     trimmed: Callable[[int], Path], serve: Callable[..., Served]
 ) -> None:
-    ids = load_file(trimmed(128) / "model.safetensors")[draft_head.TOKEN_IDS]
+    ids = load_file(trimmed(128) / draft_head.FILE)[draft_head.TOKEN_IDS]
     served = serve(trimmed(128))
     assert served.scores.shape == (3, 8192)
     possible = torch.isfinite(served.scores)

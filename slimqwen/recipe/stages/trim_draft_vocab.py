@@ -1,10 +1,11 @@
 """The stage `trim_draft_vocab`: restricts drafts of the MTP head to the token ids that the model itself uses most.
 
 A draft pass reads the whole output head; with a large vocabulary, that is most of the bytes it reads. This stage copies
-the rows of `size` ids into a separate draft head (`slimqwen.checkpoint.draft_head`). The target verifies with its whole
-vocabulary as before, so no response changes; where the target chooses a token without a row, the draft is rejected. Ids
-are counted in the continuations that the stage `sample_outputs` wrote beside the checkpoint (FR-Spec, arXiv 2502.14856,
-ranks the ids of a corpus the same way). Added tokens and ids that the settings name always get a row.
+the rows of `size` ids into a separate draft head, in a file of its own (`slimqwen.checkpoint.draft_head`). The target
+verifies with its whole vocabulary as before, so no response changes; where the target chooses a token without a row,
+the draft is rejected. Ids are counted in the continuations that the stage `sample_outputs` wrote beside the checkpoint
+(FR-Spec, arXiv 2502.14856, ranks the ids of a corpus the same way). Added tokens and ids that the settings name always
+get a row.
 
 The rows are those of the output head in 16 bits. Rows of a quantised head are unpacked, so that vLLM computes the same
 scores as with that head. `sampled_outputs.jsonl` is passed on, because the target's outputs stay the same. The file
@@ -47,7 +48,7 @@ REPORT = "trim_draft_vocab.json"
 """File beside the checkpoint that states the coverage of the held-out continuations by size."""
 
 _CARRIER = "mtp.norm.weight"
-"""A tensor that every MTP head has, quantised or not; the draft head goes into its shard."""
+"""A tensor that every MTP head has, quantised or not."""
 
 _SIXTEEN_BITS = ("BF16", "F16")
 _OUTPUTS_BYTES = 32 * 2**20

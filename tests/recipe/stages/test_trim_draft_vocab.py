@@ -9,11 +9,13 @@ import numpy as np
 import pytest
 import torch
 from compressed_tensors.compressors import unpack_from_int32
-from safetensors.torch import save_file
+from safetensors.torch import load_file
 
 from slimqwen import checkpoint
 from slimqwen.checkpoint import UnsupportedFormatError, draft_head
-from slimqwen.checkpoint.config import write_config
+from slimqwen.checkpoint.config import read_json_object, write_config
+from slimqwen.checkpoint.files import bytes_on_disk, carry_all, list_files
+from slimqwen.checkpoint.tensors import INDEX, list_tensors
 from slimqwen.errors import SlimqwenError
 from slimqwen.models.outline import Outline
 from slimqwen.recipe import recipe_file, runner, variant_recipe
@@ -24,7 +26,7 @@ from slimqwen.recipe.stages import trim_draft_vocab
 from slimqwen.recipe.stages.prune_vocab import VOCAB_MAP
 from slimqwen.recipe.stages.trim_draft_vocab import REPORT, TrimDraftVocabParameters
 from slimqwen.text.corpus import CorpusError
-from tests.checkpoints import TINY, edited_tensors, stage_output, stored, with_manifest
+from tests.checkpoints import TINY, edited_tensors, in_old_layout, stage_output, stored, with_manifest
 
 ROWS = 8192
 ALWAYS_IN = {0, 1, 2, 3, 4}
@@ -102,6 +104,99 @@ def test_rows_are_those_of_the_output_head_and_all_else_stays_to_the_byte(source
     assert (folder / OUTPUTS).read_bytes() == (source / OUTPUTS).read_bytes()
     steps = [Step(trim_draft_vocab.STAGE, TrimDraftVocabParameters(size=128))]
     assert variant_recipe.unexplained_by(steps, source, folder) == []
+
+
+DRAFT_HEAD = {draft_head.WEIGHT, draft_head.TOKEN_IDS}
+
+
+def layout(folder: Path) -> tuple[set[str], set[str]]:
+    """The tensors that the index lists, and those of the draft head's file; every tensor has one place."""
+    listed = set(read_json_object(folder / INDEX)["weight_map"])
+    apart = set(load_file(folder / draft_head.FILE))
+    assert list_tensors(folder).keys() == listed | apart
+    assert not listed & apart
+    return listed, apart
+
+
+def test_no_engine_that_reads_the_index_finds_the_draft_head(source: Path) -> None:
+    folder = trimmed(source)
+    assert layout(folder) == (list_tensors(source).keys(), DRAFT_HEAD)
+    assert (folder / "model.safetensors").read_bytes() == (source / "model.safetensors").read_bytes()
+
+
+LATER_STAGES = [
+    ("sample_outputs", None),
+    ("quantise_lm_head", {}),
+    ("prune_vocab", {"size": 4096, "corpus": {"documents": 300}}),
+    ("calibrate", {"targets": {"mtp": "W4A16"}}),
+]
+
+
+@pytest.mark.parametrize("old", [False, True], ids=["apart", "in a shard, as earlier versions wrote it"])
+@pytest.mark.parametrize(("stage", "parameters"), LATER_STAGES)
+def test_every_later_stage_carries_the_draft_head_and_leaves_it_out_of_the_index(
+    source: Path, tmp_path: Path, stage: str, parameters: dict[str, object] | None, old: bool
+) -> None:
+    before = trimmed(source)
+    content = stored(before)
+    if old:
+        in_old_layout(before)
+    after = tmp_path / "after"
+    if parameters is None:  # a stage that changes no tensor copies the files, in whichever layout they are
+        after.mkdir()
+        carry_all(before, after)
+        assert list_files(after).keys() == list_files(before).keys()
+    else:
+        stage_output(stage, before, after, **parameters)
+        assert layout(after)[1] == DRAFT_HEAD
+    checkpoint.verify(with_manifest(after), "no cure")
+    assert list_tensors(after)[draft_head.WEIGHT].dtype == "BF16"
+    if stage != "prune_vocab":
+        assert all(torch.equal(stored(after)[name], content[name]) for name in DRAFT_HEAD)
+
+
+def test_the_file_of_the_draft_head_counts_in_digest_size_and_verification(source: Path) -> None:
+    folder = with_manifest(trimmed(source))
+    file, digest = folder / draft_head.FILE, checkpoint.digest(folder)
+    outline = Outline.read(folder)
+    assert outline.disk_bytes == bytes_on_disk(folder)
+    assert outline.tensors.keys() >= DRAFT_HEAD
+    whole = file.read_bytes()
+    file.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+    assert checkpoint.digest(folder) != digest
+    with pytest.raises(
+        checkpoint.CorruptCheckpointError, match=r"draft_head\.safetensors differs from manifest"
+    ):
+        checkpoint.verify(folder, "no cure")
+
+
+def test_a_folder_that_was_copied_without_the_file_is_refused_and_drafts_without_the_key(
+    source: Path,
+) -> None:
+    folder = trimmed(source)
+    (folder / draft_head.FILE).unlink()
+    with pytest.raises(
+        checkpoint.CorruptCheckpointError, match=r"draft_head\.safetensors is missing.* remove that key"
+    ):
+        checkpoint.check_folder(folder, "no cure")
+    config = checkpoint.read_config(folder)
+    del config[draft_head.SIZE_KEY]
+    write_config(folder, config)
+    checkpoint.verify(with_manifest(folder), "no cure")
+
+
+def test_a_head_in_16_bits_of_a_folder_without_weights_is_computed_from_config_and_index(
+    source: Path,
+) -> None:
+    folder = trimmed(source)
+    whole = Outline.read(folder)
+    for file in folder.glob("*.safetensors"):
+        file.unlink()
+    predicted = Outline.read(folder)
+    assert predicted.tensors.keys() == whole.tensors.keys()
+    assert {name: info.shape for name, info in predicted.tensors.items()} == {
+        name: info.shape for name, info in whole.tensors.items()
+    }
 
 
 def test_the_config_of_a_model_that_sees_images_announces_the_rows_in_its_language_part() -> None:
@@ -253,7 +348,8 @@ def test_a_damaged_id_map_is_refused_by_what_reads_the_checkpoint(
     source: Path, ids: torch.Tensor, message: str
 ) -> None:
     folder = trimmed(source)
-    save_file({**stored(folder), draft_head.TOKEN_IDS: ids}, folder / "model.safetensors")
+    with edited_tensors(folder) as tensors:
+        tensors[draft_head.TOKEN_IDS] = ids
     with pytest.raises(checkpoint.CorruptCheckpointError, match=message):
         draft_head.read_token_ids(checkpoint.tensors.list_tensors(folder), ROWS)
 
