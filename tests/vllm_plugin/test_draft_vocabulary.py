@@ -176,13 +176,14 @@ def without_draft_vocabulary() -> Iterator[None]:
 
 @pytest.mark.usefixtures("without_draft_vocabulary")
 def test_an_engine_without_the_draft_vocabulary_serves_the_folder_and_drafts_from_all_ids(
-    answers: list[Response], trimmed: Callable[[int], Path]
+    answers: list[Response], trimmed: Callable[[int], Path], tmp_path: Path, serve: Callable[..., Served]
 ) -> None:
-    folder = trimmed(128)
+    # vLLM keeps the class that it found for a folder.
+    folder = shutil.copytree(trimmed(128), tmp_path / "plain")
     with engine(folder) as llm:
         undrafted = [answer.tokens for answer in generate_responses(llm, requests(TOKENS + DEPTH - 1))]
     assert undrafted == [answer.tokens for answer in answers]
-    drafted, whole = Served(folder), Served(TINY)
+    drafted, whole = Served(folder), serve(TINY)
     assert drafted.kind == whole.kind == "Qwen3_5MTP"
     assert (drafted.tokens, drafted.accepted) == (whole.tokens, whole.accepted)
 
