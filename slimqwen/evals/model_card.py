@@ -176,8 +176,8 @@ def describe_elsewhere(folder: Path) -> str:
         drafts = (
             f"The trimmed draft vocabulary ({head.shape[0]} ids, among the tensors of `{head.file.name}`) needs "
             "Slimqwen's plugin of vLLM. vLLM without the plugin serves this folder without drafts, but ends at the "
-            "start with MTP (no module or parameter named 'draft_head'); a checkpoint made anew has the ids in a file "
-            "of their own."
+            "start with MTP (no module or parameter named 'draft_head'); a checkpoint made anew has the ids in a "
+            "file of their own."
         )
     return f"{drafts} On a CPU, vLLM needs the plugin's fixes for any MTP head and for 8-bit weights (W8A16)."
 
