@@ -93,7 +93,7 @@ verify-image: | $(READY) ## look into VARIANT's image without a GPU; one for a C
 # Whatever needs .venv makes it where it is missing, unfinished, or was made in another folder.
 $(READY):
 	@$(PYTHON) scripts/install.py
-ifneq ($(shell sed -n 2p .venv/slimqwen-made-for 2>&1),$(CURDIR))
+ifneq ($(shell sed -n 2p .venv/slimqwen-made-for 2>&1)/,$(dir $(realpath .venv)))
 .PHONY: $(READY)
 endif
 

@@ -191,6 +191,11 @@ def check_machine(platform: str) -> None:
 
 def install(platform: str, extras: list[str], source: Path | None = None) -> None:
     """Make the environment and fill it from the package index, or from a folder that `make pack` wrote."""
+    if VENV.is_symlink():  # making it anew would empty the environment that it leads to
+        raise InstallError(
+            f".venv is a link to {VENV.resolve()}, the environment of another folder; run `make install` there, or "
+            "remove the link and run it here"
+        )
     manifest = None if source is None else check_pack(source, platform, extras)
     STAMP.unlink(missing_ok=True)
     LOG.write_text("")

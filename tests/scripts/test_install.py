@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -104,12 +105,17 @@ def test_a_cuda_environment_never_takes_a_cpu_build_of_torch(bare_copy, index_wi
     assert not install.STAMP.exists()
 
 
-def test_installing_twice_does_nothing_the_second_time():
-    script = variant.repository_root() / "scripts" / "install.py"
-    ended = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=300)
-
-    assert ended.returncode == 0
-    assert "up to date" in ended.stdout
+def test_an_environment_that_a_link_leads_to_is_not_touched(bare_copy, tmp_path):
+    kept = tmp_path / "elsewhere" / "bin" / "python"
+    kept.parent.mkdir(parents=True)
+    kept.touch()
+    link = bare_copy / ".venv"
+    link.symlink_to(tmp_path / "elsewhere")
+    command = [sys.executable, bare_copy / "scripts/install.py", "--platform", "cpu"]
+    ended = subprocess.run(command, capture_output=True, text=True)
+    assert ended.returncode == 2
+    assert re.fullmatch(r"error: \.venv is a link to .*; run `make install` there, .*\n", ended.stderr)
+    assert kept.exists()
 
 
 def test_an_unfit_python_is_refused_in_one_line(bare_copy):
