@@ -90,7 +90,7 @@ def test_gptq_quantises_the_output_head_where_it_says_so():
 
 
 @pytest.mark.parametrize(
-    "form", [{"quant_method": "bitsandbytes"}, {"quant_method": "modelopt", "quant_algo": "FP8"}]
+    "form", [{"quant_method": "bitsandbytes"}, {"quant_method": "modelopt", "quant_algo": "W4A8_AWQ"}]
 )
 def test_a_format_without_known_sizes_is_one_line(form):
     with pytest.raises(
