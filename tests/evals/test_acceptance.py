@@ -14,6 +14,7 @@ from slimqwen.evals.acceptance import Acceptance
 from slimqwen.evals.drafting import AcceptanceSettings
 from slimqwen.records import store
 from slimqwen.records.pairing import NotComparableError
+from slimqwen.records.record import MeasuredCheckpoint
 from slimqwen.records.settings import SettingsError
 from slimqwen.records.split import Split
 from slimqwen.stats.verdict import Verdict
@@ -182,8 +183,9 @@ def test_records_of_other_settings_or_another_checkpoint_are_no_pair(tmp_path: P
     counted(tmp_path / "b", (8, 8), plan="another")
     with pytest.raises(NotComparableError, match=r"differ in settings \(\w+ and another\)"):
         acceptance_share.pair_acceptance_records(tmp_path / "a", tmp_path / "b")
+    other = MeasuredCheckpoint(path="weights/other", digest="0" * 64, size_bytes=1)
     with pytest.raises(store.MissingRecordError, match="slimqwen eval acceptance --variant a"):
-        acceptance_share.pair_acceptance_records(tmp_path / "a", tmp_path / "b", ["0" * 64, "0" * 64])
+        acceptance_share.pair_acceptance_records(tmp_path / "a", tmp_path / "b", [other, other])
 
 
 def test_a_proof_counts_more_prompts_than_a_search() -> None:
