@@ -33,7 +33,7 @@ _SHARE_GPT_ROLES = {
 }
 
 
-class Content(NamedTuple):
+class RowContent(NamedTuple):
     """What a row holds: a chat, or a text and a prompt, of which one is enough; `style` names it in messages."""
 
     style: str
@@ -43,7 +43,7 @@ class Content(NamedTuple):
     prompt: str | None = None
 
 
-def read_content(row: Any) -> Content:
+def read_content(row: Any) -> RowContent:
     """What a row holds.
 
     Raises:
@@ -59,14 +59,14 @@ def read_content(row: Any) -> Content:
             if isinstance(system, str) and system.strip() and not _begins_with_system(messages):
                 messages = [{"role": "system", "content": system}, *messages]
             style = "ShareGPT chat" if is_share_gpt else "OpenAI chat"
-            return Content(style, messages=messages, tools=_tools(row.get("tools")))
+            return RowContent(style, messages=messages, tools=_tools(row.get("tools")))
     if isinstance(row.get("instruction"), str) and isinstance(row.get("output", ""), str):
-        return Content("Alpaca chat", messages=_alpaca(row))
+        return RowContent("Alpaca chat", messages=_alpaca(row))
     text, prompt = (row[name] if isinstance(row.get(name), str) else None for name in ("text", "prompt"))
     if text is None and prompt is None:
         names = f"the fields are {', '.join(map(str, list(row)[:8]))}; " if row else ""
         raise ValueError(f"neither a text nor a chat; {names}{FORM}")
-    return Content("text" if text is not None else "prompt", text=text, prompt=prompt)
+    return RowContent("text" if text is not None else "prompt", text=text, prompt=prompt)
 
 
 def _decoded(value: Any) -> Any:

@@ -9,7 +9,7 @@ from typing import IO, Any, Final, Literal, get_args
 
 from slimqwen.text import chat_styles
 from slimqwen.text.files import CorpusError, file_format, list_files, not_utf8, open_bytes, read_lines
-from slimqwen.text.tables import Faults, Row, read_rows
+from slimqwen.text.tables import Faults, TextRow, read_rows
 
 Division = Literal["blocks", "paragraphs", "lines", "whole"]
 """What a document of a .txt file is: 8 KiB to the end of a line; what empty lines divide; a line; the file."""
@@ -157,7 +157,7 @@ def _documents_of(file: Path, division: Division, faults: Faults) -> Iterator[Do
             return
 
 
-def _document(row: Row) -> Document:
+def _document(row: TextRow) -> Document:
     if row.unit == "row" and not set(row.content) - {"id", "tools"}:
         return Document(row.location, position=row.position, text="")  # its columns are null
     content = chat_styles.read_content(row.content)

@@ -25,7 +25,7 @@ _SEPARATORS = ",;\t|"
 _SPACE = " \t\r\n"
 
 
-class Row(NamedTuple):
+class TextRow(NamedTuple):
     """A row of a file.
 
     Attributes:
@@ -55,7 +55,7 @@ class Faults:
     def __init__(self) -> None:
         self._rows: dict[tuple[Path, str, str], list[int]] = {}
 
-    def add(self, row: Row, fault: str) -> None:
+    def add(self, row: TextRow, fault: str) -> None:
         """Note the fault of a row."""
         self._rows.setdefault((row.file, row.unit, fault), []).append(row.number)
 
@@ -82,7 +82,7 @@ def name_numbers(unit: str, numbers: Sequence[int]) -> str:
     return f"{unit}{'s' if len(numbers) > 1 else ''} {', '.join(map(str, numbers[:3]))}{more}"
 
 
-def read_rows(file: Path, columns: Iterable[str]) -> Iterator[Row]:
+def read_rows(file: Path, columns: Iterable[str]) -> Iterator[TextRow]:
     """Yield the rows of a file; those that cannot be parsed have a `fault`.
 
     Args:
@@ -93,7 +93,7 @@ def read_rows(file: Path, columns: Iterable[str]) -> Iterator[Row]:
     Raises:
         CorpusError: the file cannot be read at all.
     """
-    read: dict[str, Callable[[IO[bytes], Path, Sequence[str]], Iterator[Row]]] = {
+    read: dict[str, Callable[[IO[bytes], Path, Sequence[str]], Iterator[TextRow]]] = {
         ".json": _json_values,
         ".csv": _csv_rows,
         ".tsv": _csv_rows,
@@ -104,20 +104,20 @@ def read_rows(file: Path, columns: Iterable[str]) -> Iterator[Row]:
         yield from read.get(form, _json_lines)(stream, file, tuple(columns))
 
 
-def _json_lines(stream: IO[bytes], file: Path, _: Sequence[str]) -> Iterator[Row]:
+def _json_lines(stream: IO[bytes], file: Path, _: Sequence[str]) -> Iterator[TextRow]:
     position = 0
     for number, line in enumerate(read_lines(stream, file), start=1):
         if line.strip():
             try:
-                yield Row(file, "line", number, position, parse_json(line, is_first=position == 0))
+                yield TextRow(file, "line", number, position, parse_json(line, is_first=position == 0))
             except ValueError as error:
                 if position == 0 and line.lstrip(b"\xef\xbb\xbf \t")[:2].rstrip() in (b"{", b"[", b"[{"):
                     fault = (
                         "not JSON by itself, as if the file were one list or object; end its name in .json"
                     )
-                    yield Row(file, "line", number, position, None, fault)
+                    yield TextRow(file, "line", number, position, None, fault)
                     return
-                yield Row(file, "line", number, position, None, str(error))
+                yield TextRow(file, "line", number, position, None, str(error))
         position += len(line)
 
 
@@ -152,12 +152,12 @@ class _Buffer:
         self.at = end
 
 
-def _json_values(stream: IO[bytes], file: Path, _: Sequence[str]) -> Iterator[Row]:
+def _json_values(stream: IO[bytes], file: Path, _: Sequence[str]) -> Iterator[TextRow]:
     """Values of a JSON list, or those that follow each other, as one object or one a line; each is read by itself."""
     buffer, decoder = _Buffer(stream), json.JSONDecoder()
 
-    def fault(text: str, line: int) -> Row:
-        return Row(file, "line", line, buffer.bytes, None, text)
+    def fault(text: str, line: int) -> TextRow:
+        return TextRow(file, "line", line, buffer.bytes, None, text)
 
     try:
         buffer.skip(_SPACE)
@@ -187,7 +187,7 @@ def _json_values(stream: IO[bytes], file: Path, _: Sequence[str]) -> Iterator[Ro
                 reason = error.msg if isinstance(error, json.JSONDecodeError) else error
                 yield fault(f"not JSON ({reason}); correct it", line)
                 return
-            row = Row(file, "line", buffer.line, buffer.bytes, value)
+            row = TextRow(file, "line", buffer.line, buffer.bytes, value)
             if "\\u" in buffer.text[buffer.at : end]:
                 try:
                     json.dumps(value, ensure_ascii=False).encode()
@@ -220,7 +220,7 @@ class _Lines:
         return text
 
 
-def _csv_rows(stream: IO[bytes], file: Path, columns: Sequence[str]) -> Iterator[Row]:
+def _csv_rows(stream: IO[bytes], file: Path, columns: Sequence[str]) -> Iterator[TextRow]:
     """Rows of a .csv or .tsv file whose first line names the columns."""
     csv.field_size_limit(MOST_LINE_BYTES)
     lines = _Lines(stream, file)
@@ -232,7 +232,7 @@ def _csv_rows(stream: IO[bytes], file: Path, columns: Sequence[str]) -> Iterator
     separator = said[1] if said else _separator(first, columns)
     header = _names(first, separator)
     if "\r" in first.rstrip("\r\n"):
-        yield Row(
+        yield TextRow(
             file, "line", 1, 0, None, "lines end in a carriage return alone; save it with other line ends"
         )
         return
@@ -244,7 +244,7 @@ def _csv_rows(stream: IO[bytes], file: Path, columns: Sequence[str]) -> Iterator
             else f"the first line names {', '.join(header) or 'nothing'}"
         )
         cure = f"name the columns there, such as {', '.join(columns[:3])}"
-        yield Row(file, "line", 1, 0, None, f"{cause}; {cure}")
+        yield TextRow(file, "line", 1, 0, None, f"{cause}; {cure}")
         return
     reader = csv.reader(lines, delimiter=separator, strict=True)
     while True:
@@ -254,17 +254,17 @@ def _csv_rows(stream: IO[bytes], file: Path, columns: Sequence[str]) -> Iterator
         except StopIteration:
             return
         except csv.Error as error:
-            yield Row(file, "line", number, position, None, f"not CSV ({error}); correct its quotes")
+            yield TextRow(file, "line", number, position, None, f"not CSV ({error}); correct its quotes")
             continue
         if not any(map(str.strip, cells)):
             continue
         if len(cells) != len(header):
             cause = f"{len(cells)} fields, but the first line has {len(header)}"
             cure = f"put fields that contain {separator!r} in double quotes"
-            yield Row(file, "line", number, position, None, f"{cause}; {cure}")
+            yield TextRow(file, "line", number, position, None, f"{cause}; {cure}")
             continue
         content = {name: cell for name, cell in zip(header, cells, strict=True) if name}
-        yield Row(file, "line", number, position, content)
+        yield TextRow(file, "line", number, position, content)
 
 
 def _names(first: str, separator: str) -> list[str]:
@@ -285,7 +285,7 @@ def _separator(first: str, columns: Sequence[str]) -> str:
     return max(_SEPARATORS, key=found)
 
 
-def _parquet_rows(stream: IO[bytes], file: Path, columns: Sequence[str]) -> Iterator[Row]:
+def _parquet_rows(stream: IO[bytes], file: Path, columns: Sequence[str]) -> Iterator[TextRow]:
     import pyarrow  # type: ignore[import-untyped] # slow to import
     from pyarrow import parquet
 
@@ -294,14 +294,14 @@ def _parquet_rows(stream: IO[bytes], file: Path, columns: Sequence[str]) -> Iter
         names = [name for name in table.schema_arrow.names if name.lower() in columns]
         if not names:
             known = ", ".join(table.schema_arrow.names)
-            yield Row(file, "row", 1, 0, None, f"the columns are {known}; name one of them {columns[0]}")
+            yield TextRow(file, "row", 1, 0, None, f"the columns are {known}; name one of them {columns[0]}")
             return
         number = 0
         for batch in table.iter_batches(batch_size=256, columns=names):
             for content in batch.to_pylist():
                 number += 1
                 row = {name.lower(): value for name, value in without_nulls(content).items()}
-                yield Row(file, "row", number, number - 1, row)
+                yield TextRow(file, "row", number, number - 1, row)
     except pyarrow.ArrowException as error:
         reason = " ".join(str(error).split())[:200]
         raise CorpusError(f"{file}: not a parquet file ({reason}); fetch it again") from None

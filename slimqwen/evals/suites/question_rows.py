@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from slimqwen.text.files import CorpusError, file_format
-from slimqwen.text.tables import Row, read_rows
+from slimqwen.text.tables import TextRow, read_rows
 
 _LETTERS: Final = tuple("abcdefghijklmnopqrstuvwxyz")
 _ANSWERS: Final = re.compile(r"answers?[ _]?\d*")
@@ -42,7 +42,7 @@ def _is_table(file: Path) -> bool:
         return False
 
 
-def read_question_rows(file: Path) -> Iterator[tuple[Row, dict[str, Any]]]:
+def read_question_rows(file: Path) -> Iterator[tuple[TextRow, dict[str, Any]]]:
     """Yield each row with the fields of a `Question`; rows that cannot be read have a `fault` and no fields.
 
     In a table a cell of answers or choices is a JSON list, or divided by vertical bars; columns named A, B, C, … hold
