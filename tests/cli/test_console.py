@@ -15,7 +15,7 @@ from slimqwen.cli import console, gate, unexpected
 from slimqwen.evals import gate as evaluation
 from slimqwen.serving.errors import ServingError
 
-GATE = ("gate", "--variant", "tiny-awq")
+GATE = ("gate", "--variant", "tiny-mtp4")  # it serves weights/tiny, so its weights are here
 
 
 @pytest.mark.parametrize(("outcome", "code"), [("pass", 0), ("fail", 1), ("inconclusive", 2)])

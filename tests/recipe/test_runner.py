@@ -231,7 +231,7 @@ def test_what_a_later_stage_says_of_the_base_is_said_before_an_earlier_one_works
         (
             "break_down",
             RecipeError,
-            r"break_down failed: OSError: .*No space left on device; read more in its log",
+            r"break_down failed: No space left on device; free some disk space; read more in its log",
         ),
         ("die", RecipeError, r"die died \(SIGKILL, as when memory runs out\); read why in its log"),
         ("forget", CorruptCheckpointError, r'has no "architectures"; the stage forget is defective'),
