@@ -16,11 +16,16 @@ def derive(root: Path, gpu_name: str = "a10g", settings: SearchSettings | None =
 
 
 def with_config(root: Path, **changes: object) -> None:
-    """Replace the linked weights by a config.json that differs from theirs."""
-    config = json.loads((root / "weights" / "tiny" / "config.json").read_text())
-    (root / "weights" / "tiny").unlink()
-    (root / "weights" / "tiny").mkdir()
-    (root / "weights" / "tiny" / "config.json").write_text(json.dumps({**config, **changes}))
+    """Replace the linked weights by links to their files and a config.json that differs from theirs."""
+    folder = root / "weights" / "tiny"
+    stock = folder.resolve()
+    folder.unlink()
+    folder.mkdir()
+    for file in stock.iterdir():
+        if file.name != "config.json":
+            (folder / file.name).symlink_to(file)
+    config = json.loads((stock / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, **changes}))
 
 
 def test_the_embedded_model_has_every_choice_but_those_that_its_gpu_or_its_base_decide(
