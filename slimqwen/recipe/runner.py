@@ -30,6 +30,7 @@ from slimqwen.recipe import worker
 from slimqwen.recipe.inspection import OPERATIONS, inspect_steps, lacking_space
 from slimqwen.recipe.recipe_file import Recipe, RecipeError, Step
 from slimqwen.recipe.stage import Facts, source_digest
+from slimqwen.serving import spawner
 
 _REMOVE_AND_RERUN = "delete that folder and run the recipe again"
 
@@ -349,8 +350,13 @@ def _run_in_process(
     if step.stage.resumes:
         unfinished.mkdir(parents=True, exist_ok=True)
         run = functools.partial(run, unfinished=unfinished)
-    environment = {**os.environ, **step.stage.environment}
-    with log.open("wb") as output, worker.started(environment, output) as (process, messages):
+    # A server that the stage starts is a fork of this process's spawner, so that it need not import vLLM once more.
+    inherited, descriptors = spawner.pass_on()
+    environment = {**os.environ, **step.stage.environment, **inherited}
+    with (
+        log.open("wb") as output,
+        worker.started(environment, output, descriptors=descriptors) as (process, messages),
+    ):
         try:
             worker.give(process, run, source.resolve(), staging, step.parameters)
             while (message := messages.recv())[0] == "progress":

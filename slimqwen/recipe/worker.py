@@ -36,6 +36,7 @@ def started(
     output: IO[bytes],
     module: str = __spec__.name,
     arguments: Sequence[str] = (),
+    descriptors: Sequence[int] = (),
 ) -> Iterator[tuple["subprocess.Popen[bytes]", Connection]]:
     """Start a worker and yield its process and the pipe of its messages; it is killed at the end of the block.
 
@@ -44,6 +45,7 @@ def started(
         output: file for the output of the worker and its libraries.
         module: main module of the process.
         arguments: further words of its command line.
+        descriptors: further open files that the process inherits.
     """
     receiving, sending = os.pipe()
     with Connection(receiving, writable=False) as messages:
@@ -52,7 +54,7 @@ def started(
             stdin=subprocess.PIPE,
             stdout=output,
             stderr=subprocess.STDOUT,
-            pass_fds=[sending],
+            pass_fds=[sending, *descriptors],
             env={**environment, "PYTHONPATH": os.pathsep.join(sys.path)},
         )
         os.close(sending)

@@ -4,8 +4,8 @@ Half the time of a start on a CPU goes into imports. A server that is forked her
 process, because vLLM has not run anything in the spawner. `share_spawner` starts a spawner for the servers of a block
 (`python -m` this module, with requests on standard input); `slimqwen.recipe.warm_worker` forks one for its jobs.
 
-A request consists of two descriptors: the server's end of a socket on which it receives its job, and its output. Only
-forks inherit the socket for requests.
+A request consists of two descriptors: the server's end of a socket on which it receives its job, and its output. The
+socket for requests is inherited by forks, and by a stage's process as a descriptor (`pass_on`).
 """
 
 import gc
@@ -30,8 +30,19 @@ _READ_AT_USE = frozenset(
 )
 """Environment variables that vLLM does not read at import, so that a fork may set them."""
 
+_VARIABLE = "SLIMQWEN_SPAWNER"
+"""Environment variable with the number of an inherited descriptor of the socket for requests."""
+
 _block: ExitStack | None = None  # of `share_spawner`
-_requests: socket.socket | None = None  # to the spawner of this process
+_inherited = os.environ.pop(_VARIABLE, None)
+_requests = socket.socket(fileno=int(_inherited)) if _inherited else None  # to the spawner of this process
+
+
+def pass_on() -> tuple[dict[str, str], tuple[int, ...]]:
+    """What a new process needs to use the spawner of this process: environment variables, and inherited descriptors."""
+    if _requests is None:
+        return {}, ()
+    return {_VARIABLE: str(_requests.fileno())}, (_requests.fileno(),)
 
 
 @contextmanager

@@ -42,6 +42,27 @@ def test_a_server_with_a_variable_that_an_import_may_read_has_a_process_of_its_o
         assert spawner.find_spawner(API_SERVER, {}) is None
 
 
+def test_a_process_that_inherits_the_socket_requests_servers_on_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    code = (
+        "import os\n"
+        "from slimqwen.serving import spawner\n"
+        f"spawner.find_spawner({API_SERVER!r}, {{}}).send(' '.join(os.environ).encode())\n"
+    )
+    ours, theirs = socket.socketpair(type=socket.SOCK_SEQPACKET)
+    with ours, theirs:
+        monkeypatch.setattr(spawner, "_requests", theirs)
+        variables, descriptors = spawner.pass_on()
+        command = [sys.executable, "-c", code]
+        subprocess.run(command, cwd=ROOT, env=os.environ | variables, pass_fds=descriptors, check=True)
+        names = ours.recv(1 << 20).decode().split()
+    assert variables.keys().isdisjoint(names)  # nothing that the process starts takes the number for its own
+
+
+def test_without_a_spawner_nothing_is_passed_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(spawner, "_requests", None)
+    assert spawner.pass_on() == ({}, ())
+
+
 def ask(log: Path, _: Path, seconds: float, progress: Progress) -> dict[str, Any]:
     """Start the embedded model, ask it for two tokens, and stay for a while."""
     command = ServerCommand.resolve(variant.load("tiny"), port=free_port(), platform="cpu")

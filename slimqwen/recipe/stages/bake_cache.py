@@ -11,7 +11,6 @@ if that start compiles anything, the archive is not published.
 import json
 import sys
 import tempfile
-import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -28,7 +27,7 @@ from slimqwen.models.outline import Outline
 from slimqwen.plan import devices, rehearsal
 from slimqwen.progress import Progress
 from slimqwen.recipe.stage import Facts, Fault, Needs, Parameters, Stage
-from slimqwen.serving import baked_cache, gpu
+from slimqwen.serving import baked_cache, gpu, spawner
 from slimqwen.serving import platform as machine
 from slimqwen.serving.command import ServerCommand
 from slimqwen.serving.errors import ServingError
@@ -75,6 +74,7 @@ class BakeCacheParameters(Parameters):
         return path
 
 
+@spawner.share_spawner()
 def bake_compile_cache(
     source: Path, destination: Path, parameters: BakeCacheParameters, progress: Progress
 ) -> Facts:
@@ -96,7 +96,7 @@ def bake_compile_cache(
     with tempfile.TemporaryDirectory(prefix=".bake.", dir=destination) as folder:
         libraries = _build_libraries(command, Path(folder), progress)
         cold = command.with_cache_root(Path(folder))
-        compiled, cold_seconds = _start(cold, parameters.prompt_tokens, Path(folder) / "vllm.log", progress)
+        compiled = _start(cold, parameters.prompt_tokens, Path(folder) / "vllm.log", progress)
         if not compiled:
             raise ServingError("vLLM compiled no graph; read why in the stage's log")
         progress("packing", 0, 0)
@@ -111,16 +111,12 @@ def bake_compile_cache(
         )
     proof = ServerCommand.resolve(variant.with_lines({"REQUIRE_BAKED": "1"}), port=free_port())
     with tempfile.TemporaryDirectory(prefix=".proof.", dir=destination) as folder:
-        loaded, warm_seconds = _start(
-            proof, parameters.prompt_tokens[:1], Path(folder) / "vllm.log", progress
-        )
+        loaded = _start(proof, parameters.prompt_tokens[:1], Path(folder) / "vllm.log", progress)
     missed = {graph.name for graph in compiled} ^ {graph.name for graph in loaded if graph.loaded}
     if missed:
         raise ServingError(f"a start from the packed cache did not load {', '.join(sorted(missed))}")
     return {
         "graphs": len(compiled),
-        "cold_start_seconds": round(cold_seconds, 1),
-        "baked_start_seconds": round(warm_seconds, 1),
         "compile_seconds": round(sum(graph.seconds for graph in compiled), 2),
         "libraries": len(libraries),
         "library_seconds": round(sum(libraries.values()), 1),
@@ -190,17 +186,15 @@ def _build_libraries(command: ServerCommand, cache_root: Path, progress: Progres
 
 def _start(
     command: ServerCommand, prompt_tokens: Sequence[int], log: Path, progress: Progress
-) -> tuple[list[baked_cache.CompiledGraph], float]:
-    """Start a server, have it respond to prompts, and end it; returns its graphs and the seconds until it was ready."""
-    started = time.monotonic()
+) -> list[baked_cache.CompiledGraph]:
+    """Start a server, have it respond to prompts, and end it; returns its graphs."""
     try:
         with run_server(command, log=log, progress=progress) as server:
-            seconds = time.monotonic() - started
             progress("answering", 0, 0)
             drive(server, prompt_tokens)
     finally:
         _keep(log)
-    return baked_cache.read_graphs(log.read_text(encoding="utf-8", errors="replace")), seconds
+    return baked_cache.read_graphs(log.read_text(encoding="utf-8", errors="replace"))
 
 
 def _keep(log: Path) -> None:

@@ -92,9 +92,21 @@ class LocalExecutor:
         """Start queued tasks in their order while a lane and enough memory are free."""
         while self._waiting and (lane := self._find_free_lane(self._waiting[0])) is not None:
             task = self._running[lane] = self._waiting.popleft()
-            if lane not in self._processes:
-                self._processes[lane] = TaskProcess(self._root, self._cpus(lane), warm=self._warm)
-            self._processes[lane].begin(task, progress_of(task.title, self._progress))
+            self._process(lane).begin(task, progress_of(task.title, self._progress))
+        if not self._waiting and 1 < self._width > len(self._running) and _ALONE not in self._running:
+            self._use_idle_cores()
+
+    def _use_idle_cores(self) -> None:
+        """Give the last tasks every core, and start the process of tasks that run alone, one of which often follows."""
+        if self._warm:
+            self._process(_ALONE).start()
+        for lane in self._running:
+            self._processes[lane].use_every_cpu()
+
+    def _process(self, lane: int) -> TaskProcess:
+        if lane not in self._processes:
+            self._processes[lane] = TaskProcess(self._root, self._cpus(lane), warm=self._warm)
+        return self._processes[lane]
 
     def _find_free_lane(self, task: Task) -> int | None:
         """A lane in which a task can begin now; None if it has to wait."""

@@ -7,6 +7,8 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from slimqwen.errors import SlimqwenError
 from slimqwen.progress import Progress
 from slimqwen.recipe import warm_worker, worker
@@ -34,6 +36,8 @@ class TaskProcess:
         self._open_resources = ExitStack()
         self._worker: WarmWorker | None = None
         self._outcome: Outcome | None = None
+        self._is_restricted = False
+        self._pid: int | None = None
 
     @property
     def messages(self) -> Connection:
@@ -44,10 +48,28 @@ class TaskProcess:
     def begin(self, task: Task, progress: Progress) -> None:
         """Start a task, whose reports `receive` passes to `progress`; the previous task must have ended."""
         self._task, self._progress, self._outcome = task, progress, None
-        if self._worker is None:
-            self._worker = self._start_worker()
+        self._is_restricted, self._pid = bool(self._cpus), None
+        self.start()
+        assert self._worker is not None
         with suppress(BrokenPipeError):  # `receive` reports the death of the process
             self._worker.send(os.environ, _call, self._root, self._root, (task.function, task.argument))
+
+    def start(self) -> None:
+        """Start the starter process, unless it runs; it imports what tasks need while this process goes on."""
+        if self._worker is None:
+            self._worker = self._start_worker()
+
+    def use_every_cpu(self) -> None:
+        """Let the running task use every CPU that this process may use, not only those of the constructor."""
+        if not self._is_restricted or self._pid is None:
+            return
+        self._is_restricted = False
+        with suppress(psutil.Error):  # the task has ended
+            task = psutil.Process(self._pid)
+            for process in (task, *task.children(recursive=True)):
+                for thread in process.threads():
+                    with suppress(ProcessLookupError):
+                        os.sched_setaffinity(thread.id, os.sched_getaffinity(0))
 
     def _start_worker(self) -> WarmWorker:
         (self._root / _LOG).parent.mkdir(parents=True, exist_ok=True)
@@ -68,7 +90,9 @@ class TaskProcess:
         except EOFError:
             self.close()
             return Failure(key, f"the process that forks tasks died; read why in its log: {_LOG}")
-        if kind == "progress":
+        if kind == "started":
+            self._pid = content[0]
+        elif kind == "progress":
             self._progress(*content)
         elif kind == "done":
             self._outcome = Result(key, content[0])

@@ -28,13 +28,23 @@ def crash(root: Path, _: Any, progress: Progress) -> None:
 
 
 def meet(root: Path, name: str, progress: Progress) -> tuple[str, set[int]]:
-    """Wait at most 300 s for another task that is here too; its name and this process's CPUs."""
+    """Wait at most 300 s for another task that is here too; its name and the CPUs with which this process began."""
+    cpus = os.sched_getaffinity(0)
     (root / f"{name}.here").touch()
     for _ in range(3000):
         if others := [path.stem for path in root.glob("*.here") if path.stem != name]:
-            return others[0], os.sched_getaffinity(0)
+            return others[0], cpus
         time.sleep(0.1)
-    return "", os.sched_getaffinity(0)
+    return "", cpus
+
+
+def await_cpus(root: Path, count: int, progress: Progress) -> int:
+    """Wait at most 60 s until this process may use so many CPUs; how many it may use."""
+    for _ in range(600):
+        if len(os.sched_getaffinity(0)) == count:
+            break
+        time.sleep(0.1)
+    return len(os.sched_getaffinity(0))
 
 
 def hold(root: Path, name: str, progress: Progress) -> str:

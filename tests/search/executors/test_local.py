@@ -67,6 +67,17 @@ def test_two_tasks_run_beside_each_other_on_cpus_of_their_own(tmp_path: Path, wa
     assert met[0][1].isdisjoint(met[1][1])
 
 
+@pytest.mark.skipif((os.cpu_count() or 1) < 2, reason="two tasks on CPUs of their own need two CPUs")
+@pytest.mark.usefixtures("all_cpus")
+def test_the_last_task_gets_the_cpus_that_no_other_uses(tmp_path: Path) -> None:
+    every = len(os.sched_getaffinity(0))
+    with LocalExecutor(tmp_path, width=2) as executor:
+        executor.submit(Task("key", "title", tasks.await_cpus, every))
+        outcome = executor.wait()
+    assert isinstance(outcome, Result)
+    assert outcome.value == every
+
+
 def test_an_urgent_task_begins_before_those_that_wait(tmp_path: Path) -> None:
     with LocalExecutor(tmp_path) as executor:
         for name, urgent in (("a", False), ("b", False), ("c", True)):
