@@ -41,16 +41,17 @@ def read_token_ids(tensors: Mapping[str, TensorInfo], vocab_size: int) -> npt.ND
     cure = "make the checkpoint anew with the stage trim_draft_vocab"
     if weight is None or ids is None:
         raise CorruptCheckpointError(
-            f"the checkpoint has {WEIGHT if ids is None else TOKEN_IDS} but not the draft head's other tensor; {cure}"
+            f"the checkpoint has {WEIGHT if ids is None else TOKEN_IDS} but not the draft head's other tensor",
+            cure,
         )
     if ids.dtype != "I64" or ids.shape != weight.shape[:1]:
         raise CorruptCheckpointError(
-            f"{TOKEN_IDS} is {ids.dtype} {list(ids.shape)}, {WEIGHT} has {weight.shape[0]} rows; {cure}"
+            f"{TOKEN_IDS} is {ids.dtype} {list(ids.shape)}, {WEIGHT} has {weight.shape[0]} rows", cure
         )
     numbers = np.frombuffer(b"".join(ids.chunks()), "<i8").astype(np.int64)
     if len(numbers) and (numbers[0] < 0 or numbers[-1] >= vocab_size or (np.diff(numbers) <= 0).any()):
         raise CorruptCheckpointError(
-            f"{TOKEN_IDS} is not one ascending id per row, each below the vocabulary's {vocab_size}; {cure}"
+            f"{TOKEN_IDS} is not one ascending id per row, each below the vocabulary's {vocab_size}", cure
         )
     return numbers
 
@@ -67,8 +68,8 @@ def refuse_lost(folder: Path, config: Mapping[str, Any], names: Collection[str])
     drafts = any(name.startswith("mtp.") for name in names)
     if drafts and text_config(config).get(SIZE_KEY) and not {WEIGHT, TOKEN_IDS} & set(names):
         raise CorruptCheckpointError(
-            f"{folder / FILE} is missing, although config.json announces it ({SIZE_KEY}); copy it from where the "
-            "folder came from, or remove that key to draft from the full vocabulary"
+            f"{folder / FILE} is missing, although config.json announces it ({SIZE_KEY})",
+            "copy it from where the folder came from, or remove that key to draft from the full vocabulary",
         )
 
 

@@ -10,6 +10,29 @@ class MissingCheckpointError(SlimqwenError):
 class CorruptCheckpointError(SlimqwenError):
     """The checkpoint's files contradict each other or its manifest."""
 
+    def __init__(self, fault: str, cure: str = "") -> None:
+        """An error of one fault.
+
+        Args:
+            fault: the cause, with the file or folder.
+            cure: what helps; by default, to make or download the checkpoint anew.
+        """
+        super().__init__(fault, *([cure] if cure else []))
+
+    def __str__(self) -> str:
+        fault, *cures = self.args
+        return "; ".join([fault, *(cures or ["make or download the checkpoint anew"])])
+
+    @property
+    def faults(self) -> list[str]:
+        """Its one fault."""
+        return [str(self)]
+
+    def with_cure(self, cure: str) -> "CorruptCheckpointError":
+        """The same error with a further cure, instead of the default one."""
+        fault, *cures = self.args
+        return CorruptCheckpointError(fault, "; ".join([*cures, cure]))
+
 
 class UnsupportedFormatError(SlimqwenError):
     """The checkpoint is sound, but its format does not support what was asked for."""

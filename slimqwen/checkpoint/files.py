@@ -109,7 +109,7 @@ class Manifest(BaseModel):
             return cls.model_validate_json(file.read_bytes())
         except FileNotFoundError:
             raise CorruptCheckpointError(
-                f"{file} is missing, so the content of {folder} is unknown; make or download the checkpoint again"
+                f"{file} is missing, so the content of {folder} is unknown"
             ) from None
         except ValidationError as error:
             raise CorruptCheckpointError(f"{file} is not a manifest: {error.errors()[0]['msg']}") from None
@@ -135,8 +135,9 @@ def check_folder(folder: Path, cure: str) -> None:
         raise MissingCheckpointError(f"no checkpoint in {folder}; {cure}")
     if (folder / _ADAPTER).is_file() and not (folder / "config.json").is_file():
         raise CorruptCheckpointError(
-            f"{folder} holds a LoRA adapter, not a checkpoint; merge it into its base (merge_and_unload of peft, then "
-            "save_pretrained with the tokenizer) and give that folder"
+            f"{folder} holds a LoRA adapter, not a checkpoint",
+            "merge it into its base (merge_and_unload of peft, then save_pretrained with the tokenizer) and give that "
+            "folder",
         )
     files = list_files(folder).values()
     for file in files:
@@ -274,7 +275,8 @@ def kept_token_ids(folder: Path) -> npt.NDArray[np.int64] | None:
         return np.array(read_json_object(file)["new_to_old"], dtype=np.int64)
     except (KeyError, TypeError, ValueError):
         raise CorruptCheckpointError(
-            f'{file} has no list "new_to_old" of token ids; make the checkpoint anew with the stage prune_vocab'
+            f'{file} has no list "new_to_old" of token ids',
+            "make the checkpoint anew with the stage prune_vocab",
         ) from None
 
 
@@ -368,7 +370,7 @@ def _cure(cure: str) -> Iterator[None]:
     try:
         yield
     except CorruptCheckpointError as error:
-        raise CorruptCheckpointError(f"{error}; {cure}") from error
+        raise error.with_cure(cure) from error
 
 
 def _lock_of(staging: Path) -> Path:

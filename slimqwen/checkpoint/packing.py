@@ -79,8 +79,7 @@ def packed_bits(module: str, form: Mapping[str, Any]) -> int:
     group = group_of(module, form)
     if group is None:
         raise CorruptCheckpointError(
-            f"config.json: no group of quantization_config has the target {module}, whose weight is packed; make the "
-            "checkpoint anew"
+            f"config.json: no group of quantization_config has the target {module}, whose weight is packed"
         )
     return int(group["weights"]["num_bits"])
 
@@ -216,8 +215,6 @@ def quantised_blocks(
     for first in range(0, rows, step):
         numbers = weight.rows(first, min(first + step, rows)).read().float()
         if not torch.isfinite(numbers).all():
-            raise CorruptCheckpointError(
-                f"{weight.file}: a weight to pack has NaN or infinity; make that checkpoint anew"
-            )
+            raise CorruptCheckpointError(f"{weight.file}: a weight to pack has NaN or infinity")
         integers, scales = quantise(numbers, group_size, bits)
         yield (rounding(numbers, scales) if rounding else integers), scales

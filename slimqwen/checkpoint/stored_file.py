@@ -30,18 +30,18 @@ def refuse_pointer(file: Path) -> None:
         head = stream.read(len(_POINTER))
     if is_pointer(head):
         raise CorruptCheckpointError(
-            f"{file} is a git-lfs pointer, not the file itself; run `git lfs pull` in {file.parent}, or download the "
-            "file again"
+            f"{file} is a git-lfs pointer, not the file itself",
+            f"run `git lfs pull` in {file.parent}, or download the file again",
         )
     if head.startswith(_MARK) and file.suffix in _WITHOUT_MARK:
-        raise CorruptCheckpointError(f"{file} begins with a byte order mark; {remove_mark(file)}")
+        raise CorruptCheckpointError(f"{file} begins with a byte order mark", remove_mark(file))
 
 
 def refuse_cut(file: Path) -> None:
     """Refuse a file that is empty, and a tokenizer.json that ends too early, for vLLM dies of them while it starts.
 
     Raises:
-        CorruptCheckpointError: it is; the message has no cure.
+        CorruptCheckpointError: it is.
         OSError: the file cannot be read.
     """
     length = file.stat().st_size

@@ -178,8 +178,8 @@ def weight_files(folder: Path) -> list[Path]:
     if len(files) > 1:
         found = ", ".join(file.name for file in files[:3])
         raise CorruptCheckpointError(
-            f"{index} is missing, but there are {len(files)} files of weights ({found}); move files away that are no "
-            "shards of this checkpoint"
+            f"{index} is missing, but there are {len(files)} files of weights ({found})",
+            "move files away that are no shards of this checkpoint",
         )
     return files
 

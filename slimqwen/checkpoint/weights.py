@@ -133,9 +133,7 @@ class Weight:
 
     def _require(self, *parts: str) -> None:
         if missing := [part for part in parts if part not in self.parts]:
-            raise CorruptCheckpointError(
-                f"{self.carrier.file}: {self.name} is stored without {missing[0]}; download the checkpoint anew"
-            )
+            raise CorruptCheckpointError(f"{self.carrier.file}: {self.name} is stored without {missing[0]}")
 
     def _unpacked_rows(self, first: int, last: int) -> "Tensor":
         if self.carrier.dtype != "I32" or "weight_g_idx" in self.parts:
@@ -253,8 +251,8 @@ def holds_mtp_head(config: Mapping[str, Any], names: Collection[str]) -> bool:
     if missing := [module for module in required if module not in modules]:
         more = f" and {len(missing) - 1} others" if missing[1:] else ""
         raise CorruptCheckpointError(
-            f"of the MTP head that config.json announces the checkpoint lacks {missing[0]}{more}; take along every "
-            "mtp.* tensor of its base, or none"
+            f"of the MTP head that config.json announces the checkpoint lacks {missing[0]}{more}",
+            "take along every mtp.* tensor of its base, or none",
         )
     return True
 

@@ -92,14 +92,12 @@ def read_embeddings(folder: Path, ids: Tensor, out: Tensor | None = None) -> Ten
     """
     stored = _read_text_weights(folder).get(_EMBEDDING)
     if stored is None:
-        raise CorruptCheckpointError(f"{folder} lacks the tensor {_EMBEDDING}; make that checkpoint anew")
+        raise CorruptCheckpointError(f"{folder} lacks the tensor {_EMBEDDING}")
     embeddings = torch.empty(*ids.shape, stored.weight.shape[1]) if out is None else out
     first = 0
     for rows in stored.weight.blocks():
         if not torch.isfinite(rows).all():
-            raise CorruptCheckpointError(
-                f"{folder}: {_EMBEDDING} has NaN or infinity; make that checkpoint anew"
-            )
+            raise CorruptCheckpointError(f"{folder}: {_EMBEDDING} has NaN or infinity")
         found = (ids >= first) & (ids < first + len(rows))
         embeddings[found] = rows[ids[found] - first].to(embeddings.dtype)
         first += len(rows)
@@ -124,8 +122,8 @@ def read_text_config(folder: Path) -> Any:
         MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     except (KeyError, ValueError, OSError) as error:
         raise CorruptCheckpointError(
-            f"transformers has no language model for {folder / 'config.json'} ({_one_line(error)}); choose another "
-            "checkpoint"
+            f"transformers has no language model for {folder / 'config.json'} ({_one_line(error)})",
+            "choose another checkpoint",
         ) from None
     # transformers' own dequantisation does not find a multimodal checkpoint's `quantization_config`.
     config.__dict__.pop("quantization_config", None)
@@ -187,12 +185,11 @@ def _load_part(folder: Path, config: Any, weights: Mapping[str, Any], dtype: tor
             )
         except RuntimeError as error:
             raise CorruptCheckpointError(
-                f"the tensors of {folder} do not fit its config.json ({_one_line(error)}); make that checkpoint anew"
+                f"the tensors of {folder} do not fit its config.json ({_one_line(error)})"
             ) from None
     if found["missing_keys"]:
         raise CorruptCheckpointError(
-            f"{folder} lacks the tensor {min(found['missing_keys'])}, which its config.json promises; make that "
-            "checkpoint anew"
+            f"{folder} lacks the tensor {min(found['missing_keys'])}, which its config.json promises"
         )
     model.name_or_path = model.config.name_or_path = str(folder)
     return model

@@ -27,6 +27,8 @@ from slimqwen.text.files import CorpusError, read_json_lines
 
 AnyRecord = TypeVar("AnyRecord", bound=Record)
 
+_RESTORE = "restore it from git, or delete it"
+
 _LISTED_ALONE: ContextVar[frozenset[str] | None] = ContextVar("listed alone", default=None)
 
 
@@ -58,7 +60,7 @@ def read_record(path: Path, kind: type[Record] = Record) -> Record:
     record = validate(parse(path), short_path(path))
     if not isinstance(record, kind):
         expected = "a record" if kind is Record else f"a record of kind {kind.kind}"
-        raise RecordError(f"{short_path(path)}: {record.schema_} is not {expected}")
+        raise RecordError(f"{short_path(path)}: {record.schema_} is not {expected}; name another record")
     return record
 
 
@@ -74,7 +76,7 @@ def read_measurements(folder: Path) -> Measurements:
     path = folder / "measurements.json"
     claims = validate(parse(path), short_path(path))
     if not isinstance(claims, Measurements):
-        raise RecordError(f"{short_path(path)}: a record of kind {claims.kind}, not measurements")
+        raise RecordError(f"{short_path(path)}: a record of kind {claims.kind}, not measurements; {_RESTORE}")
     return claims
 
 
@@ -86,7 +88,7 @@ def read_items(path: Path) -> list[dict[str, Any]]:
     """
     items = read_record(path).items
     if items is None:
-        raise RecordError(f"{short_path(path)}: a record without items")
+        raise RecordError(f"{short_path(path)}: a record without items; measure again")
     items_path = path.with_name(items.file)
     try:
         content = items_path.read_bytes()
@@ -95,11 +97,13 @@ def read_items(path: Path) -> list[dict[str, Any]]:
             f"{short_path(items_path)}: {error.strerror}; restore this file, which {path.name} needs"
         ) from error
     if hashlib.sha256(content).hexdigest() != items.sha256:
-        raise RecordError(f"{short_path(items_path)}: not the items that {path.name} was computed from")
+        raise RecordError(
+            f"{short_path(items_path)}: not the items that {path.name} was computed from; {_RESTORE}"
+        )
     try:
         return [item for _, item in read_json_lines(io.BytesIO(content), short_path(items_path))]
     except CorpusError as error:
-        raise RecordError(str(error)) from None
+        raise RecordError(f"{error}; {_RESTORE}") from None
 
 
 def parse(path: Path) -> dict[str, Any]:
@@ -111,15 +115,15 @@ def parse(path: Path) -> dict[str, Any]:
     try:
         fields = json.loads(path.read_text(encoding="utf-8"), parse_constant=_refuse_constant)
     except FileNotFoundError:
-        raise RecordError(f"{short_path(path)}: no such record") from None
+        raise RecordError(
+            f"{short_path(path)}: no such record; `slimqwen report` lists those that are there"
+        ) from None
     except OSError as error:
         raise RecordError(f"{short_path(path)}: {error.strerror}") from error
     except (ValueError, RecursionError) as error:
-        raise RecordError(
-            f"{short_path(path)}: not JSON ({error}); restore it from git, or delete it"
-        ) from error
+        raise RecordError(f"{short_path(path)}: not JSON ({error}); {_RESTORE}") from error
     if not isinstance(fields, dict):
-        raise RecordError(f"{short_path(path)}: not a JSON object")
+        raise RecordError(f"{short_path(path)}: not a JSON object; {_RESTORE}")
     return fields
 
 
@@ -155,9 +159,10 @@ def validate(fields: Mapping[str, Any], location: str) -> Record | Measurements:
     except ValidationError as error:
         first = min(error.errors(), key=lambda fault: tuple(map(str, fault["loc"])))
         field = "/".join(map(str, first["loc"])) or "the record"
-        raise RecordError(f"{location}: {field}: {first['msg']}") from None
+        cure = _RESTORE if issubclass(models[kind], Record) else "correct that field"
+        raise RecordError(f"{location}: {field}: {first['msg']}; {cure}") from None
     if isinstance(record, Record) and record.folder == "experiments" and record.items is None:
-        raise RecordError(f"{location}: items: missing")
+        raise RecordError(f"{location}: items: missing; measure again")
     return record
 
 

@@ -197,6 +197,6 @@ def test_a_packed_weight_without_one_of_its_parts_is_named(tmp_path, tensors, pa
     del parts[f"{LINEAR}_{part}"]
     with pytest.raises(
         CorruptCheckpointError,
-        match=f"{LINEAR} is stored without weight_{part}; download the checkpoint anew",
+        match=f"{LINEAR} is stored without weight_{part}; make or download the checkpoint anew",
     ):
         next(only_weight(tmp_path / part, parts).blocks())

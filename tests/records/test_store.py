@@ -233,7 +233,7 @@ def test_measurements_and_records_do_not_stand_for_each_other(tmp_path, quality,
     claims = tmp_path / "measurements.json"
     claims.write_text(json.dumps(example("measurements")))
     assert store.read_measurements(tmp_path).schema_ == example("measurements")["schema"]
-    with pytest.raises(store.RecordError, match=r"measurements/1 is not a record$"):
+    with pytest.raises(store.RecordError, match=r"measurements/1 is not a record; name another"):
         store.read_record(claims)
     with pytest.raises(store.RecordError, match="is not a record of kind quality"):
         store.read_record(claims, Quality)
