@@ -1,4 +1,4 @@
-# One variant as an image, for a CUDA host or a CPU. `make build VARIANT=…` lays out the context and gives every
+# One variant as an image, for a CUDA host or a CPU. `slimqwen image build` lays out the context and gives every
 # argument; a plain `docker build .` has neither. The base is any Debian or Ubuntu, or an image of Python made of one,
 # named by its digest: CUDA's libraries come from the lock, its driver from the host.
 ARG BASE_IMAGE

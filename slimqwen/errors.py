@@ -20,6 +20,12 @@ _CURES = {
     errno.ENFILE: _OPEN_FILES,
     errno.ENOMEM: "free some memory",
 }
+_TEMPORARY = {
+    "No usable temporary directory": "set TMPDIR to a folder that is writable",  # of tempfile
+    "AF_UNIX path too long": "set TMPDIR to a folder with a shorter path, such as /tmp",  # of sockets of libraries
+}
+"""Words of errors about temporary files, which name no errno -> cure."""
+
 _WRAPPED = (errno.ENOSPC, errno.EDQUOT, errno.EMFILE)
 """Refusals that libraries in Rust and C++ report as errors of their own, with the operating system's words."""
 
@@ -69,6 +75,9 @@ def explain_os_error(error: BaseException) -> str | None:
             else _CURES[error.errno]
         )
         return f"{place}{error.strerror}; {cure}"
+    for words, cure in _TEMPORARY.items():
+        if words in str(error):
+            return f"{' '.join(str(error).split())}; {cure}"
     for number in _WRAPPED:
         if os.strerror(number) in str(error):
             return f"{' '.join(str(error).split())}; {_CURES[number]}"

@@ -55,8 +55,9 @@ def describe_cause(error: BaseException) -> str:
 def _write_log(error: BaseException) -> Path | None:
     name = f"error-{time.strftime('%Y-%m-%dT%H%M%SZ', time.gmtime())}-{os.getpid()}.log"
     text = "".join(traceback.format_exception(error))
-    for folder in (_ROOT / "logs", Path(tempfile.gettempdir())):
-        with contextlib.suppress(OSError):
+    for find_folder in (lambda: _ROOT / "logs", tempfile.gettempdir):
+        with contextlib.suppress(OSError):  # gettempdir, too, where no folder is writable
+            folder = Path(find_folder())
             folder.mkdir(exist_ok=True)
             with (folder / name).open("a", encoding="utf-8", errors="replace") as log:
                 log.write(text)

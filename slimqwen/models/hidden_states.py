@@ -1,5 +1,6 @@
 """The hidden states of texts, computed layer by layer and kept in files; only one layer is in memory at a time."""
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -20,6 +21,9 @@ def store_hidden_states(
     Args:
         texts: token ids of each text.
         folder: where states are kept; for no other texts, checkpoint or dtype than these.
+
+    Raises:
+        OSError: the disk is full.
     """
     config, lengths = read_text_config(checkpoint), list(map(len, texts))
     folder.mkdir(parents=True, exist_ok=True)
@@ -27,6 +31,8 @@ def store_hidden_states(
 
     def states_of(file: Path) -> Tensor:
         size = sum(lengths) * config.hidden_size
+        with file.open("a+b") as stream:  # a full disk is an error here, and would be a SIGBUS in the mapping
+            os.posix_fallocate(stream.fileno(), 0, size * dtype.itemsize)
         states: Tensor = torch.from_file(str(file), shared=True, size=size, dtype=dtype)
         return states.view(-1, config.hidden_size)
 

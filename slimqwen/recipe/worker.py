@@ -26,6 +26,12 @@ from slimqwen.errors import SlimqwenError, explain_os_error
 GARBAGE_THRESHOLD = 100_000
 """Threshold of garbage collection for a process with many imports, new objects; Python's default is 700."""
 
+_DEATHS = {
+    signal.SIGKILL: ", as when memory runs out",
+    signal.SIGBUS: ", as when /dev/shm or the disk is full",
+}
+"""Signals that end a process -> why."""
+
 _FULL_BYTES = 2**20
 """Free space of a disk that counts as full, bytes."""
 
@@ -89,8 +95,8 @@ def death_cause(exit_code: int) -> str:
     """The exit code or signal that ended a process, in words."""
     if exit_code >= 0:
         return f"exit code {exit_code}"
-    hint = ", as when memory runs out" if exit_code == -signal.SIGKILL else ""
-    return signal.Signals(-exit_code).name + hint
+    number = signal.Signals(-exit_code)
+    return number.name + _DEATHS.get(number, "")
 
 
 def main() -> None:

@@ -1,10 +1,12 @@
 """Checks before a start: what vLLM would die of is refused in one line, before vLLM loads anything."""
 
+import contextlib
 import os
 import socket
 import ssl
 from collections.abc import Iterable
 from dataclasses import dataclass
+from pathlib import Path
 
 from slimqwen import checkpoint
 from slimqwen.checkpoint.tensors import list_tensors, weight_files
@@ -20,6 +22,9 @@ from slimqwen.vllm_plugin.api_key import LOOPBACK, is_loopback
 
 _ENGINE_OVERHEAD_BYTES = 1536 * 2**20
 """Memory of vLLM's imports and activations on a CPU, bytes: 1.1 GiB resident were measured, the rest is a margin."""
+
+_LONGEST_SOCKET_PATH = 107
+"""Bytes of the path of a Unix socket (unix(7): sun_path has 108, one of them its end)."""
 
 
 @dataclass(frozen=True)
@@ -45,9 +50,9 @@ def check_command(command: ServerCommand, trouble: Iterable[Trouble] = ()) -> No
 
     Raises:
         ServingError: no GPU, known trouble, too long a context, heads that cannot be divided between the GPUs, a chat
-            template that does not render, a required compile cache that does not fit, too little memory, a port in
-            use, an API key that protects nothing, no key for an address that others reach, a certificate that cannot
-            be read.
+            template that does not render, a required compile cache that does not fit, too little memory, a port or
+            Unix socket that cannot be bound, an API key that protects nothing, no key for an address that others
+            reach, a certificate that cannot be read.
         slimqwen.checkpoint.MissingCheckpointError, CorruptCheckpointError: weights are missing, cut short or
             incomplete.
         slimqwen.vllm_plugin.errors.PluginError: vLLM would serve without this package's limits and routes.
@@ -280,6 +285,7 @@ def _check_tls(command: ServerCommand) -> None:
 
 def _check_port(command: ServerCommand) -> None:
     if "uds" in command.flags:  # vLLM then listens on no port
+        _check_socket(command)
         return
     family = socket.AF_INET6 if ":" in command.host else socket.AF_INET
     with socket.socket(family) as probe:
@@ -292,6 +298,28 @@ def _check_port(command: ServerCommand) -> None:
                 f"cannot listen on {command.host}:{command.port} ({reason}); end the program that listens there, or "
                 f"choose another port with --port or with VLLM_PORT in the config.env of {command.variant.name}"
             ) from None
+
+
+def _check_socket(command: ServerCommand) -> None:
+    """Refuse a Unix socket that vLLM cannot bind, and remove one that an ended server left, as vLLM leaves each."""
+    path, setting = str(command.flags["uds"]), command.variant.settings["VLLM_UDS"]
+    fault = ""
+    with contextlib.chdir(command.variant.root), socket.socket(socket.AF_UNIX) as probe:  # vLLM's folder, too
+        file = Path(path)
+        if (length := len(os.fsencode(path))) > _LONGEST_SOCKET_PATH:
+            fault = f"a socket's path has at most {_LONGEST_SOCKET_PATH} bytes, this one {length}; choose a shorter one"
+        elif not os.access(file.parent, os.W_OK | os.X_OK):
+            fault = "its folder is missing or not writable; make it, or choose another"
+        elif file.exists() and not file.is_socket():
+            fault = "something else has that name; choose another"
+        elif file.exists():
+            try:
+                probe.connect(path)
+                fault = "a server listens there; end it, or choose another path"
+            except ConnectionRefusedError:
+                file.unlink()
+    if fault:
+        raise ServingError(f"{setting.location}: VLLM_UDS={path}: {fault}")
 
 
 def _gib(size_bytes: int) -> str:

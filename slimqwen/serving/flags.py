@@ -39,6 +39,28 @@ _OBJECTS: Mapping[str, str | None] = MappingProxyType(
 )
 """Flags whose value is a JSON object, with the class of vllm.config whose fields are its keys."""
 
+_UNFOLLOWED: Mapping[str, Any] = MappingProxyType(
+    {
+        "headless": False,
+        "api-server-count": 1,
+        "grpc": False,
+        "grpc-port": None,
+        "data-parallel-multi-port-external-lb": False,
+    }
+)
+"""Flags that only `vllm serve` follows (entrypoints/cli/serve.py), each with the value that changes nothing."""
+
+_RUST_FRONTEND = "VLLM_USE_RUST_FRONTEND"
+"""A variable that `vllm serve` alone reads, too."""
+
+_OWN_FLAGS: Mapping[str, str] = MappingProxyType(
+    {
+        "config": "write the lines of that file here, each as VLLM_<FLAG>, where they are checked",
+        "worker-extension-cls": "remove the line: a server here has an extension of this package's own",
+    }
+)
+"""Flags of which config.env or `serving.command` decides, with what to do instead."""
+
 _TORCH_VARIABLE = re.compile(
     r"(OMP|MKL)_NUM_THREADS|(TORCH|TORCHINDUCTOR|TORCHDYNAMO|PYTORCH|TRITON)_[A-Z0-9_]+"
 )
@@ -88,7 +110,9 @@ def resolve(variant: Variant) -> Resolved:
             _check_variable(setting)
             environment[setting.key] = setting.value
             continue
+        _refuse_own(setting)
         flag = parse(setting)
+        _require_followed(flag)
         if flag.name in flags:
             other = flags[flag.name].setting
             raise ConfigError(
@@ -153,6 +177,28 @@ def _require_known(setting: Setting) -> None:
     hint = suggest_name(key, known, flags)
     raise ConfigError(
         f"{setting.location}: {key} is neither a flag nor an environment variable of vLLM; {hint}"
+    )
+
+
+def _refuse_own(setting: Setting) -> None:
+    """Refuse a flag whose effect would bypass the checks here, or that a server of this package sets itself."""
+    name = setting.key.removeprefix("VLLM_").lower().replace("_", "-")
+    if name in _OWN_FLAGS:
+        raise ConfigError(
+            f"{setting.location}: {setting.key} has no place in a config.env; {_OWN_FLAGS[name]}"
+        )
+
+
+def _require_followed(flag: Flag) -> None:
+    """Refuse a flag that vLLM's parser takes, but that a server started by this package would not follow."""
+    if flag.name in _UNFOLLOWED and flag.value != _UNFOLLOWED[flag.name]:
+        raise _unfollowed(flag.setting)
+
+
+def _unfollowed(setting: Setting) -> ConfigError:
+    return ConfigError(
+        f"{setting.location}: {setting.key}={setting.value}: only `vllm serve` follows it, a server here is one API "
+        "server with its engines; remove the line (VLLM_DATA_PARALLEL_BACKEND=ray starts engines on other nodes)"
     )
 
 
@@ -253,6 +299,8 @@ def _check_variable(setting: Setting) -> None:
     """Have vLLM itself parse the value of one of its environment variables."""
     import vllm.envs
 
+    if setting.key == _RUST_FRONTEND and setting.value != "0":
+        raise _unfollowed(setting)
     read = vllm.envs.environment_variables.get(setting.key)
     if read is None:
         return

@@ -131,12 +131,21 @@ def _own_sockets() -> Iterator[None]:
     if _SOCKETS in os.environ:
         yield
         return
-    # A socket's path has at most 107 bytes, of which vLLM's name takes 37; TMPDIR of a job can be long.
-    parent = tempfile.gettempdir()
-    parent = parent if len(os.fsencode(parent)) <= _LONGEST_TEMPORARY_FOLDER else "/tmp"
+    folders = (tempfile.gettempdir(), "/tmp", "/var/tmp", "/dev/shm")
+    parent = next(filter(_takes_sockets, folders), None)
+    if parent is None:
+        sys.exit(
+            f"error: vLLM's sockets need a writable folder whose path has at most {_LONGEST_TEMPORARY_FOLDER} bytes, "
+            f"and none of {', '.join(folders)} is one; set TMPDIR to one"
+        )
     with tempfile.TemporaryDirectory(prefix="slimqwen.", dir=parent, ignore_cleanup_errors=True) as folder:
         os.environ[_SOCKETS] = folder
         yield
+
+
+def _takes_sockets(folder: str) -> bool:
+    # A socket's path has at most 107 bytes, of which vLLM's name takes 37; TMPDIR of a job can be long.
+    return len(os.fsencode(folder)) <= _LONGEST_TEMPORARY_FOLDER and os.access(folder, os.W_OK | os.X_OK)
 
 
 if __name__ == "__main__":

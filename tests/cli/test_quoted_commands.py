@@ -15,6 +15,10 @@ from slimqwen.records import registry
 
 ROOT = variant.repository_root()
 TARGETS = set(re.findall(r"^([a-z-]+):.*##", (ROOT / "Makefile").read_text(), re.MULTILINE))
+OF_VERBS = set(
+    re.findall(r"^([a-z-]+): \| .*\n\t@(?:exec )?\$\(RUN\) ", (ROOT / "Makefile").read_text(), re.MULTILINE)
+)
+"""Targets that only run a verb: documents and messages name the verb."""
 VERBS = dict(list_verbs(get_command(app), "slimqwen"))
 PLACES = (
     "*.md",
@@ -23,6 +27,7 @@ PLACES = (
     "deploy/**/*.yaml",
     "experiments/*/README.md",
     "eval/**/*.yaml",
+    "Dockerfile",
 )
 HISTORY = ROOT / "docs" / "CHANGELOG.md"
 DOCUMENTS = [file for place in PLACES for file in sorted(ROOT.glob(place)) if file != HISTORY]
@@ -32,7 +37,7 @@ SOURCES = sorted((ROOT / "slimqwen").rglob("*.py"))
 def quoted(text):
     """Commands between backticks, and lines of code blocks."""
     text = re.sub(r"<!-- table:.*?<!-- end -->", "", text, flags=re.DOTALL)  # tables quote records
-    blocks = re.findall(r"^```\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    blocks = re.findall(r"^```(?:bash|sh|console)?\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
     prose = re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL)
     for command in re.findall(r"`((?:slimqwen|make) [^`]+)`", prose):
         yield " ".join(command.replace("#", "").split())
@@ -55,8 +60,10 @@ def fault(command):
     """What is wrong with a command; None where it parses."""
     words = shlex.split(command.replace("…", "X"))
     if words[0] == "make":
-        names = [word for word in words[1:] if "=" not in word and word != "X"]
-        return None if set(names) <= TARGETS else f"no target {names}"
+        names = {word for word in words[1:] if "=" not in word and word != "X"}
+        if named := names & OF_VERBS:
+            return f"{named} runs a verb of slimqwen, which is what to name"
+        return None if names <= TARGETS else f"no target {names}"
     if words[1] == "X":  # the verb of a record kind, looked up by a test of its own
         return None
     depth = next((n for n in range(len(words), 0, -1) if " ".join(words[:n]) in VERBS), 0)
@@ -116,7 +123,8 @@ def test_the_documents_quote_commands_at_all():
         ("slimqwen eval", False),
         ("slimqwen eval qualty --variant x", True),
         ("slimqwen eval quality --varian x", True),
-        ("make serve VARIANT=x", False),
+        ("make install PLATFORM=cuda", False),
+        ("make serve VARIANT=x", True),
         ("make servee", True),
     ],
 )

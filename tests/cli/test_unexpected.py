@@ -49,7 +49,15 @@ def fail_with(error):
             OSError(errno.EMFILE, "Too many open files", "/a"),
             "/a: Too many open files; allow more .*ulimit -n",
         ),
-        (OSError("AF_UNIX path too long"), "unexpected OSError: AF_UNIX path too long"),
+        (
+            OSError("AF_UNIX path too long"),
+            "AF_UNIX path too long; set TMPDIR to a folder with a shorter path",
+        ),
+        (
+            FileNotFoundError(errno.ENOENT, "No usable temporary directory found in ['/tmp']"),
+            ".*No usable temporary directory found in .*; set TMPDIR to a folder that is writable",
+        ),
+        (OSError("no errno"), "unexpected OSError: no errno"),
         (MemoryError(), "unexpected MemoryError; free some memory"),
     ],
 )
@@ -71,8 +79,11 @@ def test_where_no_log_can_be_written_the_cause_is_still_said(monkeypatch, run_he
     monkeypatch.setattr(tables, "variants_table", fail_with(ValueError("x")))
     with monkeypatch.context() as patched:  # pytest makes temporary files too
         patched.setattr("tempfile.tempdir", str(tmp_path / "file"))
-        code, _, said = run_here("variant", "list")
-    assert (code, said) == (1, "error: unexpected ValueError: x; its traceback could not be written\n")
+        first = run_here("variant", "list")
+        patched.setattr("tempfile.gettempdir", fail_with(FileNotFoundError(errno.ENOENT, "No usable …")))
+        second = run_here("variant", "list")
+    for code, _, said in (first, second):
+        assert (code, said) == (1, "error: unexpected ValueError: x; its traceback could not be written\n")
 
 
 def python(code, **options):

@@ -1,5 +1,6 @@
 """The language model of every published form of checkpoint, in transformers, whole and layer by layer."""
 
+import errno
 from pathlib import Path
 from typing import Any
 
@@ -165,6 +166,24 @@ def test_a_layer_keeps_its_name_and_gives_states_before_the_final_norm() -> None
     with torch.no_grad():
         model.model(ids)
     assert torch.equal(states, given[0])
+
+
+def test_a_full_disk_is_an_error_before_states_are_mapped_and_a_later_run_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A mapping of a file without blocks would end the process by a SIGBUS."""
+
+    def refuse(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as full:
+        full.setattr(hidden_states.os, "posix_fallocate", refuse)
+        with pytest.raises(OSError, match="No space left"):
+            store_hidden_states(TINY, TEXTS, tmp_path, torch.float32, silent)
+    states = store_hidden_states(TINY, TEXTS, tmp_path, torch.float32, silent)
+    assert torch.equal(states[1], whole_states(TINY, TEXTS[1]))
+    (file,) = tmp_path.iterdir()
+    assert file.stat().st_blocks * 512 >= file.stat().st_size
 
 
 def test_states_go_on_with_the_layer_at_which_a_run_was_killed(

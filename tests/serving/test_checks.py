@@ -55,6 +55,33 @@ def test_an_impossible_port_is_refused(servable):
         checks.check_command(servable(port=99999))
 
 
+def test_a_socket_that_cannot_be_bound_is_refused_with_its_line(servable, tmp_path):
+    (tmp_path / "file").touch()
+    (tmp_path / "closed").mkdir(mode=0o500)
+    servable()
+    with socket.socket(socket.AF_UNIX) as taken:
+        taken.bind(str(tmp_path / "taken.sock"))
+        taken.listen()
+        for path, said in (
+            ("x" * 108, "at most 107 bytes, this one 108; choose a shorter one"),
+            ("missing/own.sock", "its folder is missing or not writable"),
+            ("file", "something else has that name"),
+            ("taken.sock", "a server listens there"),
+            *([("closed/own.sock", "missing or not writable")] if os.geteuid() else []),
+        ):
+            (tmp_path / "experiments/v/config.env").write_text(f"{SERVABLE}VLLM_UDS={path}\n")
+            with pytest.raises(ServingError, match=rf"config\.env:5: VLLM_UDS={path}: .*{said}"):
+                checks.check_command(servable())
+
+
+def test_a_socket_that_an_ended_server_left_is_removed(servable, tmp_path, monkeypatch):
+    monkeypatch.chdir("/")
+    with socket.socket(socket.AF_UNIX) as ended:
+        ended.bind(str(tmp_path / "own.sock"))
+    checks.check_command(servable("VLLM_UDS=own.sock"))
+    assert not (tmp_path / "own.sock").exists()
+
+
 def test_too_little_memory_is_refused_with_what_is_needed(servable):
     command = servable()
     greedy = dataclasses.replace(

@@ -1,5 +1,6 @@
 import json
 import os
+from pathlib import Path
 
 import pytest
 
@@ -40,7 +41,7 @@ def test_switches_lists_json_and_numbers_become_the_words_that_vllm_expects(reso
         'VLLM_SPECULATIVE_CONFIG=\'{"method": "mtp", "num_speculative_tokens": 4}\'',
         "VLLM_MAX_NUM_SEQS=8",
         "VLLM_DISABLE_LOG_STATS=0",
-        "VLLM_HEADLESS=1",
+        "VLLM_ENABLE_SERVER_LOAD_TRACKING=1",
     )
 
     words = {name: flag.argv for name, flag in resolved.flags.items()}
@@ -49,7 +50,7 @@ def test_switches_lists_json_and_numbers_become_the_words_that_vllm_expects(reso
     assert words["cudagraph-capture-sizes"] == ("--cudagraph-capture-sizes", "5", "10", "15")
     assert words["speculative-config"][1] == '{"method": "mtp", "num_speculative_tokens": 4}'
     assert words["disable-log-stats"] == ()
-    assert words["headless"] == ("--headless",)
+    assert words["enable-server-load-tracking"] == ("--enable-server-load-tracking",)
     assert resolved.flags["cudagraph-capture-sizes"].value == [5, 10, 15]
     assert resolved.flags["speculative-config"].value["num_speculative_tokens"] == 4
     assert resolved.flags["max-num-seqs"].value == 8
@@ -102,6 +103,17 @@ def test_draft_depths_by_batch_size_are_passed_on(resolve):
         ("HF_TOKEN=abc", r"HF_TOKEN is a secret"),
         ("CUDA_VISIBLE_DEVICES=1", r"chooses GPUs of one machine; export it in the shell"),
         ("CUDA_DEVICE_ORDER=PCI_BUS_ID", r"chooses GPUs of one machine"),
+        ("VLLM_HEADLESS=1", r"VLLM_HEADLESS=1: only `vllm serve` follows it.*; remove the line"),
+        ("VLLM_API_SERVER_COUNT=2", r"only `vllm serve` follows it"),
+        ("VLLM_GRPC=1", r"only `vllm serve` follows it"),
+        ("VLLM_GRPC_PORT=9000", r"only `vllm serve` follows it"),
+        ("VLLM_DATA_PARALLEL_MULTI_PORT_EXTERNAL_LB=1", r"only `vllm serve` follows it"),
+        ("VLLM_USE_RUST_FRONTEND=1", r"only `vllm serve` follows it"),
+        (
+            "VLLM_CONFIG=more.yaml",
+            r"VLLM_CONFIG has no place in a config.env; write the lines of that file here",
+        ),
+        ("VLLM_WORKER_EXTENSION_CLS=mine.Extension", r"has no place in a config.env; remove the line"),
         ("VLLM_ENFORCE_EAGER=yes", r"a switch needs 1 or 0"),
         ("VLLM_PORT=99999", r"VLLM_PORT=99999: a port is 1 to 65535"),
         ("VLLM_CPU_KVCACHE_SPACE=abc", r"VLLM_CPU_KVCACHE_SPACE=abc: vLLM refuses it: invalid literal"),
@@ -131,6 +143,22 @@ def test_a_line_that_vllm_would_not_take_is_refused_with_its_place(resolve, line
     with pytest.raises(ConfigError, match=message) as caught:
         resolve(line)
     assert str(caught.value).startswith("experiments/v/config.env:2: ")
+
+
+@pytest.mark.parametrize("line", ["VLLM_HEADLESS=0", "VLLM_API_SERVER_COUNT=1", "VLLM_USE_RUST_FRONTEND=0"])
+def test_what_only_vllm_serve_follows_is_taken_where_it_changes_nothing(resolve, line):
+    assert resolve(line)
+
+
+def test_the_flags_that_only_vllm_serve_follows_are_read_by_its_module_and_not_by_the_api_server():
+    from vllm.entrypoints.cli import serve
+    from vllm.entrypoints.launchers.api_server import entry
+
+    of_serve, of_server = (Path(module.__file__).read_text() for module in (serve, entry))
+    for name in flags._UNFOLLOWED:
+        option = f'"{name.replace("-", "_")}"' if name == "grpc" else f".{name.replace('-', '_')}"
+        assert option in of_serve, name
+        assert option not in of_server, name
 
 
 def test_a_variable_of_the_shell_is_as_before_the_check(resolve, monkeypatch):

@@ -93,6 +93,17 @@ def test_to_name_the_module_imports_nothing_heavy():
     assert named.stdout.split() == ["False", "False"]
 
 
+def test_where_no_folder_takes_sockets_the_cure_is_to_name_one(monkeypatch):
+    monkeypatch.delenv("VLLM_RPC_BASE_PATH", raising=False)
+    monkeypatch.setattr(api_server.os, "access", lambda folder, mode: False)
+    said = r"a writable folder .* at most 50 bytes, and none of .*/tmp.*; set TMPDIR"
+    with pytest.raises(SystemExit, match=said), api_server._own_sockets():
+        pass
+    monkeypatch.setattr(api_server.os, "access", lambda folder, mode: folder == "/var/tmp")
+    with api_server._own_sockets():
+        assert Path(os.environ["VLLM_RPC_BASE_PATH"]).parent == Path("/var/tmp")
+
+
 @pytest.mark.parametrize("folders", [1, 8])
 def test_sockets_have_short_paths_below_a_temporary_folder_of_any_length(tmp_path, monkeypatch, folders):
     temporary = tmp_path.joinpath(*["a" * 20] * folders) if folders > 1 else Path("/var/tmp")
