@@ -23,7 +23,6 @@ from slimqwen.records.table import Table
 from slimqwen.vllm_plugin.engine_facts import AttentionLayers
 
 _GB = 1e9
-_FIRST_BFLOAT16 = (8, 0)
 
 SHAPES_CONTEXT_LEN = 8192
 """Context of the table of all shapes, tokens."""
@@ -132,11 +131,6 @@ def list_notes(
 def _list_trouble(subject: Subject, settings: ServerSettings, gpu: Gpu, root: Path) -> Iterator[str]:
     """Known trouble, a line each, found in a recorded plan of the variant, else in the facts that settings decide."""
     dtype = str(subject.text.get("dtype", "bfloat16")) if settings.dtype == "auto" else settings.dtype
-    if gpu.capability < _FIRST_BFLOAT16 and dtype == "bfloat16":
-        yield (
-            f"Known trouble (dies): vLLM refuses bfloat16 below compute capability 8.0, {gpu.name} has "
-            f"{gpu.compute_capability}; set VLLM_DTYPE=float16."
-        )
     recorded = find_gpu_plan(root, subject.variant.name, gpu.name) if subject.variant else None
     plan = recorded or _plan_by_settings(subject, settings, gpu, dtype)
     for known in trouble.match_trouble(plan, trouble.read_known_trouble(root)):
@@ -151,10 +145,13 @@ def _plan_by_settings(subject: Subject, settings: ServerSettings, gpu: Gpu, dtyp
     lines = {
         "cudagraph-capture-sizes": "VLLM_CUDAGRAPH_CAPTURE_SIZES",
         "speculative-config": "VLLM_SPECULATIVE_CONFIG",
+        "attention-backend": "VLLM_ATTENTION_BACKEND",
     }
     flags = {flag: subject.settings[key] for flag, key in lines.items() if key in subject.settings}
     if sizes := flags.get("cudagraph-capture-sizes"):
         flags["cudagraph-capture-sizes"] = json.dumps(sizes.split(","))
+    if backend := flags.get("attention-backend"):
+        flags["attention-backend"] = json.dumps(backend)
     engine = EngineConfig.model_construct(
         dtype=dtype,
         kv_cache_dtype=settings.kv_cache_dtype,

@@ -76,11 +76,12 @@ def find_plan(command: ServerCommand, gpu_name: str) -> Plan:
 
 
 def match_flag_trouble(command: ServerCommand) -> StartTrouble:
-    """The known trouble of a start without a plan, as far as flags alone show it."""
+    """The known trouble of a start without a plan, as far as flags and this host's GPU alone show it."""
+    device = None if command.platform == "cpu" else gpu.first_gpu()
     plan = Plan(
         variant=command.variant.name,
-        gpu=devices.CPU if command.platform == "cpu" else "",
-        compute_capability=None,
+        gpu=devices.CPU if command.platform == "cpu" else device.name if device else "",
+        compute_capability=device.capability if device else None,
         planned="",
         vllm=version("vllm"),
         checkpoint="",

@@ -88,6 +88,15 @@ def _field(group: str, name: str) -> Callable[[Plan], Any]:
     return fact
 
 
+def _engine_field(name: str, flag: str) -> Callable[[Plan], Any]:
+    """A fact of the engine; where vLLM made none, as in a start without a plan, the flag that decides it."""
+
+    def fact(plan: Plan) -> Any:
+        return getattr(plan.engine, name) if plan.engine is not None else _fact(plan, f"--{flag}")
+
+    return fact
+
+
 def _prefills(plan: Plan) -> list[str]:
     return [layers.prefill for layers in plan.attention if layers.prefill]
 
@@ -127,8 +136,8 @@ FACTS: Mapping[str, Callable[[Plan], Any]] = MappingProxyType(
     {
         "gpu": lambda plan: plan.gpu,
         "compute_capability": lambda plan: plan.compute_capability and float(plan.compute_capability),
-        "dtype": _field("engine", "dtype"),
-        "kv_cache_dtype": _field("engine", "kv_cache_dtype"),
+        "dtype": _engine_field("dtype", "dtype"),
+        "kv_cache_dtype": _engine_field("kv_cache_dtype", "kv-cache-dtype"),
         "state_dtype": _field("engine", "state_dtype"),
         "num_speculative_tokens": _field("engine", "num_speculative_tokens"),
         "speculative_method": _speculative_method,

@@ -56,7 +56,8 @@ def test_trouble_is_that_of_the_recorded_plan_or_of_the_flags_alone(fit):
     assert f"Known trouble (costs): {known['prefix-cache-beside-mtp']}" in unplanned
     assert known["fp8-kv-loses-full-graphs"] not in unplanned
     _, turing, _ = fit("qwen3.5-0.8b", "--gpu", "t4")
-    assert "vLLM refuses bfloat16 below compute capability 8.0, t4 has 7.5; set VLLM_DTYPE=float16." in turing
+    assert "vLLM refuses bfloat16 below compute capability 8.0" in turing
+    assert "VLLM_DTYPE=float16." in turing
 
 
 def test_without_a_gpu_all_of_them_are_shown(fit):

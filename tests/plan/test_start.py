@@ -105,6 +105,14 @@ def test_a_gpu_that_is_not_listed_has_no_plan(resolve, monkeypatch):
         start.name_gpu_here(resolve())
 
 
+def test_without_a_plan_the_capability_of_this_host_s_card_counts(resolve, monkeypatch):
+    assert start.match_flag_trouble(resolve("VLLM_DTYPE=float16")).dies == ()
+    t4 = dataclasses.replace(A10G, name="Tesla T4", capability="7.5")
+    monkeypatch.setattr(gpu, "all_gpus", lambda: [t4])
+    (death,) = start.match_flag_trouble(resolve("VLLM_DTYPE=float16")).dies
+    assert death.description.startswith("would die on Tesla T4: Below compute capability 8.0 ")
+
+
 @pytest.mark.parametrize("line", ["", "ALLOW_UNSAFE=1"])
 def test_a_plan_that_dies_is_refused_in_one_line_with_the_cure(resolve, record, line):
     command = resolve(line)

@@ -1,6 +1,7 @@
 """Known trouble: conditions on the facts of a plan."""
 
 import importlib
+import json
 
 import pytest
 
@@ -79,6 +80,47 @@ def test_what_costs_is_named_and_kills_nothing(changes, costing):
     changed = plan(**changes)
     assert names(changed, "dies") == []
     assert costing in names(changed, "costs")
+
+
+FP8_BELOW, FP8_IN_TRITON = "fp8-kv-below-8.0", "fp8-kv-in-triton-attention"
+
+
+@pytest.mark.parametrize(
+    ("capability", "backend", "killing"),
+    [
+        ("7.5", None, [FP8_BELOW]),
+        ("7.5", "TRITON_ATTN", [FP8_BELOW]),
+        ("8.0", None, []),
+        ("8.0", "TRITON_ATTN", [FP8_IN_TRITON]),
+        ("8.6", None, []),
+        ("8.6", "triton_attn", [FP8_IN_TRITON]),
+        ("8.7", "TRITON_ATTN", [FP8_IN_TRITON]),
+        ("8.9", "TRITON_ATTN", []),
+        ("9.0", None, []),
+        (None, "TRITON_ATTN", []),
+    ],
+)
+def test_an_fp8_kv_cache_needs_a_backend_of_the_card(capability, backend, killing):
+    """By the facts of an engine, and by flags alone, as before a start without a plan."""
+    flags = {"kv-cache-dtype": '"fp8"', "attention-backend": json.dumps(backend), "dtype": '"float16"'}
+    planned = plan(kv_cache_dtype="fp8", dtype="float16", capability=capability).model_copy(
+        update={"flags": flags}
+    )
+    for each in (planned, planned.model_copy(update={"engine": None, "attention": []})):
+        assert names(each, "dies") == killing
+        assert names(each.model_copy(update={"flags": flags | {"kv-cache-dtype": "null"}}), "dies") == (
+            killing if each.engine else []
+        )
+
+
+@pytest.mark.parametrize(
+    ("capability", "dtype", "killing"),
+    [("7.5", "bfloat16", ["bfloat16-below-8.0"]), ("7.5", "float16", []), ("8.0", "bfloat16", [])],
+)
+def test_bfloat16_needs_capability_8(capability, dtype, killing):
+    planned = plan(dtype=dtype, capability=capability).model_copy(update={"flags": {"dtype": f'"{dtype}"'}})
+    for each in (planned, planned.model_copy(update={"engine": None, "attention": []})):
+        assert names(each, "dies") == killing
 
 
 PREFIX_CACHE = {"prefix_caching": True, "shortest_hit": 545}
