@@ -41,6 +41,7 @@ def build_variant_image(
 ) -> None:
     """Build the container image of a variant: library, environment, checkpoint, compile cache, flags."""
     from slimqwen.image import build, context, tools
+    from slimqwen.serving import baked_cache
 
     tool = tools.find_tool(container_tool)
     log = variant.root / "logs" / f"image-{variant.name}.log"
@@ -51,6 +52,8 @@ def build_variant_image(
         build.build_image(
             content, tool=tool, base=base_image, tag=tag, log=log, wheelhouse=wheelhouse, progress=progress
         )
+    if content.cache:
+        say(f"compile cache: {baked_cache.origin(variant.weights, content.cache)}")
     say(f"built {tag}; `slimqwen image verify --variant {variant.name}` verifies it")
 
 

@@ -30,20 +30,6 @@ def plan(
         int | None,
         typer.Option(min=1, help="such GPUs that share the model (default: the variant's, else 1)"),
     ] = None,
-    kernels: Annotated[
-        bool,
-        typer.Option(
-            "--kernels",
-            help="compile the Triton kernels that a simulated GPU would run (a minute per GPU model)",
-        ),
-    ] = False,
-    compile_: Annotated[
-        bool,
-        typer.Option(
-            "--compile",
-            help="compile what a first start on the GPU would compile, and pack it in .cache/compiled/VARIANT-GPU",
-        ),
-    ] = False,
     record: Annotated[
         bool,
         typer.Option("--record", help="write the plans as records into results/, where starts look for them"),
@@ -61,18 +47,11 @@ def plan(
     chosen = _choose_devices(variant, gpu)
     if gpus is not None:
         variant = variant.with_lines({SHARED_BY: str(gpus)})
-    if compile_:
-        if len(chosen) != 1 or chosen[0] is None:
-            raise typer.BadParameter("--compile works for one GPU at a time; name it with --gpu")
-        _compile_ahead(variant, chosen[0])
-        return
-    if kernels and None in chosen:
-        raise typer.BadParameter("a CPU runs no Triton kernels; name a GPU with --gpu, or omit --kernels")
     started, known = provenance.utc_now(), trouble.read_known_trouble(variant.root)
     with progress_bar() as progress:
-        made = plans.make_plans(variant, chosen, kernels=kernels, progress=progress)
+        made = plans.make_plans(variant, chosen, progress=progress)
     found = plans.trouble_table(made, known)
-    for table in (*plans.plan_tables(variant.name, made), *([found] if found.rows else [])):
+    for table in (plans.plan_table(variant.name, made), *([found] if found.rows else [])):
         console.print(table.as_rich())
     if record:
         path = plans.write_plans(variant, made, command=command(), started=started)
@@ -102,27 +81,6 @@ def _choose_devices(variant: Variant, names: Sequence[str] | None) -> "list[Gpu 
     raise UnknownGpuError(
         f"this machine shows no NVIDIA GPU; name one, as in `slimqwen plan --variant {variant.name} --gpu rtx-4090`"
     )
-
-
-def _compile_ahead(variant: Variant, gpu: "Gpu") -> None:
-    """Compile FlashInfer libraries and Triton kernels for a first start on a GPU, without a GPU, and pack them.
-
-    `slimqwen image build --cache` puts the archive into an image; `slimqwen serve` finds it beside the checkpoint.
-    """
-    from slimqwen.plan import archive
-    from slimqwen.serving import baked_cache
-
-    destination = variant.root / ".cache" / "compiled" / f"{variant.name}-{gpu.name}"
-    log = variant.root / "logs" / f"compile-{variant.name}-{gpu.name}.log"
-    with progress_bar() as progress:
-        packed = archive.make_archive(variant, gpu, destination, log=log, progress=progress)
-    for name, seconds in packed.baked.libraries.items():
-        say(f"{name}: compiled in {seconds:g} s")
-    say(f"Triton kernels: {len(packed.baked.kernels)} forms")
-    uncompiled = ", ".join(module.module for module in packed.plan.jit if not module.libraries)
-    if uncompiled:
-        say(f"cannot be compiled ahead; the server compiles it at its first use: {uncompiled}")
-    say(f"packed: {destination / baked_cache.ARCHIVE}")
 
 
 def find_recorded_plan(server: "ServerCommand") -> "tuple[Plan | None, Sequence[Trouble]]":

@@ -45,7 +45,7 @@ def serve(
 ) -> None:
     """Serve a variant with vLLM, as the model "default"."""
     from slimqwen.plan import start
-    from slimqwen.serving import chat_template, checks, cuda_toolkit
+    from slimqwen.serving import baked_cache, chat_template, checks, cuda_toolkit
     from slimqwen.serving import platform as machine
     from slimqwen.serving.command import ServerCommand, is_stray
     from slimqwen.serving.server import prepare
@@ -85,7 +85,8 @@ def serve(
             change = f"{line.replacement} instead" if line.replacement is not None else "left out"
             errors.print(f"  {line.key}={line.value}: {change}: {line.why}", markup=False)
     if command.cache is not None and command.cache.baked is not None:
-        errors.print(f"Baked compile cache: {_fitness(command.cache)}.", markup=False)
+        origin = baked_cache.origin(command.variant.weights, command.cache.baked)
+        errors.print(f"Compile cache {origin}: {_fitness(command.cache)}.", markup=False)
     if dry_run:
         weights = command.variant.weights
         if weights.is_dir():
@@ -121,8 +122,6 @@ def serve(
 
 
 def _fitness(cache: "CompileCache") -> str:
-    if cache.usable and not cache.usable.graphs:
-        return "fits this machine and these flags, but has no graphs: vLLM compiles them"
     if cache.usable:
         return "fits this machine and these flags; the log says for each graph whether it was loaded"
     return f"not used, so vLLM compiles: {'; '.join(cache.differences)}"

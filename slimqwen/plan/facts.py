@@ -68,42 +68,6 @@ class JitModule(Facts):
     module: str
     reason: str
     possible: bool = Field(description="whether the host of the plan has the compiler that the kernels need")
-    libraries: list[str] = Field(
-        default=[],
-        description="FlashInfer's names of the libraries; empty where they cannot be compiled ahead",
-    )
-    baked: bool = Field(
-        default=False,
-        description="whether an archive beside the checkpoint has all libraries, so that none is compiled",
-    )
-
-
-class LostChoice(Facts):
-    """A choice of an autotuner, or the only form of a kernel without autotuner, that a GPU cannot run."""
-
-    choice: str = Field(description="choice of the autotuner; empty without autotuner")
-    reason: str
-
-
-class TritonKernel(Facts):
-    """A Triton kernel that was compiled for a GPU, in all its signatures and with all choices of its autotuner."""
-
-    kernel: str
-    compiled: int = Field(description="number of compiled forms: signatures times choices")
-    lost: list[LostChoice]
-    runs: bool = Field(description="whether every launch has a choice that the GPU can run")
-
-
-class TritonKernels(Facts):
-    """Triton kernels that vLLM's own warm-up launches, compiled without a GPU."""
-
-    target: str = Field(description="architecture that the kernels were compiled for, such as sm_86")
-    kernels: list[TritonKernel]
-    left_out: list[str] = Field(description="kernels that were not compiled, and why")
-    forms: int = Field(description="number of compiled forms: kernels times signatures times choices")
-    compiled_at_start: int = Field(
-        description="number of forms that a first start compiles, because no archive beside the checkpoint has them"
-    )
 
 
 class Plan(Facts):
@@ -125,6 +89,5 @@ class Plan(Facts):
     kv_cache: KvCache | None = None
     graphs: Graphs | None = None
     jit: list[JitModule] = []
-    kernels: TritonKernels | None = Field(None, description="null where they were not requested")
     failed_at: str | None = Field(None, description="the step that failed; null where none did")
     error: str | None = None

@@ -1,15 +1,10 @@
-"""The kernels that FlashInfer and Humming compile at first use, and FlashInfer's libraries compiled ahead.
+"""The kernels that FlashInfer and Humming compile at their first use.
 
-vLLM and FlashInfer themselves decide which libraries a variant loads: vLLM's builders of attention metadata have the
-dtypes, and FlashInfer's entry points name the library. Compiling one needs nvcc, ninja and a C++ compiler, but no GPU.
-Kernels of Triton and graphs of torch.compile, which every host can compile, are left out.
+Compiling FlashInfer's needs nvcc, ninja and a C++ compiler. Kernels of Triton and graphs of torch.compile, which every
+host can compile, are left out.
 """
 
-import contextlib
-import shutil
-import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any
 from unittest.mock import patch
 
@@ -47,34 +42,21 @@ def list_modules(attention: Sequence[AttentionLayers], linears: Sequence[LinearK
     return list(modules.values())
 
 
-def specify_libraries(config: Any, layout: Any, modules: Sequence[JitModule]) -> dict[str, list[Any]]:
-    """FlashInfer's specifications of the libraries of each module that can be compiled ahead.
+def check_attention(config: Any, layout: Any) -> None:
+    """Ask FlashInfer for the attention libraries of a variant, by the rules of its wrappers' `plan`, and load none.
+
+    vLLM's builders of attention metadata have the dtypes. Attention by trtllm-gen or XQA (vLLM's choice on compute
+    capability 9.0, 10.x and 12.x) is not checked.
 
     Args:
         config: vLLM's configuration, after its models were built and its blocks aligned.
         layout: vLLM's layout of the KV cache.
-        modules: modules of the variant (`list_modules`).
 
-    Returns:
-        Module -> `JitSpec` of each library. Left out are Humming, Gated DeltaNet prefill (CuTe DSL, compiled by Python)
-        and attention by trtllm-gen or XQA (vLLM's choice on compute capability 9.0, 10.x and 12.x).
+    Raises:
+        Exception: FlashInfer's own refusal, such as that of FP8 queries on compute capability 10.x.
     """
-    names = {module.module for module in modules}
-    specs_by_module: dict[str, list[Any]] = {}
-    if ATTENTION in names:
-        specs_by_module[ATTENTION] = _attention(config, layout)
-    if SAMPLING in names:
-        from flashinfer.sampling import get_sampling_module
-
-        with _recorded() as specs:
-            get_sampling_module()
-        specs_by_module[SAMPLING] = specs
-    return {module: specs for module, specs in specs_by_module.items() if specs}
-
-
-def _attention(config: Any, layout: Any) -> list[Any]:
-    """Libraries of the prefill and decode wrappers, by the rules of their `plan` (flashinfer/prefill.py, decode.py)."""
     import torch
+    from flashinfer.jit.core import JitSpec
     from flashinfer.prefill import get_batch_prefill_module
     from flashinfer.utils import determine_attention_backend
     from vllm.config import set_current_vllm_config
@@ -90,9 +72,9 @@ def _attention(config: Any, layout: Any) -> list[Any]:
         if group.backend.get_name() == _FLASHINFER_BACKEND
     ]
     if any(builder.use_trtllm_decode_attention or builder.use_dcp for builder in builders):
-        return []
+        return
     gpu, fp8 = torch.device("cuda"), {torch.float8_e4m3fn, torch.float8_e5m2}
-    with _recorded() as specs:
+    with patch.object(JitSpec, "build_and_load", lambda spec: _UnloadedLibrary()):
         for builder in builders:
             kv, size = builder.kv_cache_dtype, builder.head_dim
             for q, prefills in ((builder.q_data_type_prefill, True), (builder.q_data_type_decode, False)):
@@ -108,69 +90,10 @@ def _attention(config: Any, layout: Any) -> list[Any]:
                     (builder.logits_soft_cap or 0.0) > 0,
                     False,
                 )
-    return specs
 
 
-class UnloadedLibrary:
-    """Replacement for a library of FlashInfer; its functions do nothing, as the real ones only write to arguments."""
+class _UnloadedLibrary:
+    """Replacement for a library of FlashInfer, which is asked for its functions and never called."""
 
     def __getattr__(self, name: str) -> Any:
-        return lambda *arguments, **keywords: None
-
-
-@contextlib.contextmanager
-def _recorded() -> Iterator[list[Any]]:
-    """Collect the libraries that FlashInfer would load, and load none."""
-    from flashinfer.jit.core import JitSpec
-
-    specs: list[Any] = []
-
-    def record(spec: Any) -> UnloadedLibrary:
-        specs.append(spec)
-        return UnloadedLibrary()
-
-    with patch.object(JitSpec, "build_and_load", record):
-        yield specs
-
-
-def name_libraries(
-    modules: Sequence[JitModule], specs: Mapping[str, Sequence[Any]], baked: Collection[str]
-) -> list[JitModule]:
-    """The modules with the names of their libraries in `specs`; `baked` are those that an archive has."""
-    named = [
-        module.model_copy(update={"libraries": sorted(spec.name for spec in specs.get(module.module, ()))})
-        for module in modules
-    ]
-    return mark_baked(named, baked)
-
-
-def mark_baked(modules: Sequence[JitModule], libraries: Collection[str]) -> list[JitModule]:
-    """The modules, with `baked` set for those whose libraries are all among `libraries`, which were compiled ahead."""
-    return [
-        module.model_copy(
-            update={"baked": bool(module.libraries) and set(module.libraries) <= set(libraries)}
-        )
-        for module in modules
-    ]
-
-
-def build_libraries(specs: Sequence[Any], folder: Path) -> dict[str, float]:
-    """Compile libraries to <folder>/<name>/<name>.so, for the compute capability of the GPU that this process sees.
-
-    FlashInfer compiles below FLASHINFER_WORKSPACE_BASE, where a second build reuses what is up to date.
-
-    Returns:
-        Library -> seconds of its compilation.
-
-    Raises:
-        RuntimeError: a compiler failed; the message quotes its output.
-    """
-    seconds: dict[str, float] = {}
-    for spec in specs:
-        started = time.monotonic()
-        spec.build()
-        seconds[spec.name] = round(time.monotonic() - started, 1)
-        library = folder / spec.name / f"{spec.name}.so"
-        library.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(spec.jit_library_path, library)
-    return seconds
+        return None

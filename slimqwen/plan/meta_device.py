@@ -4,7 +4,7 @@ A meta tensor has shape, strides and dtype, but no content; code that reads its 
 """
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -16,39 +16,6 @@ def on_meta_device() -> Iterator[None]:
 
     with torch.device("meta"), meta_for_cuda():
         yield
-
-
-def python_operators(results: Mapping[str, Callable[[], Any]]) -> AbstractContextManager[Any]:
-    """Run the Python code of vLLM's own operators on meta tensors, instead of fake kernels, which only compute shapes.
-
-    Other operators compute shapes with their registered fake kernel, or with `results`.
-
-    Args:
-        results: name of an operator without a registered fake kernel -> function that makes its result.
-    """
-    import torch
-    from torch.utils._python_dispatch import TorchDispatchMode
-
-    cuda = torch._C.DispatchKeySet(torch._C.DispatchKey.CUDA)
-
-    class PythonOperators(TorchDispatchMode):  # type: ignore[misc]
-        def __torch_dispatch__(
-            self, operator: Any, types: Any, arguments: Any = (), keywords: Any = None
-        ) -> Any:
-            keywords = keywords or {}
-            if operator.namespace in ("aten", "prim", "prims", "profiler"):
-                return operator(*arguments, **keywords)
-            if operator.namespace == "vllm" and torch._C._dispatch_has_kernel_for_dispatch_key(
-                operator.name(), "CUDA"
-            ):
-                with self, meta_for_cuda():
-                    return operator.redispatch(cuda, *arguments, **keywords)
-            name = operator.name()
-            if name in results:
-                return results[name]()
-            return operator(*arguments, **keywords) if operator._schema.returns else None
-
-    return PythonOperators()
 
 
 def meta_for_cuda() -> AbstractContextManager[Any]:

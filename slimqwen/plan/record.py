@@ -10,7 +10,7 @@ from pydantic import Field
 
 from slimqwen.plan import rehearsal, resolution, trouble
 from slimqwen.plan.devices import CPU, Gpu
-from slimqwen.plan.facts import Plan, TritonKernels
+from slimqwen.plan.facts import Plan
 from slimqwen.progress import Progress, silent
 from slimqwen.records import provenance, store
 from slimqwen.records.figures import Figure
@@ -37,7 +37,7 @@ class PlanRecord(Record):
     """The plans of one variant on several devices."""
 
     kind = "plan"
-    version = 4
+    version = 5
     verb = "plan"
     verb_options = "--record"
     looked_up = True
@@ -49,18 +49,15 @@ class PlanRecord(Record):
         return {}
 
     def tables(self, path: Path) -> list[Table]:
-        """The plans side by side, and the Triton kernels that the devices cannot run."""
-        return plan_tables(self.variant, self.plans)
+        """The plans side by side."""
+        return [plan_table(self.variant, self.plans)]
 
 
-def make_plans(
-    variant: Variant, gpus: Sequence[Gpu | None], *, kernels: bool = False, progress: Progress = silent
-) -> list[Plan]:
+def make_plans(variant: Variant, gpus: Sequence[Gpu | None], *, progress: Progress = silent) -> list[Plan]:
     """Plan a variant on simulated GPUs, or on this machine's CPU.
 
     Args:
         gpus: the GPUs to simulate; None: this machine's CPU.
-        kernels: whether to compile the Triton kernels that the simulated GPUs would run.
         progress: receives (activity, devices done, number of devices).
 
     Raises:
@@ -71,32 +68,19 @@ def make_plans(
     for name, gpu in devices.items():
         progress(f"plan of {variant.name} on {name}", len(plans), len(devices))
         log = variant.root / "logs" / f"plan-{variant.name}-{name}.log"
-        plans.append(rehearsal.rehearse_variant(variant, gpu, log=log, kernels=kernels))
+        plans.append(rehearsal.rehearse_variant(variant, gpu, log=log))
     return plans
 
 
 def write_plans(variant: Variant, plans: Sequence[Plan], *, command: Sequence[str], started: str) -> Path:
-    """Write a record of new plans of a variant; plans for other devices are copied from the last record.
-
-    A new plan without Triton kernels gets those of the plan that it replaces, if version of vLLM, checkpoint and flags
-    are the same.
-    """
-    by_gpu = {plan.gpu: plan for plan in list_recorded_plans(variant.root, variant.name)}
-    for plan in plans:
-        before = by_gpu.get(plan.gpu)
-        if before and plan.kernels is None and _decisive_facts(plan) == _decisive_facts(before):
-            plan = plan.model_copy(update={"kernels": before.kernels})
-        by_gpu[plan.gpu] = plan
+    """Write a record of new plans of a variant; plans for other devices are copied from the last record."""
+    by_gpu = {plan.gpu: plan for plan in (*list_recorded_plans(variant.root, variant.name), *plans)}
     record = PlanRecord(
         variant=variant.name,
         plans=tuple(by_gpu[gpu] for gpu in sorted(by_gpu)),
         provenance=provenance.circumstances(variant.root, command, started),
     )
     return store.write_record(variant.root / "results", record)
-
-
-def _decisive_facts(plan: Plan) -> tuple[object, ...]:
-    return plan.vllm, plan.checkpoint, plan.flags
 
 
 def list_recorded_plans(root: Path, variant: str) -> Sequence[Plan]:
@@ -144,24 +128,12 @@ def _overview_cells(plan: Plan, known: Sequence[trouble.KnownTrouble]) -> tuple[
     return *(facts[name] for name in _OVERVIEW), *(effect or "-" for effect in effects)
 
 
-def plan_tables(variant: str, plans: Sequence[Plan]) -> list[Table]:
-    """The plans of a variant side by side; and, if Triton kernels were compiled, those with choices that cannot run."""
+def plan_table(variant: str, plans: Sequence[Plan]) -> Table:
+    """The plans of a variant side by side."""
     facts = [list_facts(plan) for plan in plans]
     rows = tuple((name, *(column[name] for column in facts)) for name in facts[0])
     columns = ("fact", *(plan.gpu for plan in plans))
-    tables = [Table(f"Plan of {variant}", columns, rows, _notes(plans), text_columns=len(columns))]
-    lost = tuple(
-        (plan.gpu, kernel.kernel.rpartition(".")[2], f"{len(kernel.lost)} of {kernel.compiled}", reasons)
-        for plan in plans
-        for kernel in (plan.kernels.kernels if plan.kernels else ())
-        if (reasons := "; ".join(dict.fromkeys(choice.reason for choice in kernel.lost)))
-    )
-    left_out = dict.fromkeys(line for plan in plans if plan.kernels for line in plan.kernels.left_out)
-    if lost or left_out:
-        notes = (f"Not compiled: {'; '.join(left_out)}.",)
-        headings = ("GPU", "Triton kernel", "choices that cannot run", "why")
-        tables.append(Table("Triton kernels", headings, lost, notes, text_columns=len(headings)))
-    return tables
+    return Table(f"Plan of {variant}", columns, rows, _notes(plans), text_columns=len(columns))
 
 
 def trouble_table(plans: Sequence[Plan], known: Sequence[trouble.KnownTrouble]) -> Table:
@@ -197,21 +169,10 @@ def list_facts(plan: Plan) -> dict[str, str]:
         "KV tokens": cache and f"{cache.tokens:,}",
         "sequences at full context": cache and f"{cache.sequences_at_max_model_len:.1f}",
         "weights, GB": plan.weight_bytes and f"{sum(plan.weight_bytes.values()) / 1e9:.2f}",
-        "compiled at first use": _words(module.module for module in plan.jit if not module.baked),
-        "compiled ahead": _words(module.module for module in plan.jit if module.baked),
-        "Triton kernels": plan.kernels and _describe_kernels(plan.kernels),
+        "compiled at first use": _words(module.module for module in plan.jit),
         "error": plan.error and f"{plan.failed_at}: {plan.error}",
     }
     return {name: str(value) if value else "-" for name, value in values.items()}
-
-
-def _describe_kernels(kernels: TritonKernels) -> str:
-    lost = sum(bool(kernel.lost) for kernel in kernels.kernels)
-    blocked = sum(not kernel.runs for kernel in kernels.kernels)
-    return (
-        f"{len(kernels.kernels)} for {kernels.target}, {lost} lose choices, {blocked} cannot run, "
-        f"a first start compiles {kernels.compiled_at_start or 'none'}"
-    )
 
 
 def _notes(plans: Sequence[Plan]) -> tuple[str, ...]:

@@ -8,12 +8,11 @@ import contextlib
 import importlib.metadata
 import logging
 import os
-import shutil
 import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -23,12 +22,11 @@ from pydantic import BaseModel, ConfigDict
 
 from slimqwen import variant as variants
 from slimqwen.errors import SlimqwenError
-from slimqwen.plan import jit_modules, resolution, shapes, simulated_gpu, warm_up_steps
+from slimqwen.plan import jit_modules, resolution, shapes, simulated_gpu
 from slimqwen.plan.devices import CPU, Gpu
 from slimqwen.plan.facts import EngineConfig, Plan
 from slimqwen.serving import baked_cache
 from slimqwen.serving.command import ServerCommand
-from slimqwen.serving.errors import ServingError
 from slimqwen.serving.server_log import find_last_cause
 from slimqwen.variant import Variant
 from slimqwen.vllm_plugin import engine_facts
@@ -38,7 +36,7 @@ SHARED_BY = "VLLM_TENSOR_PARALLEL_SIZE"
 
 
 class RehearsalError(SlimqwenError):
-    """A rehearsal ended without an answer, or could not compile."""
+    """A rehearsal ended without an answer."""
 
 
 class _Request(BaseModel):
@@ -49,83 +47,23 @@ class _Request(BaseModel):
     lines: dict[str, str]  # lines of config.env whose values may differ from the file's
     gpu: Gpu | None
     gpus: int  # number of GPUs that share the model
-    kernels: bool
-    cache_root: Path | None
 
 
-class GpuBuild(BaseModel):
-    """The libraries compiled for a server, and the facts about the server for the manifest of a compile cache."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    seconds: dict[str, float]  # library of FlashInfer -> seconds of its compilation
-    machine: dict[str, str]  # versions and compute capability
-    flags: dict[str, str]  # decisive flags, values as JSON
-    environment: dict[str, str]  # environment variables that config.env sets
-
-
-class _Answer(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    plan: Plan
-    build: GpuBuild | None
-
-
-def rehearse_variant(variant: Variant, gpu: Gpu | None, *, log: Path, kernels: bool = False) -> Plan:
+def rehearse_variant(variant: Variant, gpu: Gpu | None, *, log: Path) -> Plan:
     """Rehearse a variant on a device; if vLLM refuses the variant, `error` of the plan says why.
 
     Args:
         gpu: GPU to simulate; None to rehearse on the CPU of this host.
         log: file that receives vLLM's output.
-        kernels: whether to compile the Triton kernels that a simulated GPU would run, which takes about a minute.
 
     Raises:
         RehearsalError: the process ended without an answer, for instance because the installed torch is built for
             the other kind of device.
     """
-    return _ask_process(variant, gpu, log, kernels=kernels and gpu is not None).plan
-
-
-def compile_for_gpu(
-    variant: Variant, gpu: Gpu, cache_root: Path, *, log: Path, kernels: bool
-) -> tuple[Plan, GpuBuild]:
-    """Compile the libraries and kernels of a variant's first start on a GPU; this host needs no GPU.
-
-    Args:
-        cache_root: folder that receives FlashInfer's libraries and the kernels, laid out as a server's compile cache.
-        log: file that receives the output of vLLM and the compilers.
-        kernels: whether to compile the Triton kernels too; otherwise the first start compiles them.
-
-    Raises:
-        RehearsalError: a compiler is missing or fails, vLLM refuses the variant, the variant compiles no graphs, or
-            torch is a CPU build.
-    """
-    answer = _ask_process(variant, gpu, log, kernels=kernels, cache_root=cache_root)
-    if answer.build is None:
-        cause = f"{answer.plan.failed_at}: {answer.plan.error}"
-        raise RehearsalError(f"{variant.name} cannot be compiled for {gpu.name}: {cause}; log: {log}")
-    return answer.plan, answer.build
-
-
-def _ask_process(
-    variant: Variant, gpu: Gpu | None, log: Path, *, kernels: bool, cache_root: Path | None = None
-) -> _Answer:
-    """Start a process that sees the device, and return its answer to a request."""
     lines = {key: variant.settings[key].value for key in ("VLLM_MODEL", SHARED_BY) if key in variant.settings}
     shared = lines.get(SHARED_BY, "")
     gpus = int(shared) if shared.isdigit() else 1  # vLLM itself refuses any other value
-    request = _Request(
-        root=variant.root,
-        variant=variant.name,
-        lines=lines,
-        gpu=gpu,
-        gpus=gpus,
-        kernels=kernels,
-        cache_root=cache_root,
-    )
-    environment = dict(os.environ)
-    if cache_root is not None:
-        environment["FLASHINFER_WORKSPACE_BASE"] = str(variant.root / ".cache" / "flashinfer-build")
+    request = _Request(root=variant.root, variant=variant.name, lines=lines, gpu=gpu, gpus=gpus)
     log.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.NamedTemporaryFile("r", prefix="slimqwen-plan-") as answer, log.open("w") as output:
         subprocess.run(
@@ -133,7 +71,6 @@ def _ask_process(
             input=request.model_dump_json(),
             stdout=output,
             stderr=subprocess.STDOUT,
-            env=environment,
             text=True,
         )
         text = answer.read()
@@ -141,7 +78,7 @@ def _ask_process(
         raise RehearsalError(
             find_last_cause(log) or f"the rehearsal ended without a result; {log} has its output"
         )
-    return _Answer.model_validate_json(text)
+    return Plan.model_validate_json(text)
 
 
 def decisive_flags(command: ServerCommand) -> dict[str, str]:
@@ -165,9 +102,8 @@ def main() -> None:
     os._exit(0)  # skips vLLM's clean-up, which needs a real GPU
 
 
-def _rehearse(request: _Request) -> _Answer:
+def _rehearse(request: _Request) -> Plan:
     """Take the variant through vLLM's start-up, up to the first kernel."""
-    build = None
     facts: dict[str, Any] = {
         "variant": request.variant,
         "gpu": request.gpu.name if request.gpu else CPU,
@@ -207,51 +143,13 @@ def _rehearse(request: _Request) -> _Answer:
             step = "weights"
             resolution.load_names(config, target, draft)
             step = "libraries of FlashInfer"
-            specs = jit_modules.specify_libraries(config, layout, facts["jit"])
-            baked = command.cache.libraries if command.cache else ()
-            facts["jit"] = jit_modules.name_libraries(facts["jit"], specs, baked)
-            folders: list[str] = []
-            if request.kernels and request.gpu is not None:
-                step = "Triton kernels"
-                baked_kernels = command.cache.kernels if command.cache else ()
-                facts["kernels"], folders = warm_up_steps.compile_kernels(
-                    config, target, draft, layout, request.gpu, _triton_cache(request), baked_kernels
-                )
-            if request.cache_root is not None:
-                step = "compilation"
-                build = _compile(request, request.cache_root, command, specs, folders)
+            if jit_modules.ATTENTION in {module.module for module in facts["jit"]}:
+                jit_modules.check_attention(config, layout)
         except Exception as error:  # any refusal by vLLM is an answer
             facts["failed_at"] = step
             facts["error"] = " ".join(f"{type(error).__name__}: {error}".split())[:1000]
             logging.getLogger(__name__).exception("rehearsal of %s", request.variant)
-    return _Answer(plan=Plan(**facts), build=build)
-
-
-def _compile(
-    request: _Request,
-    cache_root: Path,
-    command: ServerCommand,
-    specs: Mapping[str, Sequence[Any]],
-    folders: Sequence[str],
-) -> GpuBuild:
-    """Fill `cache_root` with FlashInfer's libraries and the compiled kernels, laid out as a server's compile cache."""
-    if command.cache is None:
-        raise ServingError(
-            "the variant compiles no graphs, so it has no compile cache; set VLLM_ENFORCE_EAGER=0 in its config.env"
-        )
-    for folder in folders:
-        shutil.copytree(_triton_cache(request) / folder, cache_root / baked_cache.KERNELS / folder)
-    libraries = [spec for module in specs.values() for spec in module]
-    return GpuBuild(
-        seconds=jit_modules.build_libraries(libraries, cache_root / baked_cache.LIBRARIES),
-        machine=baked_cache.describe_machine(command.platform),
-        flags=baked_cache.decisive_flags(command.flags),
-        environment=dict(command.variables),
-    )
-
-
-def _triton_cache(request: _Request) -> Path:
-    return request.root / ".cache" / "triton"
+    return Plan(**facts)
 
 
 def _with_checkpoint(variant: Variant, folder: Path) -> tuple[Variant, str]:
@@ -265,9 +163,6 @@ def _with_checkpoint(variant: Variant, folder: Path) -> tuple[Variant, str]:
     # vLLM infers the speculative method from words in the path, so the folder has the checkpoint's own name.
     weights = folder / variant.weights.name
     shapes.write_shape(shape, weights, variant.root / "weights" / "tiny")
-    manifest = variant.weights / baked_cache.MANIFEST
-    if manifest.is_file():
-        shutil.copyfile(manifest, weights / manifest.name)
     return variant.with_lines({"VLLM_MODEL": str(weights)}), shape.source
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from importlib.metadata import version
 
 from slimqwen.errors import SlimqwenError
-from slimqwen.plan import devices, jit_modules, rehearsal, resolution, trouble
+from slimqwen.plan import devices, rehearsal, resolution, trouble
 from slimqwen.plan.facts import Plan
 from slimqwen.plan.record import is_of_installed_vllm, list_recorded_plans
 from slimqwen.serving import checks, cuda_toolkit, gpu
@@ -87,22 +87,23 @@ def match_flag_trouble(command: ServerCommand) -> StartTrouble:
         checkpoint="",
         flags=rehearsal.decisive_flags(command),
         weight_bytes={},
-        kernels=None,
         failed_at=None,
     )
     return match_start_trouble(plan, command, compiles=True)
 
 
 def match_start_trouble(plan: Plan, command: ServerCommand, *, compiles: bool) -> StartTrouble:
-    """The known trouble of a start that its plan shows; libraries in its compile cache need no compilation.
+    """The known trouble of a start that its plan shows; a start from a baked compile cache needs no compiler.
 
     Args:
         compiles: whether the host of the start has nvcc, ninja and a C++ compiler.
     """
-    # FlashInfer compiles with nvcc, Humming with the NVRTC of the lock.
+    # FlashInfer compiles with nvcc, Humming with the NVRTC of the lock. A cache is baked only after a start from it in
+    # which FlashInfer could not compile.
+    compiles = compiles or bool(command.cache and command.cache.usable)
     modules = [
         module.model_copy(update={"possible": compiles or not module.module.startswith("FlashInfer")})
-        for module in jit_modules.mark_baked(plan.jit, command.cache.libraries if command.cache else ())
+        for module in plan.jit
     ]
     plan = plan.model_copy(update={"jit": modules})
     error = f" ({plan.error})" if plan.error else ""

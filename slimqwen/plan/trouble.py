@@ -154,12 +154,7 @@ FACTS: Mapping[str, Callable[[Plan], Any]] = MappingProxyType(
         "block_size": _field("kv_cache", "block_size"),
         "shortest_prompt_with_hit": _field("kv_cache", "shortest_prompt_with_hit"),
         "sequences_at_max_model_len": _field("kv_cache", "sequences_at_max_model_len"),
-        "blocked_modules": lambda plan: [
-            module.module for module in plan.jit if not module.possible and not module.baked
-        ],
-        "unrunnable_kernels": lambda plan: (
-            plan.kernels and any(not kernel.runs for kernel in plan.kernels.kernels)
-        ),
+        "blocked_modules": lambda plan: [module.module for module in plan.jit if not module.possible],
         "failed_at": lambda plan: plan.failed_at,
         "error": lambda plan: plan.error,
     }

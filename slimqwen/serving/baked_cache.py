@@ -1,7 +1,6 @@
 """Baked compile cache: compiled code that a start of vLLM can load, in an archive beside the checkpoint.
 
-The archive holds the graphs and Triton kernels that one start compiled, and FlashInfer's libraries that were compiled
-before that start. An archive without graphs holds what can be compiled without a GPU (`slimqwen.plan.archive`).
+The archive holds what one start compiled: graphs, Triton kernels and FlashInfer's libraries.
 
 The manifest beside the archive states the machine and the flags that it was made with. The archive is used only where
 all of them are the same, because vLLM's own cache keys leave some out (the draft depth, the thread count). A cache hit
@@ -24,7 +23,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationError
 
-from slimqwen.checkpoint.files import COMPILE_CACHE, sha256
+from slimqwen.checkpoint.files import COMPILE_CACHE, Manifest, sha256
+from slimqwen.checkpoint.files import MANIFEST as CHECKPOINT_MANIFEST
 from slimqwen.file_lock import hold_lock
 from slimqwen.serving import gpu
 from slimqwen.serving import platform as machine
@@ -84,27 +84,20 @@ class BakedCache(BaseModel):
         flags: vLLM's flags by name, each value as JSON.
         environment: environment variables that the config.env set.
         graphs: compiled graph -> seconds that its compilation took.
-        libraries: library of FlashInfer -> seconds that its compilation took.
         files: path in the cache root -> SHA-256.
         archive_sha256: SHA-256 of the archive beside this file.
     """
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    # Earlier manifests have `libraries` as well.
+    model_config = ConfigDict(extra="ignore", frozen=True)
 
     schema_version: Literal[1] = 1
     machine: dict[str, str]
     flags: dict[str, str]
     environment: dict[str, str]
     graphs: dict[str, float]
-    libraries: dict[str, float] = {}
     files: dict[Annotated[str, AfterValidator(_below_root)], str]
     archive_sha256: str
-
-    @property
-    def kernels(self) -> frozenset[str]:
-        """Compiled forms of Triton kernels, as folders of Triton's cache."""
-        parts = (PurePosixPath(name).parts for name in self.files)
-        return frozenset(folder for root, folder, *_ in parts if root == KERNELS)
 
 
 @dataclass(frozen=True)
@@ -177,6 +170,13 @@ def read_manifest(folder: Path) -> BakedCache | None:
         ) from None
 
 
+def origin(folder: Path, baked: BakedCache) -> str:
+    """Where the archive beside a checkpoint comes from: the checkpoint's own recipe, or another host."""
+    made = Manifest.read(folder).files.get(ARCHIVE) if (folder / CHECKPOINT_MANIFEST).is_file() else None
+    is_own = made is not None and made.sha256 == baked.archive_sha256
+    return "baked by this recipe" if is_own else f"imported (SHA-256 {baked.archive_sha256[:16]})"
+
+
 def list_differences(
     baked: BakedCache,
     facts: Mapping[str, str],
@@ -203,20 +203,35 @@ def list_differences(
     ]
 
 
+def collect_libraries(root: Path) -> int:
+    """Put the libraries that FlashInfer compiled during a start of this cache root where a later start looks for them.
+
+    Returns:
+        The number of libraries.
+    """
+    # FlashInfer compiles below FLASHINFER_WORKSPACE_BASE (`FLASHINFER_JIT_DIR` in flashinfer/jit/env.py).
+    libraries = sorted(root.glob(".cache/flashinfer/**/cached_ops/*/*.so"))
+    for library in libraries:
+        target = root / LIBRARIES / library.stem / library.name
+        target.parent.mkdir(parents=True, exist_ok=True)
+        library.rename(target)
+    return len(libraries)
+
+
 def pack_cache(root: Path, destination: Path, **made_by: Any) -> BakedCache:
     """Pack the files under a cache root into an archive with a manifest.
 
     Args:
         root: the cache root; no process may still write to it.
         destination: the folder for archive and manifest.
-        made_by: the manifest's machine, flags, environment, graphs and libraries.
+        made_by: the manifest's machine, flags, environment and graphs.
 
     Raises:
-        ServingError: the root has no compiled graph although `made_by` names one, or has no file at all.
+        ServingError: the root has no compiled graph.
     """
     paths = [path for part in _PACKED for path in sorted((root / part).rglob("*"))]
     files = {path.relative_to(root).as_posix(): path for path in paths if _is_packed(path, root)}
-    if (made_by.get("graphs") or not files) and not any(name.endswith("/model") for name in files):
+    if not any(name.endswith("/model") for name in files):
         raise ServingError(f"vLLM saved no compiled graph under {root}; read why in its log")
     archive = destination / ARCHIVE
     with tarfile.open(archive, "w:gz") as packed:

@@ -204,8 +204,6 @@ def _check_cache(command: ServerCommand) -> None:
         reason = f"{command.variant.weights} has no baked compile cache"
     elif cache.differences:
         reason = f"the baked compile cache was made under other conditions: {'; '.join(cache.differences)}"
-    elif not cache.baked.graphs:
-        reason = "the baked compile cache holds no compiled graph"
     else:
         return
     raise ServingError(

@@ -74,16 +74,6 @@ class CompileCache:
         """The manifest, if the archive fits this machine and these flags."""
         return None if self.differences else self.baked
 
-    @property
-    def libraries(self) -> frozenset[str]:
-        """FlashInfer's libraries that a usable archive holds, so that they need no compilation."""
-        return frozenset(self.usable.libraries if self.usable else ())
-
-    @property
-    def kernels(self) -> frozenset[str]:
-        """Forms of Triton kernels that a usable archive holds, as folder names of Triton's cache."""
-        return self.usable.kernels if self.usable else frozenset()
-
 
 @dataclasses.dataclass(frozen=True)
 class ServerCommand:
@@ -234,8 +224,11 @@ class ServerCommand:
         """The same command with an unbaked compile cache in the folder `root`: for baking, and to time a cold start."""
         assert self.cache is not None
         cache = CompileCache(root, None, (), required=False)
-        environment = MappingProxyType({**self.environment, **_cache_environment(cache, self.platform)})
-        return dataclasses.replace(self, environment=environment, cache=cache)
+        environment = {**self.environment, **_cache_environment(cache, self.platform)}
+        if self.platform == "cuda":
+            # FlashInfer's own folder, below the home of the user, would have libraries of other starts.
+            environment["FLASHINFER_WORKSPACE_BASE"] = str(root)
+        return dataclasses.replace(self, environment=MappingProxyType(environment), cache=cache)
 
     def on_port(self) -> "ServerCommand":
         """The same command on its TCP port where config.env names a Unix socket (VLLM_UDS).

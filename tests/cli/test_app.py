@@ -41,8 +41,6 @@ NEW = "variant new --name new --base tiny --hypothesis x"
         ("gate", 3, "Missing option '--variant'"),
         ("gate --variant tiny-awq --no-such", 3, "No such option"),
         ("plan --gpu a10g", 2, "Missing option '--variant'"),
-        ("plan --variant tiny --compile", 2, "--compile works for one GPU"),
-        ("plan --variant tiny --gpu cpu --kernels", 2, "a CPU runs no Triton kernels"),
         ("tune tiny --load 1,x", 2, "--load 1,x: give numbers of concurrent requests, such as 1,4,16"),
         ("fit qwen9", 2, "qwen9 is not a variant, folder, config.json"),
         ("fit tiny --gpu rtx3909", 2, "no GPU 'rtx3909' in eval/devices.yaml; did you mean rtx-3090"),

@@ -10,10 +10,7 @@ from slimqwen.plan.facts import (
     Graphs,
     JitModule,
     KvCache,
-    LostChoice,
     Plan,
-    TritonKernel,
-    TritonKernels,
 )
 from slimqwen.plan.record import PlanRecord
 from slimqwen.records import provenance
@@ -42,8 +39,6 @@ def plan(
     error=None,
     gpu="a10g",
     vllm="0.32.0",
-    libraries=(),
-    kernels=None,
     schedule=None,
     method="mtp",
     capability="8.6",
@@ -109,11 +104,10 @@ def plan(
             decode_query_len=drafts + 1,
         ),
         jit=[
-            JitModule(module=name, reason="chosen", possible=compiler, libraries=list(libraries))
+            JitModule(module=name, reason="chosen", possible=compiler)
             for name, chosen in modules.items()
             if chosen
         ],
-        kernels=kernels,
         failed_at=failed_at,
         error=error,
     )
@@ -123,23 +117,3 @@ def record(root, *plans, ended="2026-01-01T00:00:00Z"):
     """The record of plans of a variant."""
     circumstances = provenance.circumstances(root, ["slimqwen", "plan"], "2026-01-01T00:00:00Z")
     return PlanRecord(variant="v", plans=plans, provenance=circumstances.model_copy(update={"ended": ended}))
-
-
-def kernels(*, runs=True, lost=("num_stages=4",)):
-    """One kernel that loses choices of twelve on an A10G, and one that loses none."""
-    reason = "needs 131852 bytes of shared memory, the GPU has 101376"
-    return TritonKernels(
-        target="sm_86",
-        kernels=[
-            TritonKernel(
-                kernel="vllm.gdn.prefill",
-                compiled=12,
-                lost=[LostChoice(choice=choice, reason=reason) for choice in lost],
-                runs=runs,
-            ),
-            TritonKernel(kernel="vllm.sample", compiled=2, lost=[], runs=True),
-        ],
-        left_out=["kernels of FLASH_ATTN, which are not Triton's"],
-        forms=14,
-        compiled_at_start=14,
-    )

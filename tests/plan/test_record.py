@@ -15,7 +15,7 @@ from slimqwen.plan.devices import read_gpus
 from slimqwen.plan.record import PlanRecord
 from slimqwen.records import store
 from slimqwen.report import markdown
-from tests.plan.example import kernels, plan
+from tests.plan.example import plan
 
 ROOT = variant.repository_root()
 CUDA_VARIANTS = [name for name in variant.names(ROOT) if variant.load(name, ROOT).platform == "cuda"]
@@ -64,16 +64,6 @@ def test_a_plan_by_another_vllm_is_not_found(root):
     assert plans.find_gpu_plan(root, "v", "a10g") is None
 
 
-@pytest.mark.parametrize(
-    ("change", "kept"), [({}, True), ({"flags": {}}, False), ({"vllm": "0.31.0"}, False)]
-)
-def test_a_plan_without_kernels_keeps_those_of_the_plan_that_it_replaces(root, change, kept):
-    write(root, plan(kernels=kernels()))
-    write(root, plan().model_copy(update=change))
-    [found] = plans.list_recorded_plans(root, "v")
-    assert (found.kernels is not None) == kept
-
-
 def test_gpus_and_variants_with_equal_facts_share_a_row_of_the_table(root, add_variant):
     fp8 = plan(backend="FLASHINFER", kv_cache_dtype="fp8", full=(), compiler=False)
     write(root, fp8, plan(gpu="h100"), plan(gpu="l4"))
@@ -91,19 +81,11 @@ def test_gpus_and_variants_with_equal_facts_share_a_row_of_the_table(root, add_v
     )
 
 
-def test_the_page_of_a_plan_has_its_facts_and_the_kernels_that_lose_choices():
-    made = [plan(kernels=kernels()), plan(gpu="l4", kernels=kernels(lost=()))]
-    facts, lost = plans.plan_tables("v", made)
+def test_the_page_of_a_plan_has_its_facts_by_gpu():
+    facts = plans.plan_table("v", [plan(), plan(gpu="l4")])
     assert facts.columns == ("fact", "a10g", "l4")
     by_name = {row[0]: row[1:] for row in facts.rows}
-    assert (
-        by_name["Triton kernels"][0] == "2 for sm_86, 1 lose choices, 0 cannot run, a first start compiles 14"
-    )
     assert by_name["tokens of full graphs"][0] == "5 10 15 20 25 30 35 40"
-    reason = "needs 131852 bytes of shared memory, the GPU has 101376"
-    assert lost.rows == (("a10g", "prefill", "1 of 12", reason),)
-    assert lost.notes == ("Not compiled: kernels of FLASH_ATTN, which are not Triton's.",)
-    assert len(plans.plan_tables("v", [plan()])) == 1
 
 
 def test_known_trouble_is_listed_by_gpu_with_its_cure():

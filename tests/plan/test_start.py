@@ -207,23 +207,18 @@ def test_require_plan_is_refused_before_anything_starts(resolve, tmp_path):
     assert ended.stderr.strip().splitlines()[-1].startswith("error: REQUIRE_PLAN=1, but no plan of v on cpu")
 
 
-def with_libraries(command, *names):
-    """The command with an archive that fits and holds these libraries of FlashInfer."""
-    baked = baked_cache.BakedCache(
-        machine={}, flags={}, environment={}, graphs={}, files={}, archive_sha256="ab",
-        libraries=dict.fromkeys(names, 1.0),
-    )  # fmt: skip
-    cache = dataclasses.replace(command.cache, baked=baked, differences=())
-    return dataclasses.replace(command, cache=cache)
-
-
-def test_a_module_whose_libraries_are_baked_needs_no_compiler(resolve, record):
+def test_a_start_from_a_baked_cache_needs_no_compiler(resolve, record):
     command = resolve()
-    plan = record(command, backend="FLASHINFER", libraries=("prefill", "decode"))
-    (death,) = start.match_start_trouble(plan, with_libraries(command, "prefill"), compiles=False).dies
+    plan = record(command, backend="FLASHINFER")
+    (death,) = start.match_start_trouble(plan, command, compiles=False).dies
     assert "FlashInfer" in death.description
-    every = with_libraries(command, "prefill", "decode")
-    assert start.match_start_trouble(plan, every, compiles=False).dies == ()
+    baked = baked_cache.BakedCache(
+        machine={}, flags={}, environment={}, graphs={}, files={}, archive_sha256="ab"
+    )
+    for differences, refused in (((), False), (("torch was 1",), True)):
+        cache = dataclasses.replace(command.cache, baked=baked, differences=differences)
+        with_cache = dataclasses.replace(command, cache=cache)
+        assert bool(start.match_start_trouble(plan, with_cache, compiles=False).dies) is refused
 
 
 def test_a_start_without_a_plan_is_refused_by_its_flags_alone(resolve, tmp_path, monkeypatch):

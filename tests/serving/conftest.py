@@ -29,14 +29,13 @@ def servable(add_variant, tmp_path):
 def baked_for(monkeypatch, servable, tmp_path):
     """The variant with a manifest beside its weights that says it was baked for this machine, or another."""
 
-    def make(machine=None, flags=None, libraries=None):
+    def make(machine=None, flags=None):
         command = servable("VLLM_ENFORCE_EAGER=0")
         manifest = baked_cache.BakedCache(
             machine=baked_cache.describe_machine("cpu") | (machine or {}),
             flags=baked_cache.decisive_flags({**command.flags, **(flags or {})}),
             environment=dict(command.variables),
-            graphs={} if libraries else {"backbone": 1.0},
-            libraries=libraries or {},
+            graphs={"backbone": 1.0},
             files={},
             archive_sha256="ab" * 32,
         )

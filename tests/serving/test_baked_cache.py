@@ -6,6 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from slimqwen import variant
+from slimqwen.checkpoint.files import FileRecord, Manifest
 from slimqwen.serving import baked_cache, platform
 from slimqwen.serving.command import ServerCommand
 from slimqwen.serving.errors import ServingError
@@ -226,27 +227,19 @@ def test_a_log_says_of_every_graph_how_it_was_come_by():
     assert baked_cache.read_graphs("vLLM said nothing of it") == []
 
 
-LIBRARY = "flashinfer/sampling/sampling.so"
-
-
-@pytest.fixture
-def with_library(root):
-    """The same root with a library that was compiled ahead."""
-    (root / LIBRARY).parent.mkdir(parents=True)
-    (root / LIBRARY).write_bytes(b"a library")
-    return root
-
-
-def test_libraries_are_packed_beside_graphs_and_either_part_is_restored(with_library, tmp_path):
+def test_a_library_that_flashinfer_compiled_is_packed_where_a_start_looks_for_prebuilt_ones(root, tmp_path):
+    compiled = root / ".cache/flashinfer/0.7.0/86/cached_ops/sampling/sampling.so"
+    compiled.parent.mkdir(parents=True)
+    compiled.write_bytes(b"a library")
+    compiled.with_name("sampling.o").write_bytes(b"no")
+    assert baked_cache.collect_libraries(root) == 1
     folder, place = tmp_path / "checkpoint", tmp_path / "place"
-    baked = pack(with_library, folder, libraries={"sampling": 122.3})
-    assert baked_cache.read_manifest(folder).libraries == {"sampling": 122.3}
-    for damaged in (LIBRARY, next(iter(GRAPHS))):
+    baked = pack(root, folder)
+    packed = {**GRAPHS, "flashinfer/sampling/sampling.so": b"a library"}
+    for damaged in packed:
         baked_cache.restore_cache(folder, baked, place)
-        assert contents(place) == {**GRAPHS, LIBRARY: b"a library"}
+        assert contents(place) == packed
         (place / damaged).unlink()
-    baked_cache.restore_cache(folder, baked, place)
-    assert contents(place) == {**GRAPHS, LIBRARY: b"a library"}
 
 
 def test_of_triton_s_kernels_what_a_start_reads_is_packed(root, tmp_path):
@@ -256,19 +249,22 @@ def test_of_triton_s_kernels_what_a_start_reads_is_packed(root, tmp_path):
     baked = pack(root, tmp_path / "checkpoint")
     names = {name for name in baked.files if name.startswith("triton/")}
     assert names == {f"triton/KEY/{name}" for name in ("__grp__k.json", "k.json", "k.cubin")}
-    assert baked.kernels == {"KEY"}
 
 
-def test_libraries_alone_are_an_archive_and_leave_the_graphs_of_later_starts_alone(with_library, tmp_path):
-    for name in GRAPHS:
-        (with_library / name).unlink()
-    folder, place = tmp_path / "checkpoint", tmp_path / "place"
-    baked = pack(with_library, folder, graphs={}, libraries={"sampling": 122.3})
-    assert list(baked.files) == [LIBRARY]
-    baked_cache.restore_cache(folder, baked, place)
-    graph = place / "vllm" / "graph"
-    graph.parent.mkdir()
-    graph.write_bytes(b"of a start")
-    (place / LIBRARY).write_bytes(b"damaged")
-    baked_cache.restore_cache(folder, baked, place)
-    assert contents(place) == {LIBRARY: b"a library", "vllm/graph": b"of a start"}
+def test_an_archive_of_another_host_is_told_from_that_of_the_recipe(packed):
+    folder, baked = packed
+    files = {baked_cache.ARCHIVE: FileRecord(bytes=1, sha256=baked.archive_sha256)}
+    made = Manifest(stage="bake_cache", files=files, wall_seconds=1, peak_memory_bytes=1, versions={})
+    imported = f"imported (SHA-256 {baked.archive_sha256[:16]})"
+    assert baked_cache.origin(folder, baked) == imported
+    made.write(folder)
+    assert baked_cache.origin(folder, baked) == "baked by this recipe"
+    made.model_copy(update={"files": {}}).write(folder)
+    assert baked_cache.origin(folder, baked) == imported
+
+
+def test_a_manifest_of_before_has_seconds_of_libraries_too(packed):
+    folder, baked = packed
+    file = folder / baked_cache.MANIFEST
+    file.write_text(json.dumps({**json.loads(file.read_text()), "libraries": {}}))
+    assert baked_cache.read_manifest(folder) == baked

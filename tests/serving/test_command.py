@@ -182,19 +182,6 @@ def test_a_cache_baked_with_other_plugins_does_not_fit_because_vllms_own_key_hol
     assert [said.partition(" ")[0] for said in again.cache.differences] == ["VLLM_PLUGINS"]
 
 
-def test_a_cache_of_libraries_alone_is_used_and_refused_where_graphs_are_required(baked_for):
-    command = baked_for(libraries={"sampling": 122.3})
-    assert command.cache.libraries == {"sampling"}
-    wanted = cache_policy(command)
-    assert wanted.libraries == str(command.cache.root / "flashinfer")
-    checks.check_command(command)
-    required = resolved_again(command, REQUIRE_BAKED="1")
-    with pytest.raises(
-        ServingError, match=r"holds no compiled graph.*recipe run --variant v` on this machine$"
-    ):
-        checks.check_command(required)
-
-
 @pytest.mark.parametrize(("fact", "other"), [("compute capability", "8.9"), ("GPU", "NVIDIA L4")])
 def test_another_gpu_is_a_difference(baked_for, fact, other):
     assert f"{fact} was {other} and is not set" in baked_for(machine={fact: other}).cache.differences

@@ -1,7 +1,7 @@
-"""The stage `bake_cache`: starts the variant once as it will be served, and packs vLLM's compile cache.
+"""The stage `bake_cache`: starts the variant once as it will be served, and packs what that start compiled.
 
-On a GPU, FlashInfer's libraries that the plan names are compiled before that start and packed with the start's graphs
-and Triton kernels; a host without a GPU can compile libraries and kernels, too (`slimqwen.plan.archive`).
+That is graphs of torch.compile and, on a GPU, Triton kernels and FlashInfer's libraries. It takes a host like the one
+that will serve: nothing is compiled for a GPU that is not there.
 
 The checkpoint passes through unchanged, with the archive and its manifest beside it. The server's command is built by
 the same code as for `slimqwen serve`. At its end the stage starts a server from the packed archive, in another folder;
@@ -13,6 +13,7 @@ import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -24,7 +25,6 @@ from slimqwen import variant as variants
 from slimqwen.checkpoint.files import carry_all
 from slimqwen.errors import SlimqwenError
 from slimqwen.models.outline import Outline
-from slimqwen.plan import devices, rehearsal
 from slimqwen.progress import Progress
 from slimqwen.recipe.stage import Facts, Fault, Needs, Parameters, Stage
 from slimqwen.serving import baked_cache, gpu, spawner
@@ -93,13 +93,17 @@ def bake_compile_cache(
             f"{variant.name} compiles nothing, so there is nothing to bake; set VLLM_ENFORCE_EAGER=0 in its config.env "
             "or remove bake_cache from its recipe"
         )
+    if command.platform == "cuda" and gpu.first_gpu() is None:
+        raise ServingError(
+            f"no GPU here to compile the graphs of {variant.name}; bake it on a GPU host like those that will serve it"
+        )
     with tempfile.TemporaryDirectory(prefix=".bake.", dir=destination) as folder:
-        libraries = _build_libraries(command, Path(folder), progress)
         cold = command.with_cache_root(Path(folder))
         compiled = _start(cold, parameters.prompt_tokens, Path(folder) / "vllm.log", progress)
         if not compiled:
             raise ServingError("vLLM compiled no graph; read why in the stage's log")
         progress("packing", 0, 0)
+        libraries = baked_cache.collect_libraries(Path(folder))
         baked_cache.pack_cache(
             Path(folder),
             destination,
@@ -107,7 +111,6 @@ def bake_compile_cache(
             flags=baked_cache.decisive_flags(command.flags),
             environment=dict(command.variables),
             graphs={graph.name: graph.seconds for graph in compiled},
-            libraries=libraries,
         )
     proof = ServerCommand.resolve(variant.with_lines({"REQUIRE_BAKED": "1"}), port=free_port())
     with tempfile.TemporaryDirectory(prefix=".proof.", dir=destination) as folder:
@@ -118,8 +121,7 @@ def bake_compile_cache(
     return {
         "graphs": len(compiled),
         "compile_seconds": round(sum(graph.seconds for graph in compiled), 2),
-        "libraries": len(libraries),
-        "library_seconds": round(sum(libraries.values()), 1),
+        "libraries": libraries,
         "load_seconds": round(sum(graph.seconds for graph in loaded), 2),
         "archive_bytes": (destination / baked_cache.ARCHIVE).stat().st_size,
     }
@@ -157,33 +159,6 @@ def _variant(parameters: BakeCacheParameters) -> Variant:
     return variants.load(folder.name, folder.parent.parent)
 
 
-def _build_libraries(command: ServerCommand, cache_root: Path, progress: Progress) -> dict[str, float]:
-    """Compile FlashInfer's libraries into a cache root; returns seconds by library, none on a CPU.
-
-    Raises:
-        ServingError: there is no GPU here, or it is not listed in eval/devices.yaml.
-        RehearsalError: a compiler is missing or failed, or vLLM refuses the variant.
-    """
-    if command.platform == "cpu":
-        return {}
-    variant, device = command.variant, gpu.first_gpu()
-    if device is None:
-        raise ServingError(
-            f"no GPU here to compile the graphs of {variant.name}; bake it on a GPU host, or compile here "
-            f"what needs none: `slimqwen plan --compile --variant {variant.name} --gpu NAME`"
-        )
-    listed = devices.find_gpu(device.name, variant.root, device.memory_gib)
-    if listed is None:
-        raise ServingError(f"{devices.FILE} does not list {device.name}; add the GPU's data there")
-    log = cache_root / "libraries.log"
-    try:
-        progress(f"compiling for {listed.name}", 0, 0)
-        _, build = rehearsal.compile_for_gpu(variant, listed, cache_root, log=log, kernels=False)
-    finally:
-        _keep(log)
-    return build.seconds
-
-
 def _start(
     command: ServerCommand, prompt_tokens: Sequence[int], log: Path, progress: Progress
 ) -> list[baked_cache.CompiledGraph]:
@@ -206,7 +181,7 @@ def _keep(log: Path) -> None:
 def drive(server: RunningServer, prompt_tokens: Sequence[int]) -> None:
     """Send prompts of the given lengths one by one, then as many at once as --max-num-seqs (16 if that is unset).
 
-    Prompts longer than the context are cut.
+    Prompts longer than the context are cut. On a GPU those at once are sampled, which loads FlashInfer's sampling.
 
     Raises:
         ServingError: the server did not respond to a prompt.
@@ -220,7 +195,7 @@ def drive(server: RunningServer, prompt_tokens: Sequence[int]) -> None:
     lengths = sorted({min(length, longest) for length in prompt_tokens})
     concurrency = int(server.command.flags.get("max-num-seqs") or _DEFAULT_CONCURRENCY)
 
-    def ask(length: int) -> None:
+    def ask(length: int, **sampling: float) -> None:
         length = min(length, longest)
         # The text does not matter, but no two prompts may share a prefix.
         prompt = [(length * 31 + position * 7) % vocabulary for position in range(length)]
@@ -230,6 +205,7 @@ def drive(server: RunningServer, prompt_tokens: Sequence[int]) -> None:
             "max_tokens": tokens,
             "ignore_eos": True,
             "temperature": 0,
+            **sampling,
         }
         with open_client(timeout_s=600) as client:
             answer = client.post(f"{server.base_url}/v1/completions", json=body)
@@ -241,8 +217,9 @@ def drive(server: RunningServer, prompt_tokens: Sequence[int]) -> None:
 
     for length in lengths:
         ask(length)
+    sampling = {"temperature": 1, "top_k": 20, "top_p": 0.95} if server.command.platform == "cuda" else {}
     with ThreadPoolExecutor(concurrency) as clients:
-        list(clients.map(ask, range(lengths[0] + 1, lengths[0] + 1 + concurrency)))
+        list(clients.map(partial(ask, **sampling), range(lengths[0] + 1, lengths[0] + 1 + concurrency)))
 
 
 STAGE = Stage(
@@ -254,7 +231,6 @@ STAGE = Stage(
     data=data,
     last=True,
     code=(
-        "slimqwen.plan.jit_modules",
         "slimqwen.serving.baked_cache",
         "slimqwen.serving.command",
         "slimqwen.serving.http_client",
