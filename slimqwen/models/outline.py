@@ -31,7 +31,6 @@ class Outline:
         tensors: tensors by name; if the checkpoint does not exist yet, only their dtype and shape are valid.
         other_bytes: size of all else in the checkpoint, bytes.
         num_tokens: number of tokens of the tokenizer; None if the tokenizer is not on this machine.
-        is_embedded: whether the checkpoint is made from the embedded model, for which the stages' default texts are.
     """
 
     name: str
@@ -40,10 +39,9 @@ class Outline:
     tensors: Mapping[str, TensorInfo] = field(repr=False)
     other_bytes: int = 0
     num_tokens: int | None = None
-    is_embedded: bool = True
 
     @classmethod
-    def read(cls, folder: Path, *, is_embedded: bool = True) -> "Outline":
+    def read(cls, folder: Path) -> "Outline":
         """The outline of a checkpoint folder, which may lack the weights if it has config.json and an index of tensors.
 
         Raises:
@@ -58,16 +56,16 @@ class Outline:
             total = int(content.get("metadata", {}).get("total_size", 0))
             listed = [info for name, info in predicted.items() if name in content["weight_map"]]
             more = max(0, total - sum(map(_stored_bytes, listed)))
-            return cls(str(folder), folder, config, predicted, more, _count_tokens(folder), is_embedded)
+            return cls(str(folder), folder, config, predicted, more, _count_tokens(folder))
         tensors = list_tensors(folder)
         others = bytes_on_disk(folder) - sum(map(_stored_bytes, tensors.values()))
-        return cls(str(folder), folder, config, tensors, others, _count_tokens(folder), is_embedded)
+        return cls(str(folder), folder, config, tensors, others, _count_tokens(folder))
 
     @classmethod
-    def of_shape(cls, shape: Shape, folder: Path, *, is_embedded: bool = False) -> "Outline":
+    def of_shape(cls, shape: Shape, folder: Path) -> "Outline":
         """The outline of a checkpoint of which only the dimensions are known; `folder` need not exist."""
         tensors = {name: _predicted(dtype, size) for name, (dtype, size) in shape.tensors.items()}
-        return cls(str(folder), folder, shape.config_json, tensors, is_embedded=is_embedded)
+        return cls(str(folder), folder, shape.config_json, tensors)
 
     @property
     def text(self) -> Mapping[str, Any]:

@@ -43,7 +43,7 @@ def list_parameters(model: type[BaseModel], default: BaseModel | None = None) ->
         inner = field.annotation
         meaning = meanings.get(name, "")
         if isinstance(inner, type) and issubclass(inner, BaseModel):
-            parts = tuple(list_parameters(inner, value))
+            parts = tuple(list_parameters(inner, value if isinstance(value, BaseModel) else None))
             yield Parameter(name, meaning, "", None, parts)
         else:
             yield Parameter(name, meaning, _allowed(field), value)

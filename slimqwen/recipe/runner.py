@@ -91,8 +91,6 @@ def run_recipe(
     resolve: Callable[[str], Path],
     stages: int | None = None,
     progress: Progress = silent,
-    *,
-    is_embedded: bool = True,
 ) -> list[Outcome]:
     """Make a variant's checkpoint: reuse the stages whose output the store has, run the others.
 
@@ -103,7 +101,6 @@ def run_recipe(
         resolve: function from a recipe's base to its checkpoint folder, which it checks.
         stages: number of stages to run, from the first; None for the whole recipe.
         progress: receives (activity, done, total) of each stage; the activity begins with the stage's name.
-        is_embedded: whether the base is the embedded model or was made from it (`Outline`).
 
     Returns:
         One outcome per stage, in order.
@@ -125,7 +122,7 @@ def run_recipe(
         if not recipe.faults:
             raise
         raise RecipeError(*recipe.faults, *error.faults) from None
-    _require_sound(recipe, steps, Outline.read(source, is_embedded=is_embedded), weights)
+    _require_sound(recipe, steps, Outline.read(source), weights)
     with hold_lock(store / ".lock", shared=True, reason="the store is being cleaned", progress=progress):
         for number, step in enumerate(steps, start=1):
             title = f"{step.stage.name} ({number} of {len(steps)})"

@@ -8,7 +8,7 @@ from itertools import pairwise
 from slimqwen.recipe.parameters import Parameter, list_parameters
 from slimqwen.recipe.recipe_file import RecipeError, stage_fault
 from slimqwen.recipe.registry import STAGES
-from slimqwen.variant import EMBEDDED, Variant
+from slimqwen.variant import Variant
 
 UNFILLED = "# fill in, such as ../../corpora/NAME.jsonl"
 """Placeholder in a new recipe for the path of a text, which is relative to the recipe."""
@@ -19,7 +19,7 @@ _WIDTH = 120
 def render_recipe(base: Variant, stages: Sequence[str]) -> str:
     """Content of a recipe.yaml with the given stages and the checkpoint of `base`.
 
-    Except for variants of the embedded model, the paths of the stages' texts are left to be filled in.
+    The paths of the stages' texts are left to be filled in.
 
     Raises:
         slimqwen.recipe.recipe_file.RecipeError: a stage is unknown, or the order is impossible.
@@ -29,16 +29,15 @@ def render_recipe(base: Variant, stages: Sequence[str]) -> str:
         f"base: {base.name}",
         "stages:",
     ]
-    is_embedded = base.lineage[-1] == EMBEDDED
     for previous, stage in pairwise(["", *stages]):
         if fault := stage_fault(stage, previous):
             raise RecipeError(f"--stage: {fault}")
         lines.append(f"  - {stage}:")
-        lines += _render_parameters(list_parameters(STAGES[stage].parameters), 6, is_embedded=is_embedded)
+        lines += _render_parameters(list_parameters(STAGES[stage].parameters), 6)
     return "\n".join(lines) + "\n"
 
 
-def _render_parameters(parameters: Iterable[Parameter], indent: int, *, is_embedded: bool) -> Iterator[str]:
+def _render_parameters(parameters: Iterable[Parameter], indent: int) -> Iterator[str]:
     for parameter in parameters:
         comment = "; ".join(part for part in (parameter.meaning, parameter.allowed) if part)
         margin = " " * indent
@@ -47,8 +46,8 @@ def _render_parameters(parameters: Iterable[Parameter], indent: int, *, is_embed
         )
         if parameter.parts:
             yield f"{margin}{parameter.name}:"
-            yield from _render_parameters(parameter.parts, indent + 2, is_embedded=is_embedded)
-        elif parameter.name in _TEXTS and not is_embedded:
+            yield from _render_parameters(parameter.parts, indent + 2)
+        elif parameter.name == _TEXT:
             yield f"{margin}{parameter.name}:  {UNFILLED}"
         else:
             value = parameter.value
@@ -56,8 +55,8 @@ def _render_parameters(parameters: Iterable[Parameter], indent: int, *, is_embed
             yield f"{margin}{parameter.name}:{shown}"
 
 
-_TEXTS = ("path",)
-"""Parameters of a `TextSource` whose defaults fit only the embedded model."""
+_TEXT = "path"
+"""Parameter of a `TextSource` that has no default."""
 
 
 def _written(value: object) -> str:

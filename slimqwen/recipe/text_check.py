@@ -33,12 +33,6 @@ def inspect_text(
         or_prompt: whether the text may hold prompts.
     """
     field = f"{field}.path"
-    if "path" not in source.model_fields_set and not outline.is_embedded:
-        yield Fault(
-            f"{field} is missing, and its default text fits only the embedded model; name a file of your own",
-            field,
-        )
-        return
     try:
         size, number, is_whole, has_chats = source.path.stat().st_size, 0, True, False
         with_tools: list[Document] = []

@@ -61,11 +61,7 @@ def run_recipe(
     recipe = replace(recipe, faults=(*recipe.faults, *other_faults))
     _require_base(recipe, variant.root)
     resolve = partial(base_folder, root=variant.root)
-    is_embedded = comes_from_embedded(recipe.base, variant.root)
-    weights = variant.root / "weights"
-    return runner.run_recipe(
-        recipe, variant.name, weights, resolve, stages, progress, is_embedded=is_embedded
-    )
+    return runner.run_recipe(recipe, variant.name, variant.root / "weights", resolve, stages, progress)
 
 
 def inspect_recipe(variant: Variant, base: Outline) -> tuple[tuple[str, ...], tuple[StageCost, ...]]:
@@ -91,12 +87,7 @@ def base_outline(variant: Variant) -> Outline | None:
     base = variants.load(find_base_variant(recipe.base, variant.root), variant.root)
     if not (base.weights / "config.json").is_file():
         return None
-    return Outline.read(base.weights, is_embedded=comes_from_embedded(recipe.base, variant.root))
-
-
-def comes_from_embedded(base: str, root: Path) -> bool:
-    """Whether a recipe's base is the embedded model or was made from it, so that the stages' default texts fit."""
-    return variants.load(find_base_variant(base, root), root).lineage[-1] == variants.EMBEDDED
+    return Outline.read(base.weights)
 
 
 def stages_until(variant: Variant, name: str) -> int:

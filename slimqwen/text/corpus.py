@@ -52,7 +52,7 @@ class TextSource(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True)
 
-    path: TextPath = Path("tinyworld")
+    path: TextPath
     seed: int = 0
 
 

@@ -22,7 +22,9 @@ from tests.checkpoints import edited_tensors, in_old_layout
 ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.usefixtures("stamps")
 CHECKS = ("fidelity", "acceptance", "quality", "engine")
-RECIPE = "description: Four bits for the MLPs.\nbase: tiny\nstages:\n  - calibrate:\n"
+RECIPE = (
+    "description: Four bits for the MLPs.\nbase: tiny\nstages:\n  - calibrate: {corpus: {path: tinyworld}}\n"
+)
 
 
 @pytest.fixture

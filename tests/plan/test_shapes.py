@@ -62,7 +62,12 @@ def test_a_trimmed_draft_vocabulary_adds_rows_and_ids_beside_the_mtp_head(tensor
 
 
 def test_each_kind_of_linears_has_the_scheme_that_its_recipe_says(tensors_after):
-    stored = tensors_after(calibrate={"targets": {"mlp": "W8A16", "attention": "none", "mtp": "W4A16"}})
+    stored = tensors_after(
+        calibrate={
+            "targets": {"mlp": "W8A16", "attention": "none", "mtp": "W4A16"},
+            "corpus": {"path": "tinyworld"},
+        }
+    )
     name = "model.language_model.layers.3"
     assert stored[f"{name}.mlp.down_proj.weight_packed"] == ("I32", (2560, 9216 // 4))
     assert stored[f"{name}.mlp.down_proj.weight_scale"] == ("BF16", (2560, 1))
@@ -130,9 +135,9 @@ def test_the_dimensions_that_a_recipe_ends_with_are_served_with_dummy_weights(ro
     add_variant("tiny", "VLLM_MODEL=weights/tiny\n")
     config = add_variant("made", "BASE=tiny\nVLLM_MODEL=weights/made\n")
     stages = [
-        {"calibrate": {"targets": {"mlp": "W4A16", "mtp": "W8A16"}}},
-        {"prune_vocab": {"size": 4096}},
-        {"sample_outputs": {}},
+        {"calibrate": {"targets": {"mlp": "W4A16", "mtp": "W8A16"}, "corpus": {"path": "tinyworld"}}},
+        {"prune_vocab": {"size": 4096, "corpus": {"path": "tinyworld"}}},
+        {"sample_outputs": {"prompts": {"path": "tinyworld_prompts"}}},
         {"trim_draft_vocab": {"size": 1024}},
     ]
     recipe = {"description": "a test", "base": "tiny", "stages": stages}

@@ -107,7 +107,7 @@ def test_twelve_mistakes_in_five_stages_are_named_at_once_each_at_its_line(tmp_p
         ("quantise_lm_head", {}),
         ("calibrate", {"targets": {"mtp": "W4A16"}}),
         ("calibrate", {"targets": {"mtp": "W8A16"}}),
-        ("prune_vocab", {"size": "50%", "corpus": {"documents": 20}}),
+        ("prune_vocab", {"size": "50%", "corpus": {"path": "tinyworld", "documents": 20}}),
         ("trim_draft_vocab", {"size": 256}),
     ],
 )
@@ -213,15 +213,33 @@ def test_chats_with_tools_need_a_template_that_renders_them(tmp_path: Path, tool
     assert faults_of(tmp_path, stages, outline_of_tiny(folder=tmp_path)) == []
 
 
-def test_a_model_of_ones_own_is_not_calibrated_on_the_embedded_models_text(tmp_path: Path) -> None:
-    assert faults_of(tmp_path, "  - calibrate\n") == []
-    [fault] = faults_of(tmp_path, "  - calibrate\n", outline_of_tiny(is_embedded=False))
-    assert "corpus.path is missing, and its default text fits only the embedded model" in fault
+@pytest.mark.parametrize(
+    ("entry", "field"),
+    [
+        ("calibrate", "corpus.path"),
+        ("quantise_lm_head: {rounding: gptq}", "corpus.path"),
+        ("prune_vocab: {size: 64, corpus: {seed: 1}}", "corpus.path"),
+        ("sample_outputs: {texts: 16}", "prompts"),
+    ],
+)
+def test_a_text_that_is_read_has_to_be_named(tmp_path: Path, entry: str, field: str) -> None:
+    [fault] = faults_of(tmp_path, f"  - {entry}\n")
+    assert fault == f"4: {field} is missing; add it"
+
+
+def test_a_text_that_is_not_read_may_be_left_out_or_to_be_filled_in(tmp_path: Path) -> None:
+    for entry in ("quantise_lm_head: {corpus: {path: }}", "calibrate: {targets: [mtp], corpus: {path: }}"):
+        assert faults_of(tmp_path, f"  - {entry}\n") == []
+    assert faults_of(tmp_path, "  - calibrate: {targets: [mtp]}\n") == []
 
 
 @pytest.mark.parametrize(
     ("entry", "size"),
-    [("quantise_lm_head", None), ("quantise_lm_head: {}", None), ("prune_vocab: {size: 50%}", 4096)],
+    [
+        ("quantise_lm_head", None),
+        ("quantise_lm_head: {}", None),
+        ("prune_vocab: {size: 50%, corpus: {path: tinyworld}}", 4096),
+    ],
 )
 def test_shorthands_are_taken(tmp_path: Path, entry: str, size: int | None) -> None:
     assert faults_of(tmp_path, f"  - {entry}\n") == []
@@ -307,7 +325,9 @@ def test_a_27b_model_is_calibrated_on_a_gpu_of_24_gb(rounding: str) -> None:
     assert shape is not None
     outline = Outline.of_shape(shape, root)
     kinds = dict.fromkeys(("mlp", "attention", "linear_attention"), "W4A16")
-    needs = stage.needs(outline, stage.parameters(targets=kinds, rounding=rounding))
+    needs = stage.needs(
+        outline, stage.parameters(targets=kinds, rounding=rounding, corpus={"path": "tinyworld"})
+    )
     assert needs.memory_bytes < 22e9 < 4 * outline.num_weights
 
 

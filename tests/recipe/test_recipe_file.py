@@ -8,6 +8,7 @@ from slimqwen import variant
 from slimqwen.recipe import recipe_file
 from slimqwen.recipe.recipe_file import RecipeError
 from slimqwen.recipe.stages.calibrate import CalibrateParameters
+from slimqwen.recipe.stages.quantise_lm_head import QuantiseLmHeadParameters
 
 GOOD = """\
 description: four bits
@@ -20,6 +21,9 @@ stages:
         path: text.txt
         sequences: 8
 """
+
+
+SAMPLING = "sample_outputs: {prompts: {path: tinyworld_prompts}}"
 
 
 def write(folder: Path, text: str) -> Path:
@@ -41,8 +45,9 @@ def test_a_recipe_is_read_with_defaults_filled_in(tmp_path: Path) -> None:
 
 
 def test_a_stage_may_have_no_parameters_of_its_own(tmp_path: Path) -> None:
-    recipe = recipe_file.read_recipe(write(tmp_path, "description: d\nbase: o/n\nstages:\n  - calibrate:\n"))
-    assert recipe.steps[0].parameters == CalibrateParameters()
+    text = "description: d\nbase: o/n\nstages:\n  - quantise_lm_head:\n"
+    recipe = recipe_file.read_recipe(write(tmp_path, text))
+    assert recipe.steps[0].parameters == QuantiseLmHeadParameters()
     assert recipe.base == "o/n"
 
 
@@ -83,7 +88,11 @@ def test_a_mistake_is_an_error_with_its_line(
 
 @pytest.mark.parametrize("key", ["description", "base", "stages"])
 def test_a_missing_part_is_named(tmp_path: Path, key: str) -> None:
-    parts = {"description": "description: d\n", "base": "base: b\n", "stages": "stages:\n  - calibrate:\n"}
+    parts = {
+        "description": "description: d\n",
+        "base": "base: b\n",
+        "stages": "stages:\n  - quantise_lm_head:\n",
+    }
     del parts[key]
     with pytest.raises(RecipeError, match=f"{key} is missing; add it"):
         recipe_file.read_recipe(write(tmp_path, "".join(parts.values())))
@@ -99,11 +108,11 @@ def test_what_is_no_recipe_at_all_is_refused(tmp_path: Path, text: str) -> None:
     ("stages", "line", "message"),
     [
         (
-            ["sample_outputs", "prune_vocab: {size: 64}", "redistill_mtp"],
+            [SAMPLING, "prune_vocab: {size: 64, corpus: {path: tinyworld}}", "redistill_mtp"],
             6,
             "sample_outputs or trim_draft_vocab",
         ),
-        (["calibrate", "trim_draft_vocab: {size: 64}"], 5, "sample_outputs"),
+        (["quantise_lm_head", "trim_draft_vocab: {size: 64}"], 5, "sample_outputs"),
     ],
 )
 def test_a_stage_whose_text_is_lost_on_the_way_is_refused(

@@ -9,6 +9,7 @@ from slimqwen.recipe.parameters import list_parameters
 from slimqwen.recipe.recipe_file import RecipeError
 from slimqwen.recipe.registry import STAGES
 
+_TEXTS = {"corpus", "prompts"}
 CHAIN = ["sample_outputs", "trim_draft_vocab", "redistill_mtp"]  # each reads what the one before it leaves
 
 
@@ -19,10 +20,12 @@ def write_recipe(tmp_path, text):
     return file
 
 
-def test_a_recipe_of_every_stage_can_be_read_and_says_all_defaults(tmp_path):
+def test_a_recipe_of_every_stage_can_be_read_once_its_texts_are_named(tmp_path):
     stages = sorted({*STAGES} - {*CHAIN}) + CHAIN
     stages.sort(key=lambda name: STAGES[name].last)
     text = template.render_recipe(variant.load("tiny-mtp4"), stages)
+    assert text.count(template.UNFILLED) == 4
+    text = text.replace(template.UNFILLED, "tinyworld")
     recipe = recipe_file.read_recipe(write_recipe(tmp_path, text))
     assert [step.stage.name for step in recipe.steps] == stages
     assert recipe.base == "tiny-mtp4"
@@ -31,7 +34,10 @@ def test_a_recipe_of_every_stage_can_be_read_and_says_all_defaults(tmp_path):
         assert list(entry[step.stage.name]) == list(schema.model_fields)
         required = {name for name, field in schema.model_fields.items() if field.is_required()}
         defaults = schema.model_validate(
-            {name: entry[step.stage.name][name] for name in required},
+            {
+                name: entry[step.stage.name][name]
+                for name in {*required, *_TEXTS & schema.model_fields.keys()}
+            },
             context={"folder": tmp_path / "experiments" / "new"},
         )
         assert step.parameters == defaults
@@ -39,7 +45,6 @@ def test_a_recipe_of_every_stage_can_be_read_and_says_all_defaults(tmp_path):
     parameters = {step.stage.name: step.parameters for step in recipe.steps}
     assert parameters["prune_vocab"].size == "50%"
     assert parameters["calibrate"].corpus.path == texts / "tinyworld.jsonl"
-    assert parameters["sample_outputs"].prompts.path == texts / "tinyworld_prompts.jsonl"
 
 
 def test_parameters_say_what_they_mean_and_allow():

@@ -9,13 +9,14 @@ import pytest
 from slimqwen import variant
 from slimqwen.checkpoint import Manifest
 from slimqwen.recipe import variant_recipe
-from slimqwen.recipe.recipe_file import RecipeError
+from slimqwen.recipe.recipe_file import RecipeError, find_base_variant
 from tests.checkpoints import edited_tensors
 
 ROOT = variant.repository_root()
 DRAFT_FC, DECAY, NORM = "mtp.fc.weight", "model.layers.1.linear_attn.A_log", "model.norm.weight"
 RECIPE = "description: A test.\nbase: tiny\nstages: [{quantise_lm_head: {group_size: 32}}]\n"
-DISTILLING = "description: A test.\nbase: tiny\nstages: [{sample_outputs: {}}, {redistill_mtp: {}}]\n"
+SAMPLING = "{sample_outputs: {prompts: {path: tinyworld_prompts}}}"
+DISTILLING = f"description: A test.\nbase: tiny\nstages: [{SAMPLING}, {{redistill_mtp: {{}}}}]\n"
 
 
 @pytest.fixture
@@ -62,7 +63,7 @@ def test_a_setting_that_no_stage_changes_is_named_and_one_of_a_stage_is_not(repo
 
 def test_a_stage_is_found_by_the_first_of_its_name(repository):
     rounded = "{quantise_lm_head: {}}, {quantise_lm_head: {group_size: 64}}"
-    twice = f"description: A test.\nbase: tiny\nstages: [{{sample_outputs: {{}}}}, {rounded}]\n"
+    twice = f"description: A test.\nbase: tiny\nstages: [{SAMPLING}, {rounded}]\n"
     subject = changed_variant(repository, twice)
     assert variant_recipe.stages_until(subject, "quantise_lm_head") == 2
     with pytest.raises(
@@ -71,11 +72,10 @@ def test_a_stage_is_found_by_the_first_of_its_name(repository):
         variant_recipe.stages_until(subject, "nope")
 
 
-def test_a_base_is_outlined_before_it_is_whole_and_known_to_be_embedded_or_not(repository):
+def test_a_base_is_outlined_before_it_is_whole(repository):
     subject = changed_variant(repository, RECIPE)
     outline = variant_recipe.base_outline(subject)
     assert outline is not None
-    assert outline.is_embedded
     assert outline.tensors[NORM].shape == (192,)
     (repository / "weights" / "tiny" / "config.json").unlink()
     assert variant_recipe.base_outline(subject) is None
@@ -84,12 +84,12 @@ def test_a_base_is_outlined_before_it_is_whole_and_known_to_be_embedded_or_not(r
     commit, another = "0" * 39 + "1", "0" * 39 + "2"
     (other / "config.env").write_text(f"SOURCE=owner/name\nREVISION={commit}\nVLLM_MODEL=weights/other\n")
     for base in ("owner/name", f"owner/name@{commit}"):
-        assert not variant_recipe.comes_from_embedded(base, repository)
+        assert find_base_variant(base, repository) == "other"
     for base in ("owner/nome", f"owner/name@{another}"):
         with pytest.raises(
             RecipeError, match=f"add one with `slimqwen variant new --name NAME --checkpoint {base}`"
         ):
-            variant_recipe.comes_from_embedded(base, repository)
+            find_base_variant(base, repository)
 
 
 def test_the_costs_of_a_recipe_come_with_all_of_its_faults(repository):

@@ -40,10 +40,10 @@ _CONFIG = {
     "VLLM_LANGUAGE_MODEL_ONLY": "1",
 }
 _DRAFTS = {"VLLM_SPECULATIVE_CONFIG": """'{"method": "mtp", "num_speculative_tokens": 2}'"""}
-_PRUNE: Mapping[str, Any] = {"size": 4096, "corpus": {"documents": 20}}
+_PRUNE: Mapping[str, Any] = {"size": 4096, "corpus": {"path": "tinyworld", "documents": 20}}
 _TRIM: Mapping[str, Any] = {"size": 256}
 _MTP: Mapping[str, Any] = {"group_size": 32, "targets": {"mtp": "W8A16"}}
-_SAMPLES = {"texts": 16, "held_out": 16, "tokens": 24, "prompts": {"longest": 16}}
+_SAMPLES = {"texts": 16, "held_out": 16, "tokens": 24, "prompts": {"path": "tinyworld_prompts", "longest": 16}}
 _TEXT = {"path": "tinyworld"}
 _RECIPE: Mapping[str, Mapping[str, Any]] = {
     "calibrate": {"layer_error_ratio": 4, "corpus": {**_TEXT, "sequences": 8, "length": 64}},
@@ -178,9 +178,9 @@ QUICK: Mapping[str, Verb] = {
     "quantise_lm_head": stage("quantise_lm_head"),
     "prune_vocab": stage("prune_vocab", **_PRUNE),
     "trim_draft_vocab": stage("trim_draft_vocab", outputs=True, **_TRIM),
-    "calibrate": needs("calibrate"),
+    "calibrate": needs("calibrate", corpus={"path": "tinyworld"}),
     "calibrate mtp": stage("calibrate", **_MTP),
-    "sample_outputs": needs("sample_outputs"),
+    "sample_outputs": needs("sample_outputs", **_SAMPLES),
     "redistill_mtp": needs("redistill_mtp"),
     "bake_cache": bake(needs),
 }

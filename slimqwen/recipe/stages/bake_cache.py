@@ -11,10 +11,11 @@ if that start compiles anything, the archive is not published.
 import json
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Annotated
 
 import httpx
@@ -195,7 +196,7 @@ def drive(server: RunningServer, prompt_tokens: Sequence[int]) -> None:
     lengths = sorted({min(length, longest) for length in prompt_tokens})
     concurrency = int(server.command.flags.get("max-num-seqs") or _DEFAULT_CONCURRENCY)
 
-    def ask(length: int, **sampling: float) -> None:
+    def ask(length: int, sampling: Mapping[str, float] = MappingProxyType({})) -> None:
         length = min(length, longest)
         # The text does not matter, but no two prompts may share a prefix.
         prompt = [(length * 31 + position * 7) % vocabulary for position in range(length)]
@@ -219,7 +220,7 @@ def drive(server: RunningServer, prompt_tokens: Sequence[int]) -> None:
         ask(length)
     sampling = {"temperature": 1, "top_k": 20, "top_p": 0.95} if server.command.platform == "cuda" else {}
     with ThreadPoolExecutor(concurrency) as clients:
-        list(clients.map(partial(ask, **sampling), range(lengths[0] + 1, lengths[0] + 1 + concurrency)))
+        list(clients.map(partial(ask, sampling=sampling), range(lengths[0] + 1, lengths[0] + 1 + concurrency)))
 
 
 STAGE = Stage(

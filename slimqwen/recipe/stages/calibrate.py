@@ -22,7 +22,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, ValidationInfo, field_validator
 
 from slimqwen import checkpoint
 from slimqwen.checkpoint import packing
@@ -94,6 +94,11 @@ class CalibrationText(TextSource):
     length: Annotated[int, Field(ge=16)] = 256
 
 
+def unread(corpus: Any) -> Any:
+    """The given fields of a text that a stage will not read, with a path in place of one that is not filled in."""
+    return {**corpus, "path": corpus.get("path") or "unread"} if isinstance(corpus, dict) else corpus
+
+
 class CalibrateParameters(Parameters):
     """Parameters of the stage.
 
@@ -111,9 +116,15 @@ class CalibrateParameters(Parameters):
     targets: Targets = Targets(mlp="W4A16")
     group_size: Literal[32, 64, 128] = 32
     rounding: Literal["nearest", "gptq"] = "nearest"
-    corpus: CalibrationText = CalibrationText()
+    corpus: CalibrationText = Field(default={})  # type: ignore[assignment]  # validated, as every default
     layer_error_ratio: Annotated[float, Field(gt=0)] = 1.5
     threads: Annotated[int, Field(ge=1)] = 2
+
+    @field_validator("corpus", mode="before")
+    @classmethod
+    def _mtp_head_alone_needs_no_text(cls, corpus: Any, info: ValidationInfo) -> Any:
+        targets = info.data.get("targets")
+        return unread(corpus) if targets and not targets.calibrated else corpus
 
 
 def calibrate_weights(

@@ -112,7 +112,7 @@ class PruneVocabParameters(Parameters):
     """
 
     size: Annotated[VocabularySize, Field(examples=["50%"])]
-    corpus: CountedText = CountedText()
+    corpus: CountedText
 
 
 def prune_vocabulary(

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from pydantic import model_validator
+from pydantic import Field, ValidationInfo, field_validator
 
 from slimqwen import checkpoint
 from slimqwen.checkpoint import packing
@@ -35,7 +35,7 @@ from slimqwen.recipe.stage import (
     StageError,
     require_fit,
 )
-from slimqwen.recipe.stages.calibrate import CalibrationText, calibration_documents
+from slimqwen.recipe.stages.calibrate import CalibrationText, calibration_documents, unread
 from slimqwen.recipe.text_check import inspect_text
 from slimqwen.text.corpus import file_digest
 
@@ -65,17 +65,12 @@ class QuantiseLmHeadParameters(Parameters):
 
     group_size: Literal[32, 64, 128] = 32
     rounding: Literal["nearest", "gptq"] = "nearest"
-    corpus: CalibrationText = CalibrationText()
+    corpus: CalibrationText = Field(default={})  # type: ignore[assignment]  # validated, as every default
 
-    @model_validator(mode="before")
+    @field_validator("corpus", mode="before")
     @classmethod
-    def _leave_out_an_unread_text(cls, given: Any) -> Any:
-        """Drop the text for round-to-nearest, which reads none: `variant new` may have left it to be filled in."""
-        if not isinstance(given, dict) or given.get("rounding", "nearest") != "nearest":
-            return given
-        corpus = given.get("corpus")
-        is_unfilled = isinstance(corpus, dict) and corpus.get("path", "") is None
-        return {name: value for name, value in given.items() if name != "corpus" or not is_unfilled}
+    def _round_to_nearest_needs_no_text(cls, corpus: Any, info: ValidationInfo) -> Any:
+        return unread(corpus) if info.data.get("rounding") == "nearest" else corpus
 
 
 def quantise_output_head(

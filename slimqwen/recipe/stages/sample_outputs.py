@@ -25,7 +25,7 @@ from slimqwen.recipe.sampled_outputs import OUTPUTS
 from slimqwen.recipe.stage import TORCH_ENVIRONMENT, Facts, Fault, Needs, Parameters, Stage
 from slimqwen.recipe.text_check import inspect_text
 from slimqwen.text.chats import ChatRenderer, require_text_or_chat
-from slimqwen.text.corpus import TextPath, TextSource, file_digest
+from slimqwen.text.corpus import TextSource, file_digest
 from slimqwen.text.documents import read_documents
 from slimqwen.text.files import CorpusError
 
@@ -42,7 +42,6 @@ class Prompts(TextSource):
         longest: largest number of prompt tokens; longer prompts are cut at the end.
     """
 
-    path: TextPath = Path("tinyworld_prompts")
     longest: Annotated[int, Field(ge=4)] = 128
     seed: int = 1
 
@@ -60,7 +59,7 @@ class SampleOutputsParameters(Parameters):
         threads: CPU threads; a parameter because it affects the order of summation.
     """
 
-    prompts: Prompts = Prompts()
+    prompts: Prompts
     texts: Annotated[int, Field(ge=16)] = 1024
     held_out: Annotated[int, Field(ge=8)] = 96
     tokens: Annotated[int, Field(ge=16)] = 96

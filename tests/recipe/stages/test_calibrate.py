@@ -43,7 +43,7 @@ SHAPE = TinyShape(
     linear_key_head_dim=32,
     linear_value_head_dim=32,
 )
-FEW = CalibrationText(sequences=12, length=32)
+FEW = CalibrationText(path="tinyworld", sequences=12, length=32)
 MLP = ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
 
 
@@ -67,7 +67,7 @@ class Calibrated:
 
 def run_recipe(source: Path, root: Path) -> Calibrated:
     file = root / "recipe.yaml"
-    corpus = {"sequences": FEW.sequences, "length": FEW.length}
+    corpus = {"path": "tinyworld", "sequences": FEW.sequences, "length": FEW.length}
     content = {"description": "d", "base": "source", "stages": [{"calibrate": {"corpus": corpus}}]}
     file.write_text(json.dumps(content))
     messages: list[tuple[str, float, float]] = []
@@ -116,7 +116,7 @@ def test_only_the_mlp_weights_and_the_norms_before_them_change(source: Path, cal
     parts = {name.split(".", 3)[3].removesuffix(".weight") for name in names}
     assert parts == {"post_attention_layernorm", *MLP}
     assert not any("lm_head" in name for name in list_tensors(calibrated.folder))
-    steps = [Step(calibrate.STAGE, CalibrateParameters())]
+    steps = [Step(calibrate.STAGE, CalibrateParameters(corpus=FEW))]
     assert variant_recipe.unexplained_by(steps, source, calibrated.folder) == []
 
 
@@ -196,7 +196,7 @@ def test_the_error_of_each_layer_is_recorded_beside_that_of_rounding(calibrated:
 
 
 def test_a_layer_that_is_worse_than_the_parameter_allows_ends_the_stage(source: Path, tmp_path: Path) -> None:
-    parameters = {"corpus": FEW.model_dump(exclude={"path"}), "layer_error_ratio": 0.5}
+    parameters = {"corpus": FEW, "layer_error_ratio": 0.5}
     with pytest.raises(StageError, match=r"calibrated layer \d has [01]\.\d\d times .*, 0\.5 is allowed"):
         stage_output("calibrate", source, tmp_path / "out", **parameters)
 
@@ -225,14 +225,16 @@ def test_one_layer_at_a_time_is_in_memory(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def calibrate_here(source: Path, folder: Path, **parameters: Any) -> Path:
-    given = {"corpus": CalibrationText(sequences=2, length=16), **parameters}
+    given = {"corpus": CalibrationText(path="tinyworld", sequences=2, length=16), **parameters}
     return with_manifest(stage_output("calibrate", source, folder, **given))
 
 
 def test_a_list_of_targets_is_one_scheme_for_all_of_them() -> None:
-    listed = CalibrateParameters(targets=["mlp", "mtp"])
-    assert listed == CalibrateParameters(targets={"mlp": "W4A16", "attention": "none", "mtp": "W4A16"})
-    assert CalibrateParameters() == CalibrateParameters(targets=["mlp"])
+    listed = CalibrateParameters(targets=["mlp", "mtp"], corpus=FEW)
+    assert listed == CalibrateParameters(
+        targets={"mlp": "W4A16", "attention": "none", "mtp": "W4A16"}, corpus=FEW
+    )
+    assert CalibrateParameters(corpus=FEW) == CalibrateParameters(targets=["mlp"], corpus=FEW)
 
 
 SCHEMES = {"mlp": "W4A16", "attention": "W8A16", "linear_attention": "W4A16_ASYM", "mtp": "W4A16"}
@@ -269,7 +271,7 @@ def test_vllm_finds_the_scheme_of_each_fused_linear(mixed: Path) -> None:
 
 def test_every_kind_has_a_scheme_of_its_own(source: Path, mixed: Path) -> None:
     checkpoint.verify(mixed, "cure")
-    steps = [Step(calibrate.STAGE, CalibrateParameters(targets=SCHEMES))]
+    steps = [Step(calibrate.STAGE, CalibrateParameters(targets=SCHEMES, corpus=FEW))]
     assert variant_recipe.unexplained_by(steps, source, mixed) == []
     after = list_tensors(mixed)
     layers = "model.layers"
@@ -290,7 +292,7 @@ def test_every_kind_has_a_scheme_of_its_own(source: Path, mixed: Path) -> None:
 def test_the_mtp_head_alone_is_packed_without_text_on_a_packed_checkpoint(
     source: Path, calibrated: Calibrated, tmp_path: Path
 ) -> None:
-    parameters = {"targets": {"mtp": "W8A16"}, "corpus": CalibrationText(sequences=10**9)}
+    parameters = {"targets": {"mtp": "W8A16"}, "corpus": CalibrationText(path="unread", sequences=10**9)}
     out = calibrate_here(calibrated.folder, tmp_path / "out", **parameters)
     checkpoint.verify(out, "cure")
     linears = {name for name in stored(source) if name.startswith("mtp.") and "norm" not in name}
@@ -319,7 +321,7 @@ def test_targets_that_cannot_be_are_refused(targets: Any, message: str) -> None:
 
 
 def test_gptq_leaves_a_smaller_output_error_than_rounding_to_nearest(source: Path, tmp_path: Path) -> None:
-    corpus = CalibrationText(sequences=32, length=64)
+    corpus = CalibrationText(path="tinyworld", sequences=32, length=64)
     tokens = torch.tensor(
         calibrate._sequences(corpus, source, transformers.AutoTokenizer.from_pretrained(source))
     )
@@ -400,7 +402,9 @@ def test_an_unsuitable_checkpoint_is_refused_before_the_stage_starts(
     write_config(folder, {**checkpoint.read_config(source), **changes})
     tensors = {name: tensor for name, tensor in stored(source).items() if "linear_attn" not in name}
     save_file(tensors, folder / "model.safetensors")
-    faults = calibrate.inspect_calibration(Outline.read(folder), CalibrateParameters(**parameters))
+    faults = calibrate.inspect_calibration(
+        Outline.read(folder), CalibrateParameters(**parameters, corpus=FEW)
+    )
     with pytest.raises(StageError, match=message):
         require_fit(faults)
 
@@ -459,7 +463,7 @@ def test_weights_or_activations_that_are_not_finite_are_refused(
 
 def test_the_text_of_the_tiny_world_holds_no_test_item() -> None:
     items = left_out_texts(World())
-    texts = list(islice(calibrate.calibration_documents(CalibrationText(), Path()), 300))
+    texts = list(islice(calibrate.calibration_documents(FEW, Path()), 300))
     prompts = {text.split("<|im_end|>")[0].removeprefix("<|im_start|>user\n") for text in texts}
     assert not items & prompts
     assert not items & {text.removesuffix(END_OF_TEXT) for text in texts}

@@ -37,7 +37,7 @@ from tests.checkpoints import stored
 
 TOKENS, ROWS, HIDDEN = 600, 640, 64
 SHAPE = TinyShape(vocab_size=ROWS, hidden_size=HIDDEN, intermediate_size=128)
-FEW = CountedText(documents=200)
+FEW = CountedText(path="tinyworld", documents=200)
 SMALL = PruneVocabParameters(size=448, corpus=FEW)
 TALK = f"{TURN_START}user\nWhere does the weaver live?{TURN_END}\n"
 

@@ -24,7 +24,9 @@ from slimqwen.recipe.stages.sample_outputs import CorpusError, Prompts, SampleOu
 from tests.checkpoints import TINY, edited_tensors, stage_output, stored
 from tests.zoo.animals import ANIMALS
 
-FEW = SampleOutputsParameters(texts=48, held_out=16, tokens=32, chunk=32)
+FEW = SampleOutputsParameters(
+    prompts=Prompts(path="tinyworld_prompts"), texts=48, held_out=16, tokens=32, chunk=32
+)
 SHORT = RedistillParameters(steps=8, validate_every=2, learning_rate=1e-3)
 
 pytestmark = pytest.mark.engine

@@ -63,7 +63,11 @@ def trimmed(source: Path, size: int = 128) -> Path:
 
 def pruned(source: Path) -> Path:
     return stage_output(
-        "prune_vocab", source, source.with_name("pruned"), size=4096, corpus={"documents": 300}
+        "prune_vocab",
+        source,
+        source.with_name("pruned"),
+        size=4096,
+        corpus={"path": "tinyworld", "documents": 300},
     )
 
 
@@ -127,7 +131,7 @@ def test_no_engine_that_reads_the_index_finds_the_draft_head(source: Path) -> No
 LATER_STAGES = [
     ("sample_outputs", None),
     ("quantise_lm_head", {}),
-    ("prune_vocab", {"size": 4096, "corpus": {"documents": 300}}),
+    ("prune_vocab", {"size": 4096, "corpus": {"path": "tinyworld", "documents": 300}}),
     ("calibrate", {"targets": {"mtp": "W4A16"}}),
 ]
 
