@@ -24,7 +24,7 @@ CHECKOUT = "SLIMQWEN_CHECKOUT"
 LEFT_OUT = "SLIMQWEN_NOT_TESTED"
 """Environment variable with the changed files, one a line, that the copy has as git's index has them."""
 
-AS_TRACKED = ("docs", "eval", "experiments", "results", "weights", "README.md")
+AS_TRACKED = ("docs", "eval", "experiments", "weights", "README.md")
 """What the verbs of `slimqwen` write, and settings that a person edits."""
 
 _CODE = ("conftest.py", "slimqwen", "tests", "scripts", "tools")

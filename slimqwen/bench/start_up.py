@@ -76,7 +76,6 @@ class StartUp(Record):
 
     kind: ClassVar = "start_up"
     version: ClassVar = 2
-    folder: ClassVar = "results"
     verb: ClassVar = "bench startup"
     leaderboard_columns: ClassVar[Mapping[str, str]] = {"ready_seconds": "start-up until ready, s"}
 
@@ -195,7 +194,7 @@ def measure_start_up(
             ),
         }
     )
-    return store.write_record(variant.root / "results", record)
+    return store.write_record(variant.folder, record)
 
 
 def summarise_starts(starts: Starts) -> dict[str, tuple[float, float, float]]:

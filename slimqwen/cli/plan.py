@@ -32,7 +32,7 @@ def plan(
     ] = None,
     record: Annotated[
         bool,
-        typer.Option("--record", help="write the plans as records into results/, where starts look for them"),
+        typer.Option("--record", help="write the plans as a record, which starts look up"),
     ] = False,
 ) -> None:
     """Predict how vLLM will be configured for a variant on a GPU: backends, graphs, KV cache, known trouble.

@@ -1,6 +1,7 @@
 """`slimqwen roofline`: computes the fastest speed that a variant could reach on a GPU."""
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -21,7 +22,7 @@ def roofline(
         float | None,
         typer.Option(help="acceptance length to assume if no record of `slimqwen eval acceptance` fits"),
     ] = None,
-    keep: Annotated[bool, typer.Option("--record", help="write the roofline into results/")] = False,
+    keep: Annotated[bool, typer.Option("--record", help="write the roofline as a record")] = False,
 ) -> None:
     """Compute an upper bound of a variant's speed on a GPU, for each optimisation, from its tensors' dimensions."""
     from slimqwen.records import store
@@ -39,9 +40,9 @@ def roofline(
         command=command(),
     )
     if keep:
-        show_record(store.write_record(variant.root / "results", record))
+        show_record(store.write_record(variant.folder, record))
         return
-    path = variant.root / "results" / f"{store.result_stem(record)}.json"
+    path = Path("not written")
     for shown in record.tables(path):
         notes = tuple(note for note in shown.notes if path.name not in note)  # that file is not written
         console.print(replace(shown, notes=notes).as_rich())

@@ -105,7 +105,7 @@ def gather(
     files = [root / name for name in (trouble.FILE, devices.FILE)]
     for name in variant.lineage:
         files += [root / "experiments" / name / file for file in ("config.env", "measurements.json")]
-    files += store.results(root, PlanRecord, variant.name)[:1]  # the plan with which a start is compared
+    files += store.records(variant.folder, PlanRecord)[:1]  # the plan with which a start is compared
     if isinstance(template := command.flags.get("chat-template"), str) and (root / template).is_file():
         files.append(root / _below_root(root / template, root, "VLLM_CHAT_TEMPLATE"))
     served = {file.relative_to(root).as_posix(): file for file in files if file.is_file()}

@@ -7,6 +7,7 @@ import re
 import tarfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from fnmatch import fnmatch
 from pathlib import Path, PurePosixPath
 from typing import IO, Any
 
@@ -15,6 +16,7 @@ from slimqwen.checkpoint.files import COMPILE_CACHE
 from slimqwen.image import trial
 from slimqwen.image.context import Content
 from slimqwen.image.tools import Image, Tool, open_image
+from slimqwen.plan.record import PlanRecord
 from slimqwen.progress import Progress, silent
 from slimqwen.serving import baked_cache
 
@@ -148,7 +150,8 @@ def _file_faults(files: Mapping[str, str], expected: Mapping[str, str]) -> list[
     names = sorted(
         name
         for name in files.keys() | expected.keys()
-        if PurePosixPath(name).name not in COMPILE_CACHE and not name.startswith("results/")
+        if PurePosixPath(name).name not in COMPILE_CACHE
+        and not fnmatch(name, f"experiments/*/{PlanRecord.kind}_*.json")
     )
     states = {name: (files.get(name), expected.get(name)) for name in names}
     return [

@@ -80,12 +80,12 @@ def write_plans(variant: Variant, plans: Sequence[Plan], *, command: Sequence[st
         plans=tuple(by_gpu[gpu] for gpu in sorted(by_gpu)),
         provenance=provenance.circumstances(variant.root, command, started),
     )
-    return store.write_record(variant.root / "results", record)
+    return store.write_record(variant.folder, record)
 
 
 def list_recorded_plans(root: Path, variant: str) -> Sequence[Plan]:
     """The plans in the newest record of a variant; empty without a record."""
-    for path in store.results(root, PlanRecord, variant):
+    for path in store.records(root / "experiments" / variant, PlanRecord):
         return store.read_record(path, PlanRecord).plans
     return ()
 

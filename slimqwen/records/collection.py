@@ -18,9 +18,6 @@ from slimqwen.records.record import Measurements, Record
 from slimqwen.records.split import Split, split_of
 from slimqwen.variant import names
 
-_EXPLORATIONS = "explorations"
-"""Folder of results/ for figures of scripts/, which are no records."""
-
 _VARIANT_FILES = frozenset({"README.md", "config.env", "recipe.yaml", "measurements.json"})
 """Other files than records and items that a folder of experiments/ may have."""
 
@@ -122,7 +119,7 @@ class Collection:
 
 
 def collect(root: Path, demo: str = "") -> Collection:
-    """Read all records of experiments/ and results/, but not their items.
+    """Read all records of experiments/, but not their items.
 
     Damaged, missing and misplaced files become problems; nothing raises.
 
@@ -132,9 +129,6 @@ def collect(root: Path, demo: str = "") -> Collection:
     reader = _Reader(root, frozenset(names(root)))
     for path in reader.list_files("experiments"):
         reader.read_experiment(path)
-    for path in reader.list_files("results"):
-        if path.parent != root / "results" / _EXPLORATIONS:
-            reader.read_file(path)
     for path in sorted((root / demo).glob("*/*.json")) if demo else ():
         reader.read_further(path)
     for name in sorted(reader.variants):
@@ -213,10 +207,9 @@ class _Reader:
             record = store.validate(store.parse(path), store.short_path(path))
         except store.RecordError:
             return
-        has_items = (
-            isinstance(record, Record) and record.items and path.with_name(record.items.file).is_file()
-        )
-        if isinstance(record, Record) and has_items and record.variant in self.variants:
+        if not isinstance(record, Record) or record.variant not in self.variants:
+            return
+        if record.items is None or path.with_name(record.items.file).is_file():
             self.records.append(StoredRecord(path, self.location(path), record))
 
     def parse(self, path: Path) -> Record | Measurements | None:
@@ -232,20 +225,15 @@ class _Reader:
 
     def misplacement(self, path: Path, record: Record) -> str:
         """Fault of a record's file name or folder, with the cure; empty if there is none."""
-        if record.variant and record.variant not in self.variants:
+        if record.variant not in self.variants:
             return f"of variant {record.variant!r}, which experiments/ does not have"
-        if record.folder == "results":
-            right = self.root / "results" / f"{store.result_stem(record)}.json"
-        else:
-            suffix = path.name.removeprefix(f"{record.kind}_")
-            right = self.root / "experiments" / record.variant / f"{record.kind}_{suffix}"
+        suffix = path.name.removeprefix(f"{record.kind}_")
+        right = self.root / "experiments" / record.variant / f"{record.kind}_{suffix}"
+        if path == right:
+            return ""
         return (
-            ""
-            if path == right
-            else (
-                f"holds {record.kind} of {record.variant or 'no variant'}, which its name or its folder does not say; "
-                f"move it to {self.location(right)}"
-            )
+            f"holds {record.kind} of {record.variant}, which its name or its folder does not say; "
+            f"move it to {self.location(right)}"
         )
 
     def read_claims(self, variant: str) -> None:

@@ -52,7 +52,6 @@ _NOT_CODE = (
     ":(exclude)experiments/*.json",
     ":(exclude)experiments/*.jsonl",
     ":(exclude)experiments/*.svg",
-    ":(exclude)results",
     ":(exclude)*.md",
 )
 
@@ -360,8 +359,7 @@ def shared_source_notes(records: Sequence[Record], paths: Sequence[Path]) -> lis
             f"`{block.command}`, commit {commit_name(block.git)}{vllm}, "
             f"{hardware_name(block.hardware)}{f'; {split}' if split else ''}."
         )
-        folder = record.variant if record.folder == "experiments" else "results"
-        files.setdefault(circumstances, []).append(f"{folder}/{path.name}")
+        files.setdefault(circumstances, []).append(f"{record.variant}/{path.name}")
     return [f"{', '.join(names)}: {circumstances}" for circumstances, names in files.items()]
 
 

@@ -276,7 +276,6 @@ class Record(VersionedFile):
     Methods that may need the items have a parameter `path`, the file of the record: the items are in a file beside it.
 
     Attributes:
-        folder: experiments for kinds with items beside the record, whose records are of one variant; else results.
         verb: the `slimqwen` verb that makes such a record, such as "bench startup"; empty if no verb does.
         verb_options: options beside --variant that the verb needs to write a record, such as "--record".
         looked_up: whether commands use the newest record of this kind, so that git may hold records that nothing cites.
@@ -285,7 +284,6 @@ class Record(VersionedFile):
         leaderboard_columns: heading of a leaderboard column, by the name of the figure that the column shows.
     """
 
-    folder: ClassVar[Literal["experiments", "results"]] = "results"
     verb: ClassVar[str] = ""
     verb_options: ClassVar[str] = ""
     looked_up: ClassVar[bool] = False
@@ -295,7 +293,7 @@ class Record(VersionedFile):
 
     variant: VariantName
     items: Items | None = Field(
-        default=None, description="Filled in by `store.write_record`; absent in results/."
+        default=None, description="Filled in by `store.write_record`; absent for a kind without items."
     )
     provenance: Provenance
 
@@ -343,7 +341,7 @@ class Record(VersionedFile):
     ) -> JsonSchemaValue:
         json_schema = super().__get_pydantic_json_schema__(schema, handler)
         properties = json_schema["properties"]
-        if cls.folder == "experiments":
+        if issubclass(cls, ServedRecord):
             properties["items"] = properties["items"]["anyOf"][0]
             json_schema["required"].append("items")
         else:
@@ -352,9 +350,7 @@ class Record(VersionedFile):
 
 
 class ServedRecord(Record):
-    """A measurement of one served variant, a kind of experiments/, with per-item results beside the record."""
-
-    folder = "experiments"
+    """A measurement of one served variant, with per-item results beside the record."""
 
     provenance: ServedProvenance
 

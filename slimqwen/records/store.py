@@ -1,11 +1,10 @@
 """Reads and writes records: JSON files that are validated at every access, written atomically and never overwritten.
 
-experiments/<variant>/<kind>_<UTC time>.json is a record of a variant; <kind>_<UTC time>.items.jsonl beside it has the
-per-item results that its figures are computed from. results/<kind>_<variant>_<UTC time>.json is a record without items.
+experiments/<variant>/<kind>_<UTC time>.json is a record of a variant; where a kind has per-item results, from which its
+figures are computed, they are in <kind>_<UTC time>.items.jsonl beside it.
 """
 
 import contextlib
-import glob
 import hashlib
 import io
 import json
@@ -21,7 +20,7 @@ from pydantic import ValidationError
 
 from slimqwen.errors import SlimqwenError
 from slimqwen.records import schemas
-from slimqwen.records.record import Items, Measurements, Provenance, Record
+from slimqwen.records.record import Items, Measurements, Provenance, Record, ServedRecord
 from slimqwen.records.split import split_of
 from slimqwen.text.files import CorpusError, read_json_lines
 
@@ -161,7 +160,7 @@ def validate(fields: Mapping[str, Any], location: str) -> Record | Measurements:
         field = "/".join(map(str, first["loc"])) or "the record"
         cure = _RESTORE if issubclass(models[kind], Record) else "correct that field"
         raise RecordError(f"{location}: {field}: {first['msg']}; {cure}") from None
-    if isinstance(record, Record) and record.folder == "experiments" and record.items is None:
+    if isinstance(record, ServedRecord) and record.items is None:
         raise RecordError(f"{location}: items: missing; measure again")
     return record
 
@@ -170,9 +169,9 @@ def write_record(folder: Path, record: Record, items: Iterable[Mapping[str, Any]
     """Write a new record into a folder, the items before the record itself.
 
     Args:
-        folder: experiments/<variant> or results, as the kind requires; made if missing.
+        folder: experiments/<variant>; made if missing.
         record: the record, whose block `items` this function fills in.
-        items: per-item results; None for a kind of results/.
+        items: per-item results; None for a kind without items.
 
     Returns:
         Path of the record.
@@ -181,11 +180,11 @@ def write_record(folder: Path, record: Record, items: Iterable[Mapping[str, Any]
         RecordError: a figure is not a number, or a record of this kind and second exists (nothing is written); or the
             folder is not writable (the record is kept in another folder, which the message names).
     """
+    stem = f"{record.kind}_{_stamp()}"
     if items is None:
-        path = folder / f"{result_stem(record)}.json"
+        path = folder / f"{stem}.json"
         _publish_together({path: serialise(record, short_path(path)).encode()})
         return path
-    stem = f"{record.kind}_{_stamp()}"
     lines = [json.dumps(item, ensure_ascii=False, allow_nan=False, sort_keys=True) for item in items]
     content = "".join(f"{line}\n" for line in lines).encode()
     path, items_path = folder / f"{stem}.json", folder / f"{stem}.items.jsonl"
@@ -230,15 +229,9 @@ def serialise(record: Record, location: str) -> str:
     return json.dumps(fields, indent=1, ensure_ascii=False, allow_nan=False) + "\n"
 
 
-def result_stem(record: Record) -> str:
-    """The file name of a record in results/, without suffix: <kind>_<variant>_<UTC time of its end>."""
-    ended = record.provenance.ended.replace(":", "")
-    return "_".join(filter(None, (record.kind, record.variant, ended)))
-
-
 @contextlib.contextmanager
 def list_only(names: Iterable[str]) -> Iterator[None]:
-    """In a `with` block, make `records` and `results` list only these records, as a table keeps those that it names.
+    """In a `with` block, make `records` list only these records, as a table keeps those that it names.
 
     Args:
         names: folder and file name of each record, such as tiny/quality_2026-01-01T000000Z.json.
@@ -302,29 +295,6 @@ def latest(
     raise MissingRecordError(
         f"no {kind.kind} record that fits in {folder.parent.name}/{folder.name}{_cure(kind, folder.name)}"
     )
-
-
-def results(root: Path, kind: type[Record], variant: str) -> list[Path]:
-    """List the files of a kind's records of a variant in results/ of a repository, newest first, as `records` does."""
-    stem = glob.escape(f"{kind.kind}_{variant}")
-    return _newest_first((root / "results").glob(f"{stem}_????-??-??T??????Z.json"), kind)
-
-
-def latest_result(
-    root: Path,
-    kind: type[AnyRecord],
-    variant: str,
-    condition: Callable[[AnyRecord], bool] = lambda record: True,
-) -> Path:
-    """Find the newest of the `comparable` records of a kind and variant in results/.
-
-    Raises:
-        MissingRecordError: there is none; the message names the command that makes one.
-        RecordError: a newer record is damaged.
-    """
-    for path, _ in comparable(results(root, kind, variant), kind, condition):
-        return path
-    raise MissingRecordError(f"no {kind.kind} record of {variant} in results{_cure(kind, variant)}")
 
 
 def _cure(kind: type[Record], variant: str) -> str:

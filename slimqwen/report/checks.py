@@ -22,7 +22,6 @@ from slimqwen.report import markdown
 _RECORDS = (
     ":(glob)experiments/*/*_*.json",
     ":(glob)experiments/*/*.items.jsonl",
-    ":(glob)results/*_????-??-??T??????Z.json",
 )
 _LISTED_NAMES = 10
 _MAIN_BRANCHES = ("origin/main", "origin/master")

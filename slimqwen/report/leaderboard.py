@@ -18,7 +18,7 @@ from slimqwen.evals.quality import Quality, TaskScore
 from slimqwen.evals.quality_comparison import TaskComparison
 from slimqwen.records import provenance, registry, store
 from slimqwen.records.collection import Collection, Problem, StoredRecord
-from slimqwen.records.record import Figure, MeasuredCheckpoint, Record
+from slimqwen.records.record import Figure, MeasuredCheckpoint, Record, ServedRecord
 from slimqwen.records.table import Table
 from slimqwen.report import builds
 from slimqwen.report.quality_pairs import DAMAGED as DAMAGED
@@ -298,7 +298,7 @@ def _evidence(
 ) -> Iterable[Evidence]:
     """The newest record of each kind; `paired_verdicts`, by kind, replace the verdict of the record itself."""
     for kind, model in registry.kinds().items():
-        if model.folder != "experiments":
+        if not issubclass(model, ServedRecord):
             continue
         entry = next(iter(collection.select(model, variant)), None)
         if entry is None:

@@ -100,9 +100,7 @@ def render_tables(root: Path, file: Path, *, newest: bool = False) -> str:
 
 def _exist(root: Path, named: Sequence[str]) -> bool:
     """Whether a table names records and all of them exist; if not, the table is made from the newest records."""
-    return bool(named) and all(
-        (root / ("" if name.startswith("results/") else "experiments") / name).is_file() for name in named
-    )
+    return bool(named) and all((root / "experiments" / name).is_file() for name in named)
 
 
 def _content(root: Path, name: str, words: Sequence[str]) -> str:
@@ -123,8 +121,5 @@ def _content(root: Path, name: str, words: Sequence[str]) -> str:
 
 def _newest(root: Path, name: str, variant: str) -> list[Table]:
     model = registry.kinds()[name.replace("-", "_")]
-    if model.folder == "experiments":
-        path = store.latest(root / "experiments" / variant, model)
-    else:
-        path = store.latest_result(root, model, variant)
+    path = store.latest(root / "experiments" / variant, model)
     return store.read_record(path).tables(path)

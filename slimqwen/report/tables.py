@@ -112,8 +112,7 @@ def summary_table(root: Path, baseline: str, name: str, folder: str = "experimen
     such records has no row.
 
     Args:
-        folder: folder with both variants' folders of records; start-up is shown only for experiments/, because its
-            records are in results/.
+        folder: folder with both variants' folders of records.
 
     Raises:
         MissingRecordError: one of the two variants has no quality record.
@@ -126,8 +125,7 @@ def summary_table(root: Path, baseline: str, name: str, folder: str = "experimen
     checkpoints = [record.provenance.checkpoint for record in records]
     sources: Sources = []
     rows = [*_speed_rows(folders, checkpoints, sources)]
-    if folder == "experiments":
-        rows += _start_up_rows(root, name, checkpoints[1], sources)
+    rows += _start_up_rows(folders[1], checkpoints[1], sources)
     rows += _acceptance_rows(folders, checkpoints, sources)
     rows.append(
         ("size on disk, MB", f"{first:.2f}", f"{second:.2f}", f"{first / second:.2f}x smaller", "", "")
@@ -309,9 +307,7 @@ def _fidelity_rows(
     yield "KL from the baseline, nats a token", "", f"{worst.kl_nats:.5f}", "", limit, sample
 
 
-def _start_up_rows(
-    root: Path, name: str, scored: MeasuredCheckpoint, sources: Sources
-) -> Iterator[tuple[str, ...]]:
+def _start_up_rows(folder: Path, scored: MeasuredCheckpoint, sources: Sources) -> Iterator[tuple[str, ...]]:
     """Row of cold starts and starts from the baked compile cache."""
 
     def fits(record: StartUp) -> bool:
@@ -320,7 +316,7 @@ def _start_up_rows(
         return is_same and record.ready_cold_over_baked is not None
 
     try:
-        path = store.latest_result(root, StartUp, name, fits)
+        path = store.latest(folder, StartUp, fits)
     except store.MissingRecordError:
         return
     record = store.read_record(path, StartUp)
@@ -329,7 +325,7 @@ def _start_up_rows(
     ratio = record.ready_cold_over_baked
     assert ratio is not None
     yield (
-        f"start-up of {name}, s: cold and baked compile cache",
+        f"start-up of {folder.name}, s: cold and baked compile cache",
         f"{median(start.ready_seconds for start in cold):.1f}",
         f"{median(start.ready_seconds for start in baked):.1f}",
         f"{ratio.value:.2f}x [{ratio.low:.2f}, {ratio.high:.2f}]",

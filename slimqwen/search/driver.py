@@ -60,7 +60,7 @@ def search_variants(
         extent: how much is measured.
 
     Returns:
-        The record in results/.
+        The record.
 
     Raises:
         SlimqwenError: base, GPU, budget or settings cannot be used, or the incumbent could not be measured.
@@ -100,7 +100,7 @@ def search_variants(
     within_budget = [trial for trial in record.faster if ladder.budget.is_met_by(trial)]
     finalists = [_make_finalist(trial, ladder) for trial in within_budget[: extent.finalists]]
     proof = prove_finalists(finalists, executor, root, command=command) if finalists else None
-    return store.write_record(root / "results", record.model_copy(update={"proof": proof}))
+    return store.write_record(base.folder, record.model_copy(update={"proof": proof}))
 
 
 def _make_finalist(trial: SearchTrial, ladder: Ladder) -> str:

@@ -72,9 +72,7 @@ def test_a_log_that_does_not_state_the_phases_of_the_start_is_an_error(log, read
 @pytest.fixture
 def measure(monkeypatch, tmp_path):
     """Write the record of starts that take `SECONDS` and one more each time; returns it with the kinds in order."""
-    committed = store.read_record(
-        store.latest_result(variant.repository_root(), StartUp, "tiny-best"), StartUp
-    )
+    committed = store.read_record(store.latest(variant.load("tiny-best").folder, StartUp), StartUp)
 
     def run(rounds, *, compiles=True, baked=True, loads=lambda kind: kind == "baked"):
         made = []
@@ -154,7 +152,7 @@ def test_a_record_has_a_table(measure, tmp_path):
     assert table.rows[-1][2] == "95.0 [91.0, 99.0]"
     assert "94% interval" in table.notes[0]
     with pytest.raises(store.MissingRecordError, match="slimqwen bench startup --variant tiny-mtp4"):
-        store.latest_result(tmp_path, StartUp, "tiny-mtp4")
+        store.latest(tmp_path / "experiments" / "tiny-mtp4", StartUp)
 
 
 @pytest.mark.engine

@@ -26,11 +26,7 @@ def state():
     """What git sees, and every file among the records, those that git ignores too."""
     words = ["git", "-C", str(ROOT), "-c", f"safe.directory={ROOT}", "status", "--porcelain"]
     seen = subprocess.run(words, capture_output=True, text=True, check=True).stdout
-    files = {
-        file: file.stat().st_mtime_ns
-        for folder in ("experiments", "results")
-        for file in (ROOT / folder).rglob("*")
-    }
+    files = {file: file.stat().st_mtime_ns for file in (ROOT / "experiments").rglob("*")}
     return seen, files
 
 

@@ -40,8 +40,10 @@ def test_a_verb_cuts_no_figure(said, verb):
         assert "…" not in text
 
 
-RECORDS = sorted(variants.repository_root().glob("results/*.json")) + sorted(
-    variants.repository_root().glob("experiments/tiny-best/*_*.json")
+RECORDS = sorted(
+    path
+    for names in ("*/plan_*.json", "*/search_*.json", "tiny-best/*_*.json")
+    for path in (variants.repository_root() / "experiments").glob(names)
 )
 
 

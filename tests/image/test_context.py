@@ -157,7 +157,6 @@ def test_a_cache_of_another_checkpoint_flags_or_versions_is_refused_with_the_dif
 def test_an_image_holds_the_newest_record_of_its_plans_and_what_a_start_reads_with_it(repository):
     (repository / "eval").mkdir(exist_ok=True)
     (repository / "eval" / "known_trouble.yaml").write_text("[]")
-    (repository / "results").mkdir()
     written = {}
     for day, name, gpu in (
         (20, "child", "l4"),
@@ -172,10 +171,10 @@ def test_an_image_holds_the_newest_record_of_its_plans_and_what_a_start_reads_wi
                 variant.repository_root(), ["slimqwen"], "2026-11-22T20:00:00Z"
             ),
         )
-        file = f"results/plan_{name}_2026-11-{day}T200000Z.json"
+        file = f"experiments/{name}/plan_2026-11-{day}T200000Z.json"
         (repository / file).write_text(record.model_dump_json(by_alias=True, exclude_unset=True))
         written[day, name] = file
     served = context.gather(variant.load("child", repository), "cpu").served
-    plans = {name for name in served if name.startswith("results/")}
+    plans = {name for name in served if "/plan_" in name}
     assert plans == {written[22, "child"]}
     assert "eval/known_trouble.yaml" in served

@@ -43,7 +43,8 @@ def test_changed_missing_and_unlisted_files_are_found(look, content):
     ]
     assert (secrets, writable) == ([], [])
     elsewhere = {
-        f"./opt/slimqwen/{name}": b"" for name in ("results/plan_x.json", "weights/child/compile_cache.json")
+        f"./opt/slimqwen/{name}": b""
+        for name in ("experiments/child/plan_2026-01-01T000000Z.json", "weights/child/compile_cache.json")
     }
     assert look(added=elsewhere | {"./opt/slimqwen/.cache/x": b"", "./opt/slimqwen/.venv/x.py": b""}) == (
         [],

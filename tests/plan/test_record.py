@@ -30,7 +30,7 @@ README_GPUS = re.compile(r"^GPUs: (?P<names>[a-z0-9, -]+)\.$", re.MULTILINE)
 
 
 @pytest.fixture
-def root(tmp_path, add_variant):
+def root(tmp_path, add_variant, stamps):
     shutil.copytree(ROOT / "eval", tmp_path / "eval")
     add_variant("v", "PLATFORM=cuda\nVLLM_MODEL=weights/v\n")
     return tmp_path
@@ -38,14 +38,7 @@ def root(tmp_path, add_variant):
 
 def write(root, *made):
     subject = variant.load("v", root)
-    path = plans.write_plans(subject, made, command=["x"], started="2026-01-01T00:00:00Z")
-    # A second record within the second would have its name.
-    earlier = path.with_name("plan_v_2025-01-01T00-00-00Z.json".replace("00-00-00Z", "000000Z"))
-    record = store.read_record(path, PlanRecord)
-    changed = record.provenance.model_copy(update={"ended": "2025-01-01T00:00:00Z"})
-    path.unlink()
-    earlier.unlink(missing_ok=True)
-    return store.write_record(root / "results", record.model_copy(update={"provenance": changed}))
+    return plans.write_plans(subject, made, command=["x"], started="2026-01-01T00:00:00Z")
 
 
 def test_the_newest_record_has_the_newest_plan_of_each_gpu(root):

@@ -56,7 +56,8 @@ def record(resolve, tmp_path):
         plan = example.plan(**kind).model_copy(update=fields)
         others = [each for each in list_recorded_plans(tmp_path, "v") if each.gpu != plan.gpu]
         made = example.record(tmp_path, *others, plan, ended=f"2026-11-22T20:00:0{second}Z")
-        store.write_record(tmp_path / "results", made)
+        text = store.serialise(made, "plan")
+        store.publish(tmp_path / "experiments" / "v" / f"plan_2026-11-22T20000{second}Z.json", text.encode())
         return plan
 
     return write

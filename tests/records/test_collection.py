@@ -1,4 +1,4 @@
-"""Whatever lies in experiments/ and results/, the good records come back and each bad file is named once."""
+"""Whatever lies in experiments/, the good records come back and each bad file is named once."""
 
 import json
 import os
@@ -14,7 +14,7 @@ ITEMS = [{"task": "example_facts", "index": n, "item": str(n), "value": float(n 
 ROOT = variant.repository_root()
 KINDS = registry.kinds()
 QUALITY = "experiments/a/quality_2026-01-02T000000Z.json"
-STARTS = "results/start_up_a_2026-11-21T143244Z.json"
+STARTS = "experiments/a/start_up_2026-01-02T000000Z.json"
 
 
 def stamped(monkeypatch, day):
@@ -23,7 +23,7 @@ def stamped(monkeypatch, day):
 
 @pytest.fixture
 def repository(tmp_path, add_variant, quality, latency, monkeypatch):
-    """Two variants; the first has three records, the second one, and there is an exploration."""
+    """Two variants; the first has three records, the second one, and the first has starts, which have no items."""
     for name in ("a", "b"):
         add_variant(name, f"VLLM_MODEL=weights/{name}\n")
     for day in (1, 2):
@@ -33,7 +33,7 @@ def repository(tmp_path, add_variant, quality, latency, monkeypatch):
     write(tmp_path / "experiments" / "b", quality | {"variant": "b"}, ITEMS)
     started = example("start_up")
     changed = record_of(started, variant="a")
-    assert store.write_record(tmp_path / "results", changed) == tmp_path / STARTS
+    assert store.write_record(tmp_path / "experiments" / "a", changed) == tmp_path / STARTS
     return tmp_path
 
 
@@ -103,32 +103,27 @@ def test_each_bad_file_is_named_once_and_the_rest_is_there(repository, damage, l
     good, problems = collected(repository)
     assert reason in problems[location]
     assert "\n" not in problems[location]
-    # A folder that is no variant takes its exploration along.
-    others = {STARTS} if location == "experiments/a" else set()
     within = f"{location.rpartition('/')[0]}/" if "subfolder" in reason else location
-    assert {one for one in problems if not one.startswith(within)} == others
-    lost = {one for one in whole if one.startswith("experiments/a/")} | others
+    assert {one for one in problems if not one.startswith(within)} == set()
+    lost = {one for one in whole if one.startswith("experiments/a/")}
     assert whole - good <= (lost if location == "experiments/a" else {QUALITY})
 
 
 @pytest.mark.parametrize(
     ("name", "content", "reason"),
     [
-        (STARTS.replace("_a_", "_nobody_"), {"variant": "nobody"}, "which experiments/ does not have"),
-        (STARTS.replace("_a_", "_b_"), {"variant": "a"}, f"does not say; move it to {STARTS}"),
+        (STARTS.replace("/a/", "/b/"), {"variant": "nobody"}, "which experiments/ does not have"),
+        (STARTS.replace("/a/", "/b/"), {"variant": "a"}, f"does not say; move it to {STARTS}"),
         (STARTS.replace("start_up", "other"), {}, "its name or its folder does not say"),
-        (STARTS.replace("2026", "2027"), {}, "its name or its folder does not say"),
-        ("results/start_up_a.json", {}, "its name or its folder does not say"),
-        ("results/profile/start_up_a.json", {}, "its name or its folder does not say"),
-        (STARTS.replace("_a_", "_b_"), {"variant": "b", "cold": []}, "cold"),
+        (STARTS.replace("/a/", "/b/"), {"variant": "b", "cold": []}, "cold"),
         (
-            STARTS.replace("_a_", "_b_"),
+            STARTS.replace("/a/", "/b/"),
             {"variant": "b", "schema": "start_up/7"},
             "this checkout has start_up/2",
         ),
     ],
 )
-def test_a_foreign_exploration_is_named(repository, name, content, reason):
+def test_a_foreign_record_is_named(repository, name, content, reason):
     record = json.loads((repository / STARTS).read_text())
     (repository / name).parent.mkdir(exist_ok=True)
     (repository / name).write_text(json.dumps(record | content))
@@ -136,18 +131,6 @@ def test_a_foreign_exploration_is_named(repository, name, content, reason):
     assert list(problems) == [name]
     assert reason in problems[name]
     assert STARTS in good
-
-
-def test_what_belongs_to_no_exploration_is_named(repository):
-    (repository / "results" / "lonely.svg").touch()
-    assert list(collected(repository)[1]) == ["results/lonely.svg"]
-
-
-def test_a_measurement_of_results_may_not_lie_in_an_experiment(repository):
-    shutil.copy(repository / STARTS, repository / "experiments" / "a" / "start_up_x.json")
-    shutil.copy(repository / QUALITY, repository / "results" / "quality_a.json")
-    problems = collected(repository)[1]
-    assert set(problems) == {"experiments/a/start_up_x.json", "results/quality_a.json"}
 
 
 @pytest.mark.parametrize(("baseline", "wrong"), [("nobody", "'nobody' is no variant"), ("b", "is itself")])

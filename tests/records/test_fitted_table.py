@@ -40,7 +40,7 @@ def test_a_table_that_fits_is_one_block_and_a_wide_one_repeats_the_first_column(
 
 
 def test_a_long_word_of_text_is_folded_and_loses_nothing():
-    path = "results/" + "a" * 90
+    path = "records/" + "a" * 90
     text = shown(Table("", ("file", "bytes"), ((path, "12,345.6"),)).as_rich(), 50)
     folded = "".join(line.split()[0] for line in text.splitlines() if "a" * 5 in line)
     assert folded == path

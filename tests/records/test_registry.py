@@ -33,7 +33,6 @@ class Energy(Record):
     """Energy that the machine takes for a generated token."""
 
     kind: ClassVar = "{kind}"
-    folder: ClassVar = "results"
     units: ClassVar = {{"joules_per_token": "J/token"}}
     leaderboard_columns: ClassVar = {{"joules_per_token": "energy (J/token)"}}
 
@@ -71,9 +70,9 @@ def test_a_new_kind_is_in_every_report_without_a_change_elsewhere(energy, tmp_pa
     made = Provenance.model_validate(quality["provenance"])
     ratio = {"value": 2.0, "low": 1.5, "high": 2.5}
     record = energy(variant="a", provenance=made, joules_per_token=0.25, ratio=ratio)
-    with pytest.raises(store.MissingRecordError, match=r"no energy record of a in results$"):
-        store.latest_result(repository, energy, "a")
-    path = store.write_record(repository / "results", record)
+    with pytest.raises(store.MissingRecordError, match=r"no energy record that fits in experiments/a$"):
+        store.latest(repository / "experiments" / "a", energy)
+    path = store.write_record(repository / "experiments" / "a", record)
     location = path.relative_to(repository).as_posix()
     assert store.read_record(path, energy) == record
     assert "energy/1" in path.read_text()

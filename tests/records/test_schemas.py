@@ -10,7 +10,7 @@ from slimqwen import variant
 from slimqwen.records import registry, schemas, store
 
 ROOT = variant.repository_root()
-COMMITTED = sorted([*ROOT.glob("experiments/*/*.json"), *ROOT.glob("results/*.json")])
+COMMITTED = sorted(ROOT.glob("experiments/*/*.json"))
 DOCUMENT = schemas.generate_schemas()
 VALIDATORS = {
     kind: jsonschema.Draft202012Validator({"$defs": DOCUMENT["$defs"], **schema})

@@ -24,12 +24,11 @@ def one_moment(monkeypatch):
 
 @pytest.fixture
 def result():
-    """Variant, minute of the end and other changes -> a record of results/."""
-    template = store.read_record(store.latest_result(ROOT, StartUp, "tiny-best"))
+    """Changes -> a record without items."""
+    template = store.read_record(store.latest(ROOT / "experiments" / "tiny-best", StartUp))
 
-    def make(name="tiny", minute=0, **changes):
-        made = template.provenance.model_copy(update={"ended": f"2026-01-01T00:{minute:02}:00Z"})
-        return template.model_copy(update={"variant": name, "provenance": made, **changes})
+    def make(**changes):
+        return template.model_copy(update={"variant": "tiny", **changes})
 
     return make
 
@@ -117,8 +116,8 @@ def test_a_record_that_cannot_be_written_is_kept_elsewhere_and_leaves_nothing_he
 
     monkeypatch.setattr(os, "fsync", fsync)
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    folder = tmp_path / "results"
-    with pytest.raises(store.RecordError, match=r"results cannot be written \(No space left") as refusal:
+    folder = tmp_path / "tiny"
+    with pytest.raises(store.RecordError, match=r"tiny cannot be written \(No space left") as refusal:
         write(folder, quality, ITEMS)
     assert list(folder.iterdir()) == []
     [kept] = tmp_path.glob("slimqwen-record-*")
@@ -135,12 +134,13 @@ def test_latest_is_the_newest_that_fits(tmp_path, quality, latency):
     assert store.latest(tmp_path, Quality, lambda record: record.limit == 150) == paths[0]
 
 
+@pytest.mark.usefixtures("stamps")
 def test_no_record_of_a_busy_host_is_the_latest(tmp_path, result):
-    path = store.write_record(tmp_path / "results", result())
-    later = result(minute=1).as_json()
+    path = store.write_record(tmp_path, result())
+    later = result().as_json()
     later["provenance"]["host_load"] = host_load(busy=True)
-    write(tmp_path / "results", later)
-    assert store.latest_result(tmp_path, StartUp, "tiny") == path
+    write(tmp_path, later)
+    assert store.latest(tmp_path, StartUp) == path
 
 
 @pytest.mark.usefixtures("stamps")
@@ -157,43 +157,39 @@ def test_a_missing_record_names_its_command(tmp_path):
     with pytest.raises(store.MissingRecordError, match="`slimqwen eval quality --variant tiny-awq`"):
         store.latest(tmp_path / "tiny-awq", Quality)
     with pytest.raises(store.MissingRecordError, match="`slimqwen bench startup --variant tiny-awq`"):
-        store.latest_result(tmp_path, StartUp, "tiny-awq")
+        store.latest(tmp_path / "tiny-awq", StartUp)
 
 
-def test_a_result_made_again_is_another_file_and_the_latest(tmp_path, result):
-    root = tmp_path / "repository"
-    folder = root / "results"
-    first, second = (store.write_record(folder, result(minute=minute)) for minute in (0, 1))
-    assert first.name == "start_up_tiny_2026-01-01T000000Z.json"
-    assert store.latest_result(root, StartUp, "tiny") == second
-    assert (
-        store.latest_result(root, StartUp, "tiny", lambda r: r.provenance.ended < "2026-01-01T00:01") == first
-    )
-    # A name that begins like this one is another variant's.
-    other = store.write_record(folder, result("tiny_2", minute=2))
-    assert store.latest_result(root, StartUp, "tiny") == second
-    assert store.latest_result(root, StartUp, "tiny_2") == other
-    with pytest.raises(store.MissingRecordError):
-        store.latest_result(root, StartUp, "tin")
+@pytest.mark.usefixtures("stamps")
+def test_a_record_without_items_is_one_file_and_the_newest_is_the_latest(tmp_path, result):
+    first, second = (store.write_record(tmp_path, result()) for _ in range(2))
+    assert [path.name for path in sorted(tmp_path.iterdir())] == [
+        "start_up_2026-01-01T000000Z.json",
+        "start_up_2026-01-02T000000Z.json",
+    ]
+    assert store.latest(tmp_path, StartUp) == second
+    assert store.records(tmp_path, StartUp) == [second, first]
 
 
+@pytest.mark.usefixtures("stamps")
 @pytest.mark.parametrize(
     ("old", "new"),
     [("start_up/2", "start_up/1"), ("start_up/2", "start_up/3"), ("provenance/3", "provenance/2")],
 )
 def test_a_record_in_another_version_of_its_schema_hides_itself_alone(tmp_path, result, old, new):
-    first, second = (store.write_record(tmp_path / "results", result(minute=minute)) for minute in (0, 1))
+    first, second = (store.write_record(tmp_path, result()) for _ in range(2))
     second.write_text(second.read_text().replace(f'"{old}"', f'"{new}"'))
-    assert store.latest_result(tmp_path, StartUp, "tiny") == first
+    assert store.latest(tmp_path, StartUp) == first
     with pytest.raises(store.RecordError, match=new.partition("/")[2]):
         store.read_record(second)
 
 
+@pytest.mark.usefixtures("stamps")
 def test_a_damaged_record_is_not_passed_over(tmp_path, result):
-    _, second = (store.write_record(tmp_path / "results", result(minute=minute)) for minute in (0, 1))
+    _, second = (store.write_record(tmp_path, result()) for _ in range(2))
     second.write_text(second.read_text()[:100])
     with pytest.raises(store.RecordError, match="not JSON"):
-        store.latest_result(tmp_path, StartUp, "tiny")
+        store.latest(tmp_path, StartUp)
 
 
 def test_a_record_of_another_kind_is_refused(tmp_path, result):
@@ -268,7 +264,7 @@ def test_a_file_appears_whole_readable_by_all_and_replaces_another_only_if_told(
 
 
 def test_the_file_of_a_record_has_one_value_a_line_and_one_space_a_level_as_the_committed_ones(result):
-    committed = store.latest_result(ROOT, StartUp, "tiny-best").read_text(encoding="utf-8")
+    committed = store.latest(ROOT / "experiments" / "tiny-best", StartUp).read_text(encoding="utf-8")
     for text in (committed, store.serialise(result(), "here")):
         assert text == json.dumps(json.loads(text), indent=1, ensure_ascii=False) + "\n"
 

@@ -82,7 +82,7 @@ def add_record(tmp_path, templates):
 
 @pytest.fixture
 def add_start_up(tmp_path, templates):
-    """Write a start-up record of a variant into results/, a copy of a real one."""
+    """Write a start-up record of a variant a copy of a real one."""
     template = record_of(example("start_up"))
 
     def add(name, edit=lambda record: None):
@@ -90,8 +90,13 @@ def add_start_up(tmp_path, templates):
         record["provenance"]["checkpoint"]["digest"] = digest(name)
         record["provenance"]["hardware"] = templates["latency"][1].provenance.hardware.as_json()
         edit(record)
-        path = tmp_path / "results" / f"{store.result_stem(record_of(record))}.json"
-        path.parent.mkdir(exist_ok=True)
+        path = (
+            tmp_path
+            / "experiments"
+            / name
+            / f"start_up_{record['provenance']['ended'].replace(':', '')}.json"
+        )
+        path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(record))
         return path
 

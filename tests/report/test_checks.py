@@ -22,7 +22,7 @@ TIMES = [
     {"class": "short", "error": None, "ttft_ms": 100.0, "tpot_ms": 10.0, "itl_ms": [10.0], "e2el_ms": 250.0}
 ] * 4
 STAMP = "2026-01-02T000000Z"
-STARTS = "results/start_up_a_2026-11-21T143244Z.json"
+STARTS = f"experiments/a/start_up_{STAMP}.json"
 
 
 def git(root, *words):
@@ -46,7 +46,7 @@ def cite(root, name, *records):
 
 @pytest.fixture
 def repository(tmp_path, add_variant, monkeypatch):
-    """Two variants with weights, cited records, a README with tables, an exploration; all committed."""
+    """Two variants with weights, cited records, a README with tables, starts without items; all committed."""
     monkeypatch.setattr(store, "_stamp", lambda: STAMP)
     for name, baseline in (("a", None), ("b", "a")):
         add_variant(name, f"VLLM_MODEL=weights/{name}\n", baseline=baseline)
@@ -55,13 +55,13 @@ def repository(tmp_path, add_variant, monkeypatch):
         measured(tmp_path, name, "quality", ITEMS)
         measured(tmp_path, name, "latency", TIMES)
     started = example_of("start_up")
-    record_files.write(tmp_path / "results", started | {"variant": "a"})
+    record_files.write(tmp_path / "experiments" / "a", started | {"variant": "a"})
     (tmp_path / "README.md").write_text(
         f"# All\n\n<!-- table:comparison a b -->\n<!-- end -->\n\nA start: {STARTS}.\n"
     )
     markdown.update_tables(tmp_path)
     git(tmp_path, "init")
-    git(tmp_path, "add", "experiments", "results", "README.md")
+    git(tmp_path, "add", "experiments", "README.md")
     git(tmp_path, "commit", "-m", "records")
     return tmp_path
 

@@ -377,7 +377,7 @@ def test_a_summary_has_a_line_for_each_measure_that_has_a_record(repository, add
     notes = " ".join(table.notes)
     for file in (
         *(f"{path.parent.name}/{path.name}" for path in paths),
-        "results/start_up_b_2026-01-01T020000Z.json",
+        "b/start_up_2026-01-01T020000Z.json",
     ):
         assert file in notes
 

@@ -39,7 +39,7 @@ def served(name: str, root: Path = ROOT) -> ServedModel:
 
 def written(name: str, root: Path, **arguments) -> Roofline:
     record = compute_roofline(variant.load(name, root), "a10g", command=["x"], **arguments)
-    return store.read_record(store.write_record(root / "results", record), Roofline)
+    return store.read_record(store.write_record(root / "experiments" / name, record), Roofline)
 
 
 def test_each_optimisation_saves_the_bytes_that_it_is_for():
@@ -118,7 +118,7 @@ def test_the_record_bounds_contexts_depths_and_batches(repository: Path):
     assert record.decode[-1] == cost.bound_decode_step(model, A10G, 8, 4096, 4, 3.0)
     assert record.prefill_seconds["2048"] == cost.count_prefill_work(model, 2048, 4).seconds(A10G)
     assert record.l2_share == pytest.approx(min(1, 6e6 / model.resident_bytes(4)))
-    waterfall, by_context = record.tables(repository / "results" / "x.json")
+    waterfall, by_context = record.tables(repository / "x.json")
     assert [row[0] for row in waterfall.rows] == [step.optimisation for step in record.waterfall]
     assert waterfall.columns[2] == "layers, MB"
     assert float(waterfall.rows[0][2]) == pytest.approx(

@@ -40,7 +40,7 @@ def run(root: Path, name: str = "tinyworld", trials: int = 24, finalists: int = 
     path = driver.search_variants(
         base, "a10g", "tinyworld", settings, RecordedRungs(root), Extent(trials, finalists), command=command
     )
-    assert path.parent == root / "results"
+    assert path.parent == root / "experiments" / "tiny"
     record = store.read_record(path, Search)
     path.unlink()  # a second run may end within the same second
     return record

@@ -105,6 +105,6 @@ def test_tables_show_the_front_and_where_the_others_ended(tmp_path: Path) -> Non
 
 def test_the_kept_record_of_a_search_is_one() -> None:
     root = variant.repository_root()
-    record = store.read_record(store.latest_result(root, Search, "tiny"), Search)
+    record = store.read_record(store.latest(root / "experiments" / "tiny", Search), Search)
     assert record.advice.startswith("Serve tiny-search-7: it passed")
     assert {trial.rung for trial in record.trials} == set(RUNGS)

@@ -43,7 +43,12 @@ _DRAFTS = {"VLLM_SPECULATIVE_CONFIG": """'{"method": "mtp", "num_speculative_tok
 _PRUNE: Mapping[str, Any] = {"size": 4096, "corpus": {"path": "tinyworld", "documents": 20}}
 _TRIM: Mapping[str, Any] = {"size": 256}
 _MTP: Mapping[str, Any] = {"group_size": 32, "targets": {"mtp": "W8A16"}}
-_SAMPLES = {"texts": 16, "held_out": 16, "tokens": 24, "prompts": {"path": "tinyworld_prompts", "longest": 16}}
+_SAMPLES = {
+    "texts": 16,
+    "held_out": 16,
+    "tokens": 24,
+    "prompts": {"path": "tinyworld_prompts", "longest": 16},
+}
 _TEXT = {"path": "tinyworld"}
 _RECIPE: Mapping[str, Mapping[str, Any]] = {
     "calibrate": {"layer_error_ratio": 4, "corpus": {**_TEXT, "sequences": 8, "length": 64}},

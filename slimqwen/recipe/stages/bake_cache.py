@@ -220,7 +220,9 @@ def drive(server: RunningServer, prompt_tokens: Sequence[int]) -> None:
         ask(length)
     sampling = {"temperature": 1, "top_k": 20, "top_p": 0.95} if server.command.platform == "cuda" else {}
     with ThreadPoolExecutor(concurrency) as clients:
-        list(clients.map(partial(ask, sampling=sampling), range(lengths[0] + 1, lengths[0] + 1 + concurrency)))
+        list(
+            clients.map(partial(ask, sampling=sampling), range(lengths[0] + 1, lengths[0] + 1 + concurrency))
+        )
 
 
 STAGE = Stage(
