@@ -4,6 +4,7 @@ import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -11,6 +12,7 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, field_validator, model_validator
 
 from slimqwen.bench import BenchError
+from slimqwen.bench.load_shapes import SHAPES, SUFFIX_TOKENS
 from slimqwen.records.settings import OWN, Settings, find_own_evaluation
 from slimqwen.variant import Variant
 from slimqwen.yaml_file import YamlText
@@ -69,9 +71,6 @@ class ServiceLevel(_Strict):
 class PromptClass(_Strict):
     """A prompt class: requests of one kind.
 
-    In the file, one of prompt_tokens, concurrency, rate_per_s and load may be a list; each value then makes a class of
-    its own, named <name>-<value>.
-
     Attributes:
         name: key of the class in the file.
         prompt_tokens: length of a prompt, tokens; the mean length if there is a spread.
@@ -80,20 +79,9 @@ class PromptClass(_Strict):
         spread: standard deviation of the natural logarithm of both lengths, which are drawn independently from
             log-normal distributions; 0 makes all requests equally long.
         concurrency: most requests in flight, "unlimited", or "1..max_num_seqs"; by default the workload's. A class with
-            an arrival process (one of the next three fields) has no limit.
+            an arrival process (one of the next two fields) has no limit.
         gap_ms: fixed gap between two requests, milliseconds.
-        rate_per_s: mean rate of a Poisson process, requests a second.
-        load: rate of a Poisson process, as a share of the throughput that the first variant reached in `load_of`.
-        load_of: name of the class to which `load` refers.
-        suffix_tokens: length of the new text at the end of a prompt, tokens; the prefix before it consists of as many
-            of the server's whole effective attention blocks as fit in prompt_tokens.
-        repeats: name of the class whose prefixes are sent again, each with a new suffix.
-        continues: name of the class whose sessions get their next turn: a prompt consists of a prompt of that class,
-            the response to it and new text, such as the result of a tool, up to prompt_tokens. Prompts are token IDs,
-            as rendered chats are for the engine, too; the response comes back as text and is tokenized again, as by a
-            client of the chat API.
-        abandoned: number of further requests, sent at the same time, whose clients close the connection: alternately
-            before the response and in the middle of it. They have no rows.
+        load: rate of a Poisson process, as a share of the throughput that the first variant reached in the first class.
     """
 
     name: str
@@ -103,40 +91,18 @@ class PromptClass(_Strict):
     spread: Annotated[float, Field(ge=0)] = 0.0
     concurrency: Count | Literal["unlimited", "1..max_num_seqs"] | None = None
     gap_ms: Positive | None = None
-    rate_per_s: Positive | None = None
     load: Positive | None = None
-    load_of: str | None = None
-    suffix_tokens: Count | None = None
-    repeats: str | None = None
-    continues: str | None = None
-    abandoned: Annotated[int, Field(ge=0)] = 0
 
     @model_validator(mode="after")
-    def _check_combinations(self) -> "PromptClass":
-        arrivals = [self.gap_ms, self.rate_per_s, self.load]
-        if sum(value is not None for value in arrivals) > 1:
-            raise ValueError("gap_ms, rate_per_s and load exclude each other")
-        if self.arrives and self.concurrency is not None:
-            raise ValueError("a class with an arrival process has no concurrency")
-        if (self.load is None) != (self.load_of is None):
-            raise ValueError("load and load_of must both be set, or neither")
-        if self.repeats is not None and self.suffix_tokens is None:
-            raise ValueError("a class that repeats another needs suffix_tokens")
-        if self.suffix_tokens is not None and self.spread:
-            raise ValueError("prompts of whole blocks have no spread")
-        if self.continues is not None and (self.suffix_tokens is not None or self.spread):
-            raise ValueError("a class that continues another has neither suffix_tokens nor a spread")
+    def _has_one_arrival(self) -> "PromptClass":
+        if sum(value is not None for value in (self.concurrency, self.gap_ms, self.load)) > 1:
+            raise ValueError("concurrency, gap_ms and load exclude each other")
         return self
 
     @property
     def arrives(self) -> bool:
         """Whether requests have an arrival process; if not, they are sent as responses to others arrive."""
-        return any(value is not None for value in (self.gap_ms, self.rate_per_s, self.load))
-
-    @property
-    def known_from(self) -> str | None:
-        """Name of the earlier class that sent the beginnings of this class's prompts; None if all text is new."""
-        return self.repeats or self.continues
+        return self.gap_ms is not None or self.load is not None
 
     @property
     def limit(self) -> int | None:
@@ -177,6 +143,7 @@ class Workload(Settings):
         config: config.env lines that replace each variant's own for this workload.
         service_level: limits within which a request counts for the goodput; None for no goodput.
         columns: figures of the table: `<measure>.<statistic>`, or a figure of a class.
+        shape: what the prompts begin with (`slimqwen.bench.load_shapes`).
         classes: classes in the order in which they are sent.
         prompts: file of prompts that are sent unchanged in every round, relative to the repository; None if prompts are
             cut from `documents`.
@@ -197,6 +164,7 @@ class Workload(Settings):
     config: dict[str, str] = Field(default={})
     service_level: ServiceLevel | None = None
     columns: tuple[Column, ...] = DEFAULT_COLUMNS
+    shape: Literal["new_text", "prefixes", "sessions"] = "new_text"
     classes: Annotated[tuple[PromptClass, ...], Field(min_length=1)]
     prompts: Path | None = None
     output_tokens: Annotated[int, Field(ge=2)] | None = None
@@ -223,47 +191,31 @@ class Workload(Settings):
 
     @field_validator("classes", mode="before")
     @classmethod
-    def _expand_lists(cls, classes: Any) -> Any:
+    def _read_by_name(cls, classes: Any) -> Any:
         if not isinstance(classes, dict):
             return classes
-        entries = {name: _class_entries(name, body) for name, body in classes.items()}
+        entries = {
+            name: {"name": name, **body} if isinstance(body, dict) else body for name, body in classes.items()
+        }
         # Validated by name, so that a fault has the line of its class.
-        known = TypeAdapter(dict[str, list[PromptClass]]).validate_python(entries)
-        return tuple(each for of_name in known.values() for each in of_name)
+        return tuple(TypeAdapter(dict[str, PromptClass]).validate_python(entries).values())
 
     @model_validator(mode="after")
-    def _check_names(self) -> "Workload":
-        seen: set[str] = set()
-        usable: set[str] = set()
-        for c in self.classes:
-            if c.name in seen:
-                raise ValueError(f"two classes are named {c.name}; rename one")
-            for other in (c.load_of, c.repeats, c.continues):
-                if other is not None and other not in usable:
-                    raise ValueError(
-                        f"class {c.name} names class {other} (load_of, repeats or continues); list that one before it, "
-                        "with a single concurrency"
-                    )
-            self._check_sessions(c)
-            seen.add(c.name)
-            if c.concurrency != TO_MAX_NUM_SEQS:
-                usable.add(c.name)
+    def _check_order(self) -> "Workload":
+        if self.classes[0].load is not None:
+            raise ValueError("a `load` is a share of the throughput of the first class, so that one has none")
+        if self.shape != "new_text" and any(c.spread for c in self.classes):
+            raise ValueError(f"the prompts of {self.shape} have no spread")
+        if self.shape == "sessions":
+            turns = [(c.requests, c.prompt_tokens) for c in self.classes]
+            if any(later[0] != turn[0] or later[1] <= turn[1] for turn, later in pairwise(turns)):
+                raise ValueError("each turn of sessions needs the same `requests` and longer prompts")
         return self
-
-    def _check_sessions(self, c: PromptClass) -> None:
-        """Check that a class that continues another one has as many sessions, and longer prompts."""
-        before = next((other for other in self.classes if other.name == c.continues), None)
-        if before is None:
-            return
-        if (c.requests, c.abandoned) != (before.requests, before.abandoned):
-            raise ValueError(f"class {c.name} needs the same `requests` and `abandoned` as {before.name}")
-        if c.prompt_tokens <= before.prompt_tokens:
-            raise ValueError(f"class {c.name} needs longer prompts than {before.name}, which it continues")
 
     @property
     def needs_prefix_cache(self) -> bool:
-        """Whether a class repeats or continues prefixes, so that the server needs a prefix cache."""
-        return any(c.suffix_tokens for c in self.classes)
+        """Whether the workload measures the prefix cache, which it then turns on."""
+        return self.shape != "new_text" and self.config.get("VLLM_ENABLE_PREFIX_CACHING") == "1"
 
     @property
     def sweeps_concurrency(self) -> bool:
@@ -313,14 +265,14 @@ class Workload(Settings):
                     f"{self.name}: class {c.name} needs at least {prompt_tokens} + {output_tokens} tokens and "
                     f"the server accepts {max_model_len}; raise VLLM_MAX_MODEL_LEN"
                 )
-            if c.suffix_tokens is not None:
-                blocks = (prompt_tokens - c.suffix_tokens) // block_tokens
+            if SHAPES[self.shape].whole_blocks:
+                blocks = (prompt_tokens - SUFFIX_TOKENS) // block_tokens
                 if blocks < 1:
                     raise BenchError(
                         f"{self.name}: class {c.name} has prompts of {prompt_tokens} tokens, and the server caches "
                         f"whole blocks of {block_tokens}; raise VLLM_MAX_MODEL_LEN or prompt_tokens"
                     )
-                prompt_tokens = blocks * block_tokens + c.suffix_tokens
+                prompt_tokens = blocks * block_tokens + SUFFIX_TOKENS
             classes.append(
                 c.model_copy(update={"prompt_tokens": prompt_tokens, "output_tokens": output_tokens})
             )
@@ -331,15 +283,3 @@ def name_workload(variant: Variant) -> str:
     """Name of a variant's default workload: its own evaluation if that has prompts, else `classes`."""
     own = find_own_evaluation(variant)
     return own.name if own and (own / _OWN_PROMPTS).is_file() else "classes"
-
-
-def _class_entries(name: str, body: Any) -> list[Any]:
-    """Entries for a class of the file: one, or one for each value if a field is a list."""
-    if not isinstance(body, dict):
-        return [body]
-    lists = [key for key, value in body.items() if isinstance(value, list)]
-    if not lists:
-        return [{"name": name, **body}]
-    if len(lists) > 1:
-        raise ValueError(f"class {name}: only one field may be a list, not {' and '.join(lists)}")
-    return [{**body, "name": f"{name}-{value}", lists[0]: value} for value in body[lists[0]]]

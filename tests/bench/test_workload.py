@@ -75,17 +75,9 @@ def test_a_context_too_short_for_any_class_is_refused():
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"gap_ms": 25, "rate_per_s": 2}, "exclude each other"),
-        ({"gap_ms": 25, "concurrency": 2}, "has no concurrency"),
-        ({"load": 0.5}, "must both be set"),
-        ({"load": 0.5, "load_of": "later"}, "names class later .*list that one before it"),
-        ({"repeats": "one"}, "needs suffix_tokens"),
-        ({"repeats": "later", "suffix_tokens": 4}, "names class later .*list that one before it"),
-        ({"suffix_tokens": 4, "spread": 1.0}, "no spread"),
-        ({"continues": "later"}, "names class later .*list that one before it"),
-        ({"continues": "later", "suffix_tokens": 4}, "neither suffix_tokens nor a spread"),
-        ({"continues": "later", "spread": 1.0}, "neither suffix_tokens nor a spread"),
-        ({"prompt_tokens": [1, 2], "concurrency": [1, 2]}, "only one field may be a list"),
+        ({"gap_ms": 25, "load": 2}, "exclude each other"),
+        ({"gap_ms": 25, "concurrency": 2}, "exclude each other"),
+        ({"load": 0.5}, "share of the throughput of the first class, so that one has none"),
         (
             {"requests": 1},
             r"mine\.yaml:\d+: classes\.one\.requests: Input should be greater than or equal to 2",
@@ -101,15 +93,15 @@ def test_a_class_that_contradicts_itself_is_refused(load, changes, said):
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({}, "one needs longer prompts than first"),
-        ({"prompt_tokens": 65, "requests": 5}, "the same `requests` and `abandoned` as first"),
-        ({"prompt_tokens": 65, "abandoned": 1}, "the same `requests` and `abandoned` as first"),
+        ({}, "needs the same `requests` and longer prompts"),
+        ({"prompt_tokens": 65, "requests": 5}, "needs the same `requests` and longer prompts"),
+        ({"prompt_tokens": 65, "spread": 1.0}, "no spread"),
     ],
 )
-def test_a_class_continues_the_sessions_that_there_are_with_longer_prompts(load, changes, said):
-    assert load({"first": ONE, "one": {**ONE, "continues": "first", "prompt_tokens": 65}})
+def test_a_turn_continues_the_sessions_that_there_are_with_longer_prompts(load, changes, said):
+    assert load({"first": ONE, "one": {**ONE, "prompt_tokens": 65}}, shape="sessions")
     with pytest.raises(SettingsError, match=said):
-        load({"first": ONE, "one": {**ONE, "continues": "first", **changes}})
+        load({"first": ONE, "one": {**ONE, **changes}}, shape="sessions")
 
 
 def test_sessions_end_exactly_with_the_served_context_whatever_it_is():
@@ -125,10 +117,13 @@ def test_a_column_that_no_record_has_is_refused(load, column):
         load({"one": ONE}, columns=[column])
 
 
-def test_a_list_stands_for_a_class_for_each_value(load):
-    one = load({"first": ONE, "load": {**ONE, "load": [0.5, 2], "load_of": "first"}})
-    assert [(c.name, c.load) for c in one.expanded()] == [("first", None), ("load-0.5", 0.5), ("load-2", 2)]
-    assert [c.concurrency for c in one.expanded()] == [1, "unlimited", "unlimited"]
+def test_a_class_that_arrives_has_no_limit_and_the_others_have_that_of_the_workload(load):
+    one = load({"first": ONE, "load-2": {**ONE, "load": 2}, "staggered": {**ONE, "gap_ms": 5}})
+    assert [(c.name, c.concurrency) for c in one.expanded()] == [
+        ("first", 1),
+        ("load-2", "unlimited"),
+        ("staggered", "unlimited"),
+    ]
 
 
 @pytest.mark.parametrize(
@@ -143,12 +138,12 @@ def test_a_sweep_of_the_concurrency_ends_with_max_num_seqs(load, max_num_seqs, c
 
 def test_prefixes_are_as_many_whole_blocks_as_fit(load):
     classes = {
-        "cold": {**ONE, "prompt_tokens": 100, "suffix_tokens": 4},
-        "warm": {**ONE, "prompt_tokens": 100, "suffix_tokens": 4, "repeats": "cold"},
+        "cold": {**ONE, "prompt_tokens": 120},
+        "warm": {**ONE, "prompt_tokens": 120},
     }
-    one = load(classes)
+    one = load(classes, shape="prefixes", config={"VLLM_ENABLE_PREFIX_CACHING": "1"})
     assert one.needs_prefix_cache
-    assert [c.prompt_tokens for c in one.scaled(256, block_tokens=32)] == [3 * 32 + 4] * 2
+    assert [c.prompt_tokens for c in one.scaled(256, block_tokens=32)] == [3 * 32 + 16] * 2
     with pytest.raises(BenchError, match="whole blocks of 128"):
         one.scaled(256, block_tokens=128)
 

@@ -9,6 +9,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from slimqwen.bench import BenchError
 from slimqwen.bench.client import Batch, counters, last_line, send_requests
+from slimqwen.bench.load_shapes import SHAPES
 from slimqwen.bench.workload import PromptClass, Workload
 from slimqwen.host_load import HostLoad, Watch
 from slimqwen.progress import Progress
@@ -99,10 +100,7 @@ class MeasuredVariant:
         self.block_tokens = 1
         self.logs = variant.root / "logs"
         self.log = self.logs / f"latency-{variant.name}.log"
-        # Prompts and responses of the present round, by class.
-        self._prefixes: dict[str, list[Tokens]] = {}
-        self._turns: dict[str, list[tuple[Tokens, Tokens]]] = {}
-        self._text_again: Iterator[int] = iter(())
+        self._shape = SHAPES[workload.shape](self.cutter, iter(()))
 
     @property
     def classes(self) -> list[PromptClass]:
@@ -142,7 +140,7 @@ class MeasuredVariant:
         self.served = served
         if self.shared.workload.needs_prefix_cache:
             self.block_tokens = block_tokens(served)
-        self._prefixes, self._turns, self._text_again = {}, {}, self._repeat_text()
+        self._shape = SHAPES[self.shared.workload.shape](self.cutter, self._repeat_text())
         for position, c in enumerate(self.classes):
             self._take_class(c, position, number, served, watch)
 
@@ -161,13 +159,15 @@ class MeasuredVariant:
             ]
             self._require_room(requests)
         else:
-            # A class that continues another one was warmed up with that one.
-            warm_up_count = 0 if c.continues else shared.workload.warmup_requests
+            # A later turn of a session was warmed up with the first one.
+            is_turn = shared.workload.shape == "sessions" and position > 0
+            warm_up_count = 0 if is_turn else shared.workload.warmup_requests
             prompts = self.cutter.cut(warm_up_count, c.prompt_tokens)
             warm_up = [(prompt, c.output_tokens) for prompt in prompts]
             seed = (shared.workload.seed, number, position)
             lengths = c.lengths(seed, shared.workload.min_tokens, served.max_model_len)
-            prompts = self._prompts(c, [prompt for prompt, _ in lengths] + [c.prompt_tokens] * c.abandoned)
+            more = [c.prompt_tokens] * self._shape.abandoned
+            prompts = self._shape.prompts(position, [*(prompt for prompt, _ in lengths), *more])
             requests = list(zip(prompts, (output for _, output in lengths), strict=False))
             abandoned = [(prompt, c.output_tokens) for prompt in prompts[len(requests) :]]
         if warm_up:
@@ -182,16 +182,13 @@ class MeasuredVariant:
         answers = self._send(c, requests, number, answered, watch, abandoned)
         if any(row["error"] for row in result.add(c, number, requests, answers)):
             require_healthy(served.server, f"measuring {self.variant.name}: {c.name}")
-        if any(other.continues == c.name for other in shared.workload.classes):
-            texts = [*answers["generated_texts"], *("" for _ in abandoned)]
-            sent = [prompt for prompt, _ in (*requests, *abandoned)]
-            self._turns[c.name] = list(zip(sent, map(self.cutter.tokenize, texts), strict=True))
+        self._shape.keep([prompt for prompt, _ in (*requests, *abandoned)], answers["generated_texts"])
         if shared.workload.needs_prefix_cache:
             after = counters(url)
             queried, hit = (
                 after.get(name, 0.0) - before.get(name, 0.0) for name in (_PREFIX_QUERIES, _PREFIX_HITS)
             )
-            self._check_prefixes(c, queried, hit)
+            self._check_prefixes(c, position, queried, hit)
             result.queried_tokens += queried
             result.hit_tokens += hit
         shared.saturation.setdefault(c.name, answers["completed"] / answers["duration"])
@@ -207,9 +204,9 @@ class MeasuredVariant:
                 )
 
     def _rate_per_s(self, c: PromptClass) -> float | None:
-        if c.load is not None and c.load_of is not None:
-            return c.load * self.shared.saturation[c.load_of]
-        return 1e3 / c.gap_ms if c.gap_ms is not None else c.rate_per_s
+        if c.load is not None:
+            return c.load * self.shared.saturation[self.classes[0].name]
+        return 1e3 / c.gap_ms if c.gap_ms is not None else None
 
     def _send(
         self,
@@ -233,38 +230,23 @@ class MeasuredVariant:
         )
         return send_requests(self.served.server, batch, log=self.log, answered=answered, watch=watch)
 
-    def _prompts(self, c: PromptClass, lengths: Sequence[int]) -> list[Tokens]:
-        """Make the prompts of a class, of new text except for the prefixes that the class repeats or continues."""
-        if c.continues is not None:
-            # The number of new tokens does not depend on the response, so that all variants get the same text.
-            return [
-                [*prompt, *response, *itertools.islice(self._text_again, length - len(prompt))][:length]
-                for length, (prompt, response) in zip(lengths, self._turns[c.continues], strict=True)
-            ]
-        if c.suffix_tokens is None:
-            return [prompt for length in lengths for prompt in self.cutter.cut(1, length)]
-        prefix_tokens = c.prompt_tokens - c.suffix_tokens
-        if c.repeats is None:
-            self._prefixes[c.name] = self.cutter.cut(len(lengths), prefix_tokens)
-        prefixes = itertools.cycle(self._prefixes[c.repeats or c.name])
-        suffixes = self.cutter.cut(len(lengths), c.suffix_tokens)
-        return [prefix[:prefix_tokens] + suffix for prefix, suffix in zip(prefixes, suffixes, strict=False)]
-
     def _repeat_text(self) -> Iterator[int]:
         """Yield tokens of the workload's text without end, to extend prompts; no cache has them after a new prefix."""
         workload = self.shared.workload
         for text in itertools.cycle(documents(workload.documents, workload.seed, self.variant.root)):
             yield from self.cutter.tokenize(f"{text}\n")
 
-    def _check_prefixes(self, c: PromptClass, queried: float, hit: float) -> None:
+    def _check_prefixes(self, c: PromptClass, place: int, queried: float, hit: float) -> None:
         """Check by the server's counters that its prefix cache had each repeated prefix, and nothing of new prompts."""
-        if c.known_from and hit < c.requests * self.block_tokens:
+        known = self._shape.known_from(place)
+        if known is not None and hit < c.requests * self.block_tokens:
             raise BenchError(
                 f"{self.variant.name}: the prefix cache had {hit:,.0f} of the {queried:,.0f} tokens of class {c.name}, "
-                f"less than a block of {self.block_tokens} for each prompt of {c.known_from}; the KV cache is too "
-                f"small for {c.requests} prompts (lower requests), or they are too short (raise VLLM_MAX_MODEL_LEN)"
+                f"less than a block of {self.block_tokens} for each prompt of {self.classes[known].name}; the KV "
+                f"cache is too small for {c.requests} prompts (lower requests), or they are too short (raise "
+                "VLLM_MAX_MODEL_LEN)"
             )
-        if not c.known_from and hit:
+        if known is None and hit:
             raise BenchError(
                 f"{self.variant.name}: the prefix cache had {hit:,.0f} tokens of class {c.name} before it was sent; "
                 "end the server that runs, so that a fresh one is started"

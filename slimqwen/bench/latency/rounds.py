@@ -15,6 +15,7 @@ from slimqwen.bench.latency import figures
 from slimqwen.bench.latency.measured_variant import MeasuredVariant, SharedState
 from slimqwen.bench.latency.record import Arrival, ClassFigures, Latency, PrefixCache
 from slimqwen.bench.latency.speedups import by_class_and_round, by_round
+from slimqwen.bench.load_shapes import SHAPES, SUFFIX_TOKENS
 from slimqwen.bench.workload import PromptClass, Workload
 from slimqwen.host_load import HostBusyError, HostLoad, Watch
 from slimqwen.plan import start
@@ -199,8 +200,8 @@ def _record(
         config=workload.config,
         columns=workload.columns,
         classes={
-            c.name: _class(side, c, unscaled)
-            for c, unscaled in zip(side.classes, unscaled_classes, strict=True)
+            c.name: _class(side, place, c, unscaled)
+            for place, (c, unscaled) in enumerate(zip(side.classes, unscaled_classes, strict=True))
         },
         provenance=provenance.describe(
             served.server.command,
@@ -214,20 +215,22 @@ def _record(
     )
 
 
-def _class(side: MeasuredVariant, c: PromptClass, unscaled: PromptClass) -> ClassFigures:
+def _class(side: MeasuredVariant, place: int, c: PromptClass, unscaled: PromptClass) -> ClassFigures:
     result = side.results[c.name]
     arrival = None
     if result.rate_per_s is not None:
         arrival = Arrival(process="fixed gap" if c.gap_ms else "Poisson", rate_per_s=result.rate_per_s)
     prefix_cache = None
     if side.shared.workload.needs_prefix_cache:
+        known = SHAPES[side.shared.workload.shape].known_from(place)
+        first = None if known is None else side.classes[known]
         prefix_cache = PrefixCache(
             block_tokens=side.block_tokens,
-            prefix_tokens=_prefix_tokens(side, c),
+            prefix_tokens=_prefix_tokens(side, c, first),
             queried_tokens=round(result.queried_tokens),
             hit_tokens=round(result.hit_tokens),
-            repeats=c.known_from,
-            repeat_speedup=_repeat_speedup(side, c),
+            repeats=first.name if first else None,
+            repeat_speedup=_repeat_speedup(side, c, first),
         )
     return ClassFigures(
         prompt_tokens=c.prompt_tokens,
@@ -245,21 +248,21 @@ def _class(side: MeasuredVariant, c: PromptClass, unscaled: PromptClass) -> Clas
     )
 
 
-def _prefix_tokens(side: MeasuredVariant, c: PromptClass) -> int:
+def _prefix_tokens(side: MeasuredVariant, c: PromptClass, first: PromptClass | None) -> int:
     """Number of tokens of a prompt that can be found in a prefix cache: whole blocks."""
-    before = next((other for other in side.classes if other.name == c.continues), None)
-    if before is None:
-        return c.prompt_tokens - (c.suffix_tokens or 0)
-    return (before.prompt_tokens + before.output_tokens) // side.block_tokens * side.block_tokens
+    if SHAPES[side.shared.workload.shape].whole_blocks:
+        return c.prompt_tokens - SUFFIX_TOKENS
+    known = first.prompt_tokens + first.output_tokens if first else c.prompt_tokens
+    return known // side.block_tokens * side.block_tokens
 
 
-def _repeat_speedup(side: MeasuredVariant, c: PromptClass) -> Ratio | None:
+def _repeat_speedup(side: MeasuredVariant, c: PromptClass, first: PromptClass | None) -> Ratio | None:
     """Median TTFT of prefixes that are sent for the first time, over that of their repetition in class `c`.
 
-    None if `c` repeats no class, or if the two classes differ in concurrency or have an arrival process.
+    None if `c` repeats no prefixes, or if the two classes differ in concurrency or have an arrival process.
     """
-    first = next((other for other in side.classes if other.name == c.repeats), None)
-    if first is None or first.concurrency != c.concurrency or first.arrives or c.arrives:
+    repeats = first is not None and side.shared.workload.shape == "prefixes"
+    if not repeats or first is None or first.concurrency != c.concurrency or first.arrives or c.arrives:
         return None
     rounds = by_class_and_round([row for name in (first.name, c.name) for row in side.results[name].rows])
     if first.name not in rounds or c.name not in rounds:

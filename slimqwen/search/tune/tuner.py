@@ -156,10 +156,9 @@ def _spread_over_loads(workload: Workload, loads: Sequence[int]) -> Workload:
             concurrency=load,
         )
         for load in loads
-        for c in workload.classes
-        if c.repeats is None
+        for c in (workload.classes[:1] if workload.shape == "prefixes" else workload.classes)
     ]
-    return workload.model_copy(update={"classes": tuple(classes)})
+    return workload.model_copy(update={"classes": tuple(classes), "shape": "new_text"})
 
 
 class _Tuner:

@@ -47,6 +47,7 @@ def write_workload(tmp_path):
     def write(classes=None, **fields):
         file = tmp_path / "eval" / "workloads" / "mine.yaml"
         file.parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "eval" / "known_trouble.yaml").write_text("[]")
         content = {**yaml.safe_load(WORKLOAD), **fields}
         file.write_text(
             yaml.safe_dump({**content, "classes": classes or content["classes"]}, sort_keys=False)
@@ -194,10 +195,11 @@ def test_no_rounds_are_refused_before_anything_starts(measure, add_served, stand
 
 
 THREE_WAYS = {
-    "single": {"prompt_tokens": 8, "output_tokens": 4, "requests": 3, "concurrency": 1},
     "upfront": {"prompt_tokens": 8, "output_tokens": 4, "requests": 3, "concurrency": "unlimited"},
+    "single": {"prompt_tokens": 8, "output_tokens": 4, "requests": 3, "concurrency": 1},
     "staggered": {"prompt_tokens": 8, "output_tokens": 4, "requests": 3, "gap_ms": 5},
-    "load": {"prompt_tokens": 8, "output_tokens": 4, "requests": 3, "load": [0.5, 1], "load_of": "upfront"},
+    "load-0.5": {"prompt_tokens": 8, "output_tokens": 4, "requests": 3, "load": 0.5},
+    "load-1": {"prompt_tokens": 8, "output_tokens": 4, "requests": 3, "load": 1},
 }
 
 
@@ -221,7 +223,7 @@ def test_requests_come_as_their_class_says_and_variants_get_the_same_arrivals(
     first, second = measure(add_served("a", stand_in()), add_served("b", stand_in()), workload=one)[0]
     a, b = store.read_record(first).classes, store.read_record(second).classes
     saturation = a["upfront"].request_throughput_per_s
-    assert asked[:3] == [(np.inf, 1.0, 1), (np.inf, 1.0, None), (200.0, np.inf, None)]
+    assert asked[:3] == [(np.inf, 1.0, None), (np.inf, 1.0, 1), (200.0, np.inf, None)]
     assert [rate for rate, burstiness, _ in asked[3:5]] == pytest.approx([saturation / 2, saturation])
     assert asked[3:5] == asked[8:10]
     assert drawn[:5] == drawn[5:]
@@ -248,9 +250,10 @@ def test_lengths_with_a_spread_differ_and_are_what_is_asked_of_the_server(
 
 
 PREFIXES = {
-    "cold": {"prompt_tokens": 75, "suffix_tokens": 6, "output_tokens": 4, "requests": 2},
-    "warm": {"prompt_tokens": 75, "suffix_tokens": 6, "output_tokens": 4, "requests": 4, "repeats": "cold"},
+    "cold": {"prompt_tokens": 85, "output_tokens": 4, "requests": 2},
+    "warm": {"prompt_tokens": 85, "output_tokens": 4, "requests": 4},
 }
+CACHED = {"VLLM_ENABLE_PREFIX_CACHING": "1"}
 
 
 def test_repeated_prefixes_are_whole_blocks_and_their_suffixes_are_new(
@@ -258,11 +261,12 @@ def test_repeated_prefixes_are_whole_blocks_and_their_suffixes_are_new(
 ):
     server = stand_in()
     server.cached_tokens = lambda body: 64 * (len(server.requests) > 2)
-    one = write_workload(PREFIXES, warmup_requests=0, rounds=1, concurrency=1, reference_context_tokens=128)
+    fields = {"warmup_requests": 0, "rounds": 1, "concurrency": 1, "reference_context_tokens": 128}
+    one = write_workload(PREFIXES, shape="prefixes", config=CACHED, **fields)
     (path,), _ = measure(add_served("a", server), workload=one)
     prompts = prompts_of(server)
     cold, warm = prompts[:2], prompts[2:]
-    assert {len(prompt) for prompt in prompts} == {4 * 16 + 6}
+    assert {len(prompt) for prompt in prompts} == {4 * 16 + 16}
     assert [prompt[:64] for prompt in warm] == [cold[n % 2][:64] for n in range(4)]
     assert len({prompt[64:] for prompt in prompts}) == 6
     warm = store.read_record(path).classes["warm"].prefix_cache
@@ -270,7 +274,7 @@ def test_repeated_prefixes_are_whole_blocks_and_their_suffixes_are_new(
     assert (warm.hit_tokens, warm.queried_tokens) == (4 * 64, 4 * 100)
     assert warm.repeat_speedup.value > 0
     (row,) = [row for row in tables.results_table(path).rows if row[0].startswith("warm")]
-    assert row[0] == "warm 70 -> 4"
+    assert row[0] == "warm 80 -> 4"
 
 
 @pytest.mark.parametrize(
@@ -290,7 +294,7 @@ def test_a_repetition_that_the_server_did_not_find_is_no_measurement(
 ):
     server = stand_in()
     server.cached_tokens = cached_tokens and (lambda body: cached_tokens(len(server.requests)))
-    one = write_workload(PREFIXES, warmup_requests=0, rounds=1)
+    one = write_workload(PREFIXES, shape="prefixes", config=CACHED, warmup_requests=0, rounds=1)
     served = add_served("a", server)
     with pytest.raises(BenchError, match=reason):
         measure(served, workload=one)
@@ -298,9 +302,9 @@ def test_a_repetition_that_the_server_did_not_find_is_no_measurement(
 
 
 SESSIONS = {
-    "first": {"prompt_tokens": 40, "output_tokens": 4, "requests": 2, "abandoned": 2, "suffix_tokens": 6},
-    "second": {"prompt_tokens": 80, "output_tokens": 4, "requests": 2, "abandoned": 2, "continues": "first"},
-    "end": {"prompt_tokens": 200, "output_tokens": 4, "requests": 2, "abandoned": 2, "continues": "second"},
+    "first": {"prompt_tokens": 40, "output_tokens": 4, "requests": 2},
+    "second": {"prompt_tokens": 80, "output_tokens": 4, "requests": 2},
+    "end": {"prompt_tokens": 200, "output_tokens": 4, "requests": 2},
 }
 
 
@@ -310,16 +314,17 @@ def test_a_session_sends_its_whole_context_at_each_turn_and_ends_with_that_of_th
     server, other = stand_in(), stand_in()
     server.cached_tokens = other.cached_tokens = lambda body: len(body["prompt"]) // 80 * 32
     other.text = "salt "
-    one = write_workload(SESSIONS, warmup_requests=1, rounds=2, concurrency=1, reference_context_tokens=128)
+    fields = {"warmup_requests": 1, "rounds": 2, "concurrency": 1, "reference_context_tokens": 128}
+    one = write_workload(SESSIONS, shape="sessions", config=CACHED, **fields)
     paths, _ = measure(add_served("a", server), add_served("b", other), workload=one)
     turns = []
     for each in (server, other):
         # One warm-up request a round; what its client leaves is sent too.
-        assert sorted(map(len, prompts_of(each))) == [38] * 10 + [80] * 8 + [124] * 8
-        by_length = {size: {p for p in prompts_of(each) if len(p) == size} for size in (38, 80, 124)}
-        assert {prompt[:38] for prompt in by_length[80]} < by_length[38]
+        assert sorted(map(len, prompts_of(each))) == [40] * 10 + [80] * 8 + [124] * 8
+        by_length = {size: {p for p in prompts_of(each) if len(p) == size} for size in (40, 80, 124)}
+        assert {prompt[:40] for prompt in by_length[80]} < by_length[40]
         assert {prompt[:80] for prompt in by_length[124]} == by_length[80]
-        turns.append({prompt[:38]: prompt[38:] for prompt in by_length[80]})
+        turns.append({prompt[:40]: prompt[40:] for prompt in by_length[80]})
     # Responses are part of the context, but for those that nobody waited for; after them all variants get one text.
     unknown, salt = (1,), (9,) * 4
     assert turns[0].keys() == turns[1].keys()
@@ -327,10 +332,10 @@ def test_a_session_sends_its_whole_context_at_each_turn_and_ends_with_that_of_th
         same = turns[1][first]
         has_response = text[:1] == unknown
         assert (same[:4] == salt) == has_response
-        assert text[has_response:][:38] == same[4 * has_response :][:38]
+        assert text[has_response:][:36] == same[4 * has_response :][:36]
     assert sum(text[:1] == unknown for text in turns[0].values()) == 4
     record, items = store.read_record(paths[0]), store.read_items(paths[0])
-    assert [item["prompt_tokens"] for item in items] == [38] * 4 + [80] * 4 + [124] * 4
+    assert [item["prompt_tokens"] for item in items] == [40] * 4 + [80] * 4 + [124] * 4
     caches = [row.prefix_cache for row in record.classes.values()]
     assert [(c.repeats, c.prefix_tokens) for c in caches] == [(None, 32), ("first", 32), ("second", 80)]
     assert [c.hit_tokens for c in caches] == [0, 2 * 4 * 32, 2 * 4 * 32]
@@ -343,7 +348,7 @@ def test_a_request_that_is_refused_while_its_client_would_leave_is_an_error(
 ):
     server = stand_in()
     server.refuses = lambda body: not body.get("stream_options")  # which the timed requests have
-    one = write_workload({"only": {**SESSIONS["first"], "suffix_tokens": None}}, rounds=1)
+    one = write_workload({"only": SESSIONS["first"]}, shape="sessions", rounds=1)
     with pytest.raises(
         shared_server.ServerLostError, match="measuring a: only: HTTP 503; nothing was recorded"
     ):
@@ -445,7 +450,7 @@ def test_a_sweep_of_the_concurrency_covers_the_most_capable_variant():
 def test_a_real_server_is_timed(served_tiny, tmp_path, monkeypatch):
     monkeypatch.setattr(rounds, "share_server", lambda *_, **__: contextlib.nullcontext(served_tiny))
     shape = {"prompt_tokens": 40, "output_tokens": 16, "requests": 3}
-    few = (PromptClass(name="single", **shape), PromptClass(name="poisson", rate_per_s=50, **shape))
+    few = (PromptClass(name="single", **shape), PromptClass(name="poisson", load=1, **shape))
     workload = Workload.load("classes", repository_root())
     workload = workload.model_copy(update={"classes": few, "rounds": 1, "reference_context_tokens": 256})
     (path,) = latency.measure_latency(

@@ -19,6 +19,7 @@ import pytest
 from slimqwen import variant
 from slimqwen.bench.client import counters
 from slimqwen.bench.latency.measured_variant import MeasuredVariant, SharedState
+from slimqwen.bench.load_shapes import Sessions
 from slimqwen.bench.workload import Workload
 from slimqwen.evals.engine import compare_tokens
 from slimqwen.evals.engine_process import Response
@@ -80,8 +81,8 @@ def send_sessions(served: SharedServer, workload: Workload, minutes: float) -> L
             load.rows += result.rows
             load.queried_tokens += result.queried_tokens
             load.hit_tokens += result.hit_tokens
-        load.abandoned += sum(c.abandoned for c in side.classes)
-        load.abandoned_tokens += sum(c.abandoned * c.output_tokens for c in side.classes)
+        load.abandoned += sum(Sessions.abandoned for _ in side.classes)
+        load.abandoned_tokens += sum(Sessions.abandoned * c.output_tokens for c in side.classes)
         side.results = {name: type(result)() for name, result in side.results.items()}
         processes = [process, *process.children(recursive=True)]
         load.memory_bytes.append(sum(each.memory_info().rss for each in processes))
@@ -150,10 +151,12 @@ def test_sessions_and_clients_that_leave_harm_no_server(served_tiny: SharedServe
     first, *_, end = AGENT.classes
     few = {"requests": 2, "output_tokens": 1024}
     classes = (
-        first.model_copy(update={**few, "prompt_tokens": 4096, "suffix_tokens": None}),
-        end.model_copy(update={**few, "continues": first.name}),
+        first.model_copy(update={**few, "prompt_tokens": 4096}),
+        end.model_copy(update=few),
     )
-    load = assert_unharmed(served_tiny, AGENT.model_copy(update={"classes": classes}), minutes=0)
+    load = assert_unharmed(
+        served_tiny, AGENT.model_copy(update={"classes": classes, "config": {}}), minutes=0
+    )
     assert (len(load.rows), load.abandoned) == (2 * 2 * 2, 2 * 2 * 2)
 
 
