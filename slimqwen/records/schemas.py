@@ -1,7 +1,11 @@
-"""The JSON Schemas of all record kinds, generated from their models and committed as schemas.json in this folder."""
+"""The JSON Schemas of all record kinds, generated from their models and committed as schemas.json in this folder.
+
+A measurements.json, which people write, is checked by its schema; records, which commands write, by their models.
+"""
 
 import json
 from collections.abc import Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +46,22 @@ def render_schemas() -> str:
     models = (f"  {json.dumps(name)}: {json.dumps(part)}" for name, part in document.pop("$defs").items())
     head = json.dumps(document, indent=1).removesuffix("\n}")
     return head + ',\n "$defs": {\n' + ",\n".join(models) + "\n }\n}\n"
+
+
+def find_fault(kind: str, fields: Mapping[str, Any]) -> str | None:
+    """The most telling fault of a file by its committed schema, as "field: fault"; None without one."""
+    from jsonschema.exceptions import best_match  # type: ignore[import-untyped]
+
+    fault = best_match(_validator(kind, FILE).iter_errors(dict(fields)))
+    return fault and f"{'/'.join(map(str, fault.absolute_path)) or 'the file'}: {fault.message}"
+
+
+@cache
+def _validator(kind: str, file: Path) -> Any:
+    from jsonschema import Draft202012Validator  # type: ignore[import-untyped]
+
+    document = json.loads(file.read_bytes())
+    return Draft202012Validator({"$defs": document["$defs"], **document["kinds"][kind]})
 
 
 def write_schemas(file: Path = FILE) -> Path:

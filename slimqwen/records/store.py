@@ -149,6 +149,8 @@ def validate(fields: Mapping[str, Any], location: str) -> Record | Measurements:
             f"{location}: schema {schema!r}, this checkout has {models[kind].present_schema()}; measure again, or "
             "check out the commit of the record"
         )
+    if kind == Measurements.kind and (fault := schemas.find_fault(kind, fields)):
+        raise RecordError(f"{location}: {fault}; correct it")
     try:
         # JSON can express half of a surrogate pair, which cannot be encoded in UTF-8.
         text = json.dumps(fields, ensure_ascii=False)

@@ -89,6 +89,23 @@ def test_model_and_schema_refuse_a_record_without_a_required_field_or_with_one_m
 
 
 @pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        (
+            {"status": "great"},
+            r"status: 'great' is not one of \['planned', 'measured', 'promoted', 'rejected'\]",
+        ),
+        ({"records": ["a.json", "a.json"]}, r"records: \['a.json', 'a.json'\] has non-unique elements"),
+        ({"note": "mine"}, r"the file: Additional properties are not allowed \('note' was unexpected\)"),
+        ({"hypothesis": ""}, "hypothesis: '' should be non-empty"),
+    ],
+)
+def test_a_measurements_json_is_checked_by_the_committed_schema(example, changes, said):
+    with pytest.raises(store.RecordError, match=rf"^x/measurements.json: {said}; correct it$"):
+        store.validate(example("measurements") | changes, "x/measurements.json")
+
+
+@pytest.mark.parametrize(
     ("kind", "path", "wrong"),
     [
         ("quality", ("limit",), 0),
