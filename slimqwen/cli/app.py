@@ -17,7 +17,6 @@ from slimqwen.cli import (
     plan,
     recipe,
     report,
-    roofline,
     search,
     serve,
     variants,
@@ -47,7 +46,6 @@ app.command(rich_help_panel=_MEASURE, cls=console.Judge)(gate.gate)
 app.command(rich_help_panel=_MEASURE)(search.search)
 app.command(rich_help_panel=_MEASURE)(search.tune)
 app.add_typer(bench.app, name="bench", rich_help_panel=_MEASURE)
-app.command(rich_help_panel=_MEASURE)(roofline.roofline)
 app.command("compare", rich_help_panel=_READ)(compare.compare_variants)
 app.command(rich_help_panel=_READ)(report.report)
 app.add_typer(image.app, name="image", rich_help_panel=_READ)

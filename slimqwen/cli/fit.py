@@ -37,6 +37,12 @@ def fit(
     sequences: Annotated[
         int | None, typer.Option(min=1, help="requests at a time (default: the variant's, else 1)")
     ] = None,
+    waterfall: Annotated[
+        bool,
+        typer.Option(
+            "--waterfall", help="what a decode step of a variant reads after each stage of its recipe"
+        ),
+    ] = False,
 ) -> None:
     """Compute whether a model fits on a GPU, as stored and after each recipe, and how fast it could be there.
 
@@ -44,6 +50,7 @@ def fit(
     safetensors index. Exit code 1: as stored, the model does not fit on that GPU.
     """
     from slimqwen.fit import tables, verdict
+    from slimqwen.fit import waterfall as waterfalls
     from slimqwen.fit.memory import ServerSettings
     from slimqwen.fit.subject import find_subject
     from slimqwen.plan.host_gpus import choose_gpu
@@ -54,6 +61,11 @@ def fit(
     subject = find_subject(model, root)
     here = found.here if found and gpu is None else 1
     settings = ServerSettings.of(subject, context, sequences, gpus, gpus_here=here)
+    if waterfall:
+        if found is None:
+            raise typer.BadParameter("--waterfall shows the steps on one GPU; name it with --gpu")
+        console.print(waterfalls.waterfall_table(subject, settings, found.gpu).as_rich())
+        return
     if found is None:
         console.print(tables.gpus_table(subject, settings, root).as_rich())
         if subject.namesakes:

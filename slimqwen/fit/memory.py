@@ -1,7 +1,7 @@
 """A server on one GPU, or on several of one kind: its weights, cache and activations, and how fast it could be.
 
 vLLM takes the share --gpu-memory-utilization of a GPU's memory. What weights and an assumed overhead (activations, CUDA
-context, graphs) leave of that becomes blocks of KV cache and states (`roofline.architecture.CacheLayout`).
+context, graphs) leave of that becomes blocks of KV cache and states (`architecture.CacheLayout`).
 """
 
 import json
@@ -11,24 +11,20 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Self, TypeVar
 
-from slimqwen.errors import SlimqwenError
+from slimqwen.fit import FitError, cost
+from slimqwen.fit.architecture import CacheLayout, Model, lay_out_cache, read_model
 from slimqwen.fit.optimised import Optimised
 from slimqwen.fit.subject import Subject
 from slimqwen.models.families import find_kind, unshared_heads
 from slimqwen.plan.devices import Gpu
 from slimqwen.plan.resolution import OVERHEAD_GIB
-from slimqwen.roofline import cost
-from slimqwen.roofline.architecture import (
-    MEMORY_UTILIZATION,
-    CacheLayout,
-    Model,
-    lay_out_cache,
-    read_model,
-)
 from slimqwen.variant import read_token_count
 
 DRAFT_DEPTH, SEQUENCES, UTILIZATION, BATCHED_TOKENS = 4, 1, 0.90, 2048
 """Settings of a server that no variant describes: the flags of qwen3.5-4b-best, except the number of sequences."""
+
+DEFAULT_UTILIZATION = 0.92
+"""vLLM's default of --gpu-memory-utilization."""
 
 CONTEXT_LEN = 32_768
 """Context of a server that no variant describes, tokens; the model's longest where that is shorter."""
@@ -37,10 +33,6 @@ SPEED_CONTEXT_LEN = 2048
 """Cached tokens of the one sequence whose speed is given."""
 
 Number = TypeVar("Number", int, float)
-
-
-class FitError(SlimqwenError):
-    """Settings with which no server can be laid out."""
 
 
 @dataclass(frozen=True)
@@ -116,7 +108,7 @@ class ServerSettings:
                 ) from None
             # Without a number vLLM drafts as many tokens as the head has layers, which is one in every release.
             depth = int(drafts.get("num_speculative_tokens", 1)) if "mtp" in str(drafts.get("method")) else 0
-            utilization, prefix_caching, longest = MEMORY_UTILIZATION, "1", native
+            utilization, prefix_caching, longest = DEFAULT_UTILIZATION, "1", native
         own = number("max_model_len", longest, read_token_count, "4096, 4k or 4K")
         # With "auto" vLLM takes all positions, or as many as the memory holds.
         length = context_len or (native if own == -1 else own)
@@ -233,7 +225,7 @@ class Sized:
 
 
 def size_checkpoint(step: Optimised, settings: ServerSettings) -> Sized:
-    """Count bytes and FLOPs of a checkpoint as a server loads it; raises a RooflineError for an unknown dtype."""
+    """Count bytes and FLOPs of a checkpoint as a server loads it; raises a FitError for an unknown dtype."""
     sizes: dict[str, int] = defaultdict(int)
     outline = step.outline
     for name, info in outline.tensors.items():
@@ -255,7 +247,7 @@ def fit_checkpoint(sized: Sized, settings: ServerSettings, gpu: Gpu, acceptance_
     """
     model, depth = sized.model, settings.depth
     resident = model.resident_bytes(depth)
-    cache = int(settings.utilization * gpu.cuda_memory_bytes - resident - OVERHEAD_GIB * 2**30)
+    cache = _room(gpu, settings.utilization, resident)
     layout = lay_out_cache(model, depth, prefix_caching=settings.prefix_caching)
     sequence = layout.sequence_bytes(settings.context_len)
     full = max(0, cache // layout.block_bytes) / layout.sequence_blocks(settings.context_len)
@@ -279,6 +271,25 @@ def fit_checkpoint(sized: Sized, settings: ServerSettings, gpu: Gpu, acceptance_
         drafted=acceptance_length / drafting.seconds if drafting and acceptance_length else None,
         break_even=drafting.seconds / plain.seconds if drafting else None,
     )
+
+
+def _room(gpu: Gpu, utilization: float, resident: int) -> int:
+    """Bytes that weights and overhead leave for the cache; negative where not even they fit."""
+    return int(utilization * gpu.cuda_memory_bytes - resident - OVERHEAD_GIB * 2**30)
+
+
+def fitting_batch(model: Model, gpu: Gpu, context_len: int, num_speculative_tokens: int) -> int:
+    """Number of sequences that fit on a GPU with vLLM's default share of its memory; raises FitError for none."""
+    resident = model.resident_bytes(num_speculative_tokens)
+    sequence = lay_out_cache(model, num_speculative_tokens).sequence_bytes(context_len)
+    fitting = _room(gpu, DEFAULT_UTILIZATION, resident) // sequence
+    if fitting < 1:
+        raise FitError(
+            f"weights and {context_len} tokens need {(resident + sequence) / 2**30:.1f} GiB beside "
+            f"{OVERHEAD_GIB:g} GiB of overhead, but vLLM may use only {DEFAULT_UTILIZATION:.0%} of the "
+            f"{gpu.cuda_memory_gib:g} GiB of {gpu.name}; use a larger GPU or a smaller variant"
+        )
+    return fitting
 
 
 def _share_of_one_gpu(model: Model, gpus: int, text: Mapping[str, Any]) -> Model:

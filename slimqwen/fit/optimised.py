@@ -6,10 +6,10 @@ from pathlib import Path
 
 from slimqwen.checkpoint import packing
 from slimqwen.checkpoint.config import quantisation
+from slimqwen.fit.architecture import shape_tensors
 from slimqwen.fit.subject import Subject
 from slimqwen.models.outline import Outline
 from slimqwen.models.shape import Packing
-from slimqwen.roofline.architecture import shape_tensors
 
 _FOUR_BITS = Packing(bits=4, group_size=32)
 _PUBLISHED_FOUR_BITS = Packing(bits=4, group_size=128)

@@ -75,7 +75,6 @@ class GpuSheet(Block):
     nvidia_smi: tuple[str, ...] = Field(min_length=1, description="product names that nvidia-smi prints")
     memory_bandwidth_gb_per_s: PositiveFloat
     memory_gib: PositiveFloat
-    l2_cache_mb: PositiveFloat | None = Field(default=None, description="None where it is not known")
     compute_capability: str = Field(pattern=r"^\d+\.\d$")
     dense_peak_tflops: Peaks | None = Field(default=None, description="None where it is not known")
     source: str = Field(min_length=1, description="the data sheet")
@@ -115,7 +114,7 @@ class Driver(Block):
 
 
 class Gpu(GpuSheet):
-    """A GPU: its data sheet, which a roofline's record keeps, and its driver."""
+    """A GPU: its data sheet and its driver."""
 
     driver: Driver
 

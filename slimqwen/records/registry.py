@@ -15,7 +15,7 @@ from types import MappingProxyType
 from slimqwen.errors import SlimqwenError
 from slimqwen.records.record import Record
 
-PACKAGES = tuple(f"slimqwen.{name}" for name in ("evals", "bench", "plan", "roofline", "search", "image"))
+PACKAGES = tuple(f"slimqwen.{name}" for name in ("evals", "bench", "plan", "search", "image"))
 _NAMES_A_BASE = re.compile(r"slimqwen\.records\.record import|\b(record\.Record|ServedRecord|SplitRecord)\b")
 
 

@@ -21,12 +21,13 @@ from typing import Any
 
 from slimqwen import checkpoint
 from slimqwen.checkpoint.tensors import tensor_bytes
+from slimqwen.fit import cost
+from slimqwen.fit.architecture import shape_model
+from slimqwen.fit.memory import fitting_batch
 from slimqwen.models.shape import Shape
-from slimqwen.plan.devices import GpuSheet
+from slimqwen.plan.devices import Gpu
 from slimqwen.recipe.registry import STAGES
 from slimqwen.records import provenance
-from slimqwen.roofline import cost
-from slimqwen.roofline.architecture import shape_model
 from slimqwen.search.candidate import Candidate
 from slimqwen.search.executors import ENGINE_BYTES, Resources, Task, content_key
 from slimqwen.search.rungs import Budget, RungInput, compare_distributions, measure_acceptance
@@ -45,7 +46,7 @@ class Ladder:
 
     base: Variant
     overlay: Path
-    gpu: GpuSheet
+    gpu: Gpu
     space: Space
     budget: Budget
 
@@ -70,7 +71,7 @@ class Ladder:
         """Roofline of the decode speed on the GPU, tokens/s.
 
         Raises:
-            RooflineError: the candidate does not fit the GPU, or its depth cannot give this acceptance length.
+            FitError: the candidate does not fit the GPU, or its depth cannot give this acceptance length.
         """
         state = self.base.settings.get("VLLM_MAMBA_SSM_CACHE_DTYPE")
         default = state.value if state else "auto"
@@ -83,7 +84,7 @@ class Ladder:
         batch = min(
             decoding.sequences,
             candidate.max_sequences or decoding.sequences,
-            model.fitting_batch(self.gpu, decoding.context_len, candidate.depth),
+            fitting_batch(model, self.gpu, decoding.context_len, candidate.depth),
         )
         step = cost.bound_decode_step(
             model, self.gpu, batch, decoding.context_len, candidate.depth, acceptance_length

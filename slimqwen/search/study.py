@@ -15,10 +15,10 @@ from typing import Any
 from slimqwen import variant as variants
 from slimqwen.captured_log import capture_logger
 from slimqwen.evals.acceptance import summarise_items
+from slimqwen.fit import FitError
 from slimqwen.progress import Progress, silent
 from slimqwen.records.journal import Journal, locked
 from slimqwen.records.record import Estimate
-from slimqwen.roofline import RooflineError
 from slimqwen.search import SearchError
 from slimqwen.search.candidate import Candidate
 from slimqwen.search.executors import Executor, Failure, Outcome, Result, Task, content_key
@@ -219,7 +219,7 @@ class Study:
         )
         try:
             bound = ladder.best_tokens_per_second(candidate, self._base_rates)
-        except RooflineError as error:
+        except FitError as error:
             self._finish_trial(running, "roofline", str(error))
             return
         running.row["bound_tokens_per_second"] = bound

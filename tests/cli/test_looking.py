@@ -12,7 +12,7 @@ QUESTIONS = [
     "serve --variant tiny --dry-run",
     "recipe run --variant tiny-best --dry-run",
     "fit qwen3.5-4b-best --gpu a10g",
-    "roofline --variant qwen3.5-4b-best --gpu rtx-3090",
+    "fit qwen3.5-4b-best --gpu rtx-3090 --waterfall",
     "compare",
     "compare tiny tiny-best",
     "fit qwen3.5-4b-best",

@@ -14,7 +14,7 @@ VERBS = (
     "fit qwen3.5-4b",
     "variant list",
     "compare tiny tiny-best",
-    "roofline qwen3.5-4b-best --gpu a10g",
+    "fit qwen3.5-4b-best --gpu a10g --waterfall",
     "recipe run cyankiwi-best --dry-run",
 )
 

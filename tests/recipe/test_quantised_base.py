@@ -10,9 +10,9 @@ from transformers import AutoTokenizer
 
 from slimqwen import checkpoint, variant
 from slimqwen.checkpoint.tensors import list_tensors
+from slimqwen.fit import cost
+from slimqwen.fit.architecture import read_model
 from slimqwen.recipe import variant_recipe
-from slimqwen.roofline import cost
-from slimqwen.roofline.architecture import read_model
 from slimqwen.serving.in_process import counter, engine
 from slimqwen.variant import Variant
 from tests.recipe.workshop import CONFIG

@@ -6,7 +6,7 @@ import pytest
 
 from slimqwen import checkpoint
 from slimqwen.checkpoint.tensors import list_tensors
-from slimqwen.roofline.architecture import read_model, shape_model
+from slimqwen.fit.architecture import read_model, shape_model
 from slimqwen.search.candidate import Candidate
 from slimqwen.search.ladder import Ladder
 

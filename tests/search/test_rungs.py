@@ -15,9 +15,9 @@ from slimqwen.checkpoint.tensors import list_tensors
 from slimqwen.evals import token_distributions
 from slimqwen.evals.acceptance import summarise_items
 from slimqwen.evals.fidelity_figures import PLAIN, TextComparison
+from slimqwen.fit.architecture import read_model, shape_model
 from slimqwen.progress import silent
 from slimqwen.records.record import Estimate, Ratio
-from slimqwen.roofline.architecture import read_model, shape_model
 from slimqwen.search.candidate import Candidate
 from slimqwen.search.executors import Failure, LocalExecutor, Result
 from slimqwen.search.ladder import Ladder

@@ -1,16 +1,40 @@
-"""Cost model: bytes and FLOPs of a forward pass, and the shortest time in which a GPU can do it.
+"""Roofline of decoding: the shortest time in which a GPU can do a step, from tensor shapes and a data sheet.
+
+A forward pass takes at least max(bytes / memory bandwidth, FLOPs / peak FLOP/s): the roofline model of Williams,
+Waterman and Patterson (CACM 52, 2009). A decode step is one verify pass over K + 1 tokens per sequence (the last token
+and K drafts) and K sequential passes of the MTP head. The model counts
+
+- every weight once per pass, at its stored size. Rows of an embedding are gathered, but one that is tied to the output
+  head is read whole. Packed weights are multiplied in 16 bits: packing saves bytes, not FLOPs;
+- the KV cache of full-attention layers;
+- the states of Gated DeltaNet layers (Yang, Kautz and Hatamizadeh, arXiv:2412.06464), read and written once per step;
+- one multiply-add as two FLOPs.
+
+Activations, norms, sampling, kernel launches and the host are not counted, so a real server is slower.
 
 `context_len` is the number of cached tokens of each sequence, `num_speculative_tokens` that of a step's drafts (K).
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import NamedTuple
 
+from slimqwen.fit import FitError
+from slimqwen.fit.architecture import Model, Weights
 from slimqwen.plan.devices import GpuSheet, Precision
-from slimqwen.roofline import RooflineError
-from slimqwen.roofline.architecture import Model, Weights
-from slimqwen.roofline.record import PARTS, StepBound
+
+PARTS = ("layers", "output head", "draft layers", "draft head", "states and KV cache")
+"""The parts that a decode step reads and writes, in the order of tables."""
+
+
+class StepBound(NamedTuple):
+    """The fastest decode step of one batch."""
+
+    bytes: float  # memory traffic of all passes
+    flops: float  # of all passes and precisions
+    seconds: float
+    tokens_per_second: float  # highest output rate of the batch
+
 
 _NOTHING = Weights(0, {})
 
@@ -44,10 +68,6 @@ class PassWork:
         """Shortest time of the pass, seconds."""
         return max(self.memory_seconds(gpu), self.compute_seconds(gpu))
 
-    def limit(self, gpu: GpuSheet) -> Literal["memory", "compute"]:
-        """Which of memory traffic and arithmetic takes longer."""
-        return "memory" if self.memory_seconds(gpu) >= self.compute_seconds(gpu) else "compute"
-
 
 def count_verify_work(
     model: Model, batch_size: int, context_len: int, num_speculative_tokens: int = 0
@@ -73,20 +93,6 @@ def count_draft_work(model: Model, batch_size: int, context_len: int) -> PassWor
     )
 
 
-def count_prefill_work(model: Model, num_tokens: int, num_speculative_tokens: int = 0) -> PassWork:
-    """Work of one pass over a prompt up to the first output token; with drafts it fills the MTP head's cache too."""
-    layers = model.cached_layers(num_speculative_tokens)
-    causal_pairs = num_tokens * (num_tokens + 1) // 2
-    row_and_cache_bytes = num_tokens * (model.embedding_row_bytes + layers * model.kv_bytes)
-    return (
-        _weights(model.body, num_tokens)
-        + _weights(model.head, 1)
-        + _weights(model.drafter if num_speculative_tokens else _NOTHING, num_tokens)
-        + PassWork(row_and_cache_bytes + model.state_bytes, {"bf16": num_tokens * model.state_flops})
-        + PassWork(0, {model.attention_precision: layers * causal_pairs * model.attention_flops})
-    )
-
-
 def bound_decode_step(
     model: Model,
     gpu: GpuSheet,
@@ -95,9 +101,9 @@ def bound_decode_step(
     num_speculative_tokens: int = 0,
     acceptance_length: float = 1.0,
 ) -> StepBound:
-    """The fastest decode step; raises RooflineError if `acceptance_length` is not between 1 and K + 1."""
+    """The fastest decode step; raises FitError if `acceptance_length` is not between 1 and K + 1."""
     if not 1 <= acceptance_length <= num_speculative_tokens + 1:
-        raise RooflineError(
+        raise FitError(
             f"acceptance length {acceptance_length} is impossible with {num_speculative_tokens} drafted tokens; "
             f"give one between 1 and {num_speculative_tokens + 1}"
         )
@@ -105,14 +111,9 @@ def bound_decode_step(
     draft_work = count_draft_work(model, batch_size, context_len)
     seconds = verify_work.seconds(gpu) + num_speculative_tokens * draft_work.seconds(gpu)
     return StepBound(
-        num_speculative_tokens=num_speculative_tokens,
-        acceptance_length=acceptance_length,
-        context_len=context_len,
-        batch_size=batch_size,
         bytes=verify_work.bytes + num_speculative_tokens * draft_work.bytes,
         flops=verify_work.total_flops + num_speculative_tokens * draft_work.total_flops,
         seconds=seconds,
-        limited_by=verify_work.limit(gpu),
         tokens_per_second=batch_size * acceptance_length / seconds,
     )
 

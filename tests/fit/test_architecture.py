@@ -10,9 +10,9 @@ from slimqwen import checkpoint
 from slimqwen.checkpoint import CorruptCheckpointError
 from slimqwen.checkpoint.config import write_config
 from slimqwen.checkpoint.tensors import NewTensor, TensorInfo, list_tensors, write_tensors
-from slimqwen.roofline import RooflineError, cost
-from slimqwen.roofline.architecture import lay_out_cache, read_model
-from tests.roofline.shapes import (
+from slimqwen.fit import FitError, cost
+from slimqwen.fit.architecture import lay_out_cache, read_model
+from tests.fit.shapes import (
     BODY_BYTES,
     BODY_FLOPS,
     CONFIG,
@@ -51,7 +51,7 @@ def test_an_untied_embedding_is_gathered_and_takes_room():
     assert (SMALL.tied, untied.tied) == (True, False)
     assert cost.count_verify_work(untied, 1, 10) == cost.count_verify_work(SMALL, 1, 10)
     assert untied.resident_bytes(0) == SMALL.resident_bytes(0) + 2 * 256
-    with pytest.raises(RooflineError, match=r"no lm_head, but its config\.json does not tie it"):
+    with pytest.raises(FitError, match=r"no lm_head, but its config\.json does not tie it"):
         read_model(tensors(), {**CONFIG, "tie_word_embeddings": False})
 
 
@@ -100,7 +100,7 @@ def test_packings_that_are_not_known_are_refused():
         CorruptCheckpointError, match=f"no group of quantization_config has the target {name[:-7]}"
     ):
         read_model(given, CONFIG)
-    with pytest.raises(RooflineError, match="head_dim: Field required"):
+    with pytest.raises(FitError, match="head_dim: Field required"):
         read_model(tensors(), {key: value for key, value in CONFIG.items() if key != "head_dim"})
 
 
@@ -162,7 +162,7 @@ def test_states_have_the_dtype_that_vllm_gives_them():
     saved = 2 * 4 * 4 * 2
     assert read_model(tensors(), unsaid).state_bytes == STATE - saved
     assert read_model(tensors(), CONFIG, state_dtype="bfloat16").state_bytes == STATE - saved
-    with pytest.raises(RooflineError, match="a recurrent state in int8"):
+    with pytest.raises(FitError, match="a recurrent state in int8"):
         read_model(tensors(), CONFIG, state_dtype="int8")
 
 

@@ -5,8 +5,8 @@ from pathlib import Path
 from typing import Any
 
 from slimqwen.checkpoint.tensors import TensorInfo
+from slimqwen.fit.architecture import read_model
 from slimqwen.plan.devices import GpuSheet, Peaks
-from slimqwen.roofline.architecture import read_model
 
 # One Gated DeltaNet layer, one layer with full attention, an MTP head: hidden 8, MLP 16, 32 tokens.
 CONFIG: dict[str, Any] = {
@@ -51,7 +51,6 @@ SLOW = GpuSheet(
     nvidia_smi=("NVIDIA Slow",),
     memory_bandwidth_gb_per_s=1e-6,  # 1,000 bytes a second
     memory_gib=1,
-    l2_cache_mb=1e-6,
     compute_capability="8.0",
     dense_peak_tflops=Peaks(bf16=2e-9),  # 2,000 flops a second
     source="nobody",

@@ -11,16 +11,13 @@ from slimqwen import checkpoint
 from slimqwen.checkpoint import draft_head
 from slimqwen.checkpoint.packing import PACKED, packed_bits
 from slimqwen.checkpoint.tensors import TensorInfo, find_output_head, tensor_bytes
+from slimqwen.fit import FitError
 from slimqwen.models.families import FULL_ATTENTION, LINEAR_ATTENTION, find_family
 from slimqwen.models.shape import Shape, Tensors
-from slimqwen.plan.devices import GpuSheet, Precision
-from slimqwen.roofline import RooflineError
+from slimqwen.plan.devices import Precision
 
 SIXTEEN_BIT = 2
 """Bytes per number in the dtype that vLLM computes in, float16 or bfloat16."""
-
-MEMORY_UTILIZATION = 0.92
-"""vLLM's default of --gpu-memory-utilization."""
 
 BLOCK_TOKENS = 16
 """vLLM's default of --block-size, tokens; a model with states has blocks of a multiple of it."""
@@ -99,20 +96,6 @@ class Model:
         """Number of layers that have a KV cache; those of the MTP head count only if it drafts."""
         return self.attention_layers + (self.drafter_layers if num_speculative_tokens else 0)
 
-    def fitting_batch(
-        self, gpu: GpuSheet, context_len: int, num_speculative_tokens: int, share: float = MEMORY_UTILIZATION
-    ) -> int:
-        """Number of sequences that fit beside the weights into a share of GPU memory; raises RooflineError for none."""
-        weights = self.resident_bytes(num_speculative_tokens)
-        sequence = lay_out_cache(self, num_speculative_tokens).sequence_bytes(context_len)
-        fitting = int((share * gpu.memory_gib * 2**30 - weights) // sequence)
-        if fitting < 1:
-            raise RooflineError(
-                f"weights and {context_len} tokens need {(weights + sequence) / 2**30:.1f} GiB, but vLLM may use only "
-                f"{share:.0%} of the {gpu.memory_gib:.0f} GiB of {gpu.name}; use a larger GPU or a smaller variant"
-            )
-        return fitting
-
 
 @dataclass(frozen=True)
 class CacheLayout:
@@ -190,7 +173,7 @@ def read_model(
 
     Raises:
         FamilyError: the model is of no supported family.
-        RooflineError: config.json is unusable, the output head is missing, or a packing or dtype is unknown.
+        FitError: config.json is unusable, the output head is missing, or a packing or dtype is unknown.
     """
     text, family = checkpoint.text_config(config), find_family(config)
     try:
@@ -198,7 +181,7 @@ def read_model(
     except ValidationError as error:
         first = error.errors()[0]
         field = ".".join(map(str, first["loc"]))
-        raise RooflineError(f"config.json: {field}: {first['msg']}; correct it") from None
+        raise FitError(f"config.json: {field}: {first['msg']}; correct it") from None
     form = checkpoint.quantisation(config)
     is_tied = bool(text.get("tie_word_embeddings"))
     embedding, head = _embedding_and_head(tensors, is_tied)
@@ -269,12 +252,12 @@ def _embedding_and_head(tensors: Mapping[str, TensorInfo], is_tied: bool) -> tup
         name for name in tensors if name.endswith("embed_tokens.weight") and not name.startswith("mtp.")
     ]
     if len(embeddings) != 1:
-        raise RooflineError(
+        raise FitError(
             f"the checkpoint has {len(embeddings)} tensors embed_tokens.weight instead of one; use a language model"
         )
     head = [name for name in find_output_head(tensors) if not name.endswith(("_shape", "_g_idx"))]
     if head == embeddings and not is_tied:
-        raise RooflineError(
+        raise FitError(
             "the checkpoint has no lm_head, but its config.json does not tie it to the embedding; "
             "set tie_word_embeddings to true or use a checkpoint with lm_head"
         )
@@ -317,5 +300,5 @@ def _count_numbers(name: str, info: TensorInfo, form: Mapping[str, Any]) -> int:
 
 def _number_bytes(what: str, dtype: str, known: Mapping[str, float]) -> float:
     if dtype not in known:
-        raise RooflineError(f"{what} in {dtype} is not supported here; use {', '.join(known)}")
+        raise FitError(f"{what} in {dtype} is not supported here; use {', '.join(known)}")
     return known[dtype]
