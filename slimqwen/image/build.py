@@ -19,7 +19,10 @@ from slimqwen.serving.platform import Platform
 from slimqwen.variant import repository_root
 
 BOOTSTRAP = "debootstrap"
-"""Value of BASE_IMAGE for a base image made on this machine from Debian's archive, without an image registry."""
+"""Value of BASE_IMAGE for a base image made on this machine from Debian's archive, without an image registry.
+
+It stays for hosts that reach an archive of Debian alone; `make test-image` builds on it, for it may ask no registry.
+"""
 
 _BOOTSTRAPPED = "localhost/slimqwen-base:bookworm"
 _LEFTOVERS = ("var/cache/apt/archives/*.deb", "var/lib/apt/lists/*", "var/log/*", "etc/hostname", "dev/*")
