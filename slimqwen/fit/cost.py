@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 from slimqwen.fit import FitError
 from slimqwen.fit.architecture import Model, Weights
-from slimqwen.plan.devices import GpuSheet, Precision
+from slimqwen.plan.devices import Gpu, Precision
 
 PARTS = ("layers", "output head", "draft layers", "draft head", "states and KV cache")
 """The parts that a decode step reads and writes, in the order of tables."""
@@ -56,15 +56,15 @@ class PassWork:
         """FLOPs of all precisions."""
         return sum(self.flops.values())
 
-    def memory_seconds(self, gpu: GpuSheet) -> float:
+    def memory_seconds(self, gpu: Gpu) -> float:
         """Shortest time of the memory traffic, seconds."""
         return self.bytes / gpu.bandwidth
 
-    def compute_seconds(self, gpu: GpuSheet) -> float:
+    def compute_seconds(self, gpu: Gpu) -> float:
         """Shortest time of the FLOPs, seconds; precisions share the matrix units, so their times add up."""
         return sum(count / gpu.peak(precision) for precision, count in self.flops.items())
 
-    def seconds(self, gpu: GpuSheet) -> float:
+    def seconds(self, gpu: Gpu) -> float:
         """Shortest time of the pass, seconds."""
         return max(self.memory_seconds(gpu), self.compute_seconds(gpu))
 
@@ -95,7 +95,7 @@ def count_draft_work(model: Model, batch_size: int, context_len: int) -> PassWor
 
 def bound_decode_step(
     model: Model,
-    gpu: GpuSheet,
+    gpu: Gpu,
     batch_size: int,
     context_len: int,
     num_speculative_tokens: int = 0,

@@ -12,7 +12,7 @@ from slimqwen.fit.memory import SPEED_CONTEXT_LEN, ServerSettings
 from slimqwen.fit.subject import Subject
 from slimqwen.models.shape import ShapeError
 from slimqwen.plan import shapes
-from slimqwen.plan.devices import GpuSheet
+from slimqwen.plan.devices import Gpu
 from slimqwen.records.table import Table
 from slimqwen.variant import Variant
 
@@ -43,7 +43,7 @@ class WaterfallStep:
 
 
 def list_steps(
-    subject: Subject, settings: ServerSettings, gpu: GpuSheet, context_len: int
+    subject: Subject, settings: ServerSettings, gpu: Gpu, context_len: int
 ) -> Iterator[WaterfallStep]:
     """Yield the step of the recipe's base without drafts, then a step for each optimisation that changes bytes.
 
@@ -99,7 +99,7 @@ def _list_stages(variant: Variant) -> list[CheckpointStage]:
     return stages
 
 
-def waterfall_table(subject: Subject, settings: ServerSettings, gpu: GpuSheet) -> Table:
+def waterfall_table(subject: Subject, settings: ServerSettings, gpu: Gpu) -> Table:
     """A row per optimisation: what a step reads by part, and its shortest time; errors as for `list_steps`."""
     context_len = min(SPEED_CONTEXT_LEN, settings.context_len)
     steps = list(list_steps(subject, settings, gpu, context_len))

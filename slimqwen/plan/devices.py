@@ -68,8 +68,17 @@ class Peaks(Block):
     int8: PositiveFloat | None = Field(default=None, description="both operands in 8-bit integers, TOP/s")
 
 
-class GpuSheet(Block):
-    """A GPU's data sheet; the first lines of eval/devices.yaml explain its figures."""
+class Driver(Block):
+    """What the driver says of a GPU."""
+
+    memory_gib: PositiveFloat | None = Field(
+        default=None, description="what CUDA can allocate in all, in 2^30 bytes; None where no report says"
+    )
+    multiprocessors: PositiveInt
+
+
+class Gpu(Block):
+    """A GPU: its data sheet and its driver; the first lines of eval/devices.yaml explain the figures."""
 
     name: str
     nvidia_smi: tuple[str, ...] = Field(min_length=1, description="product names that nvidia-smi prints")
@@ -79,6 +88,7 @@ class GpuSheet(Block):
     dense_peak_tflops: Peaks | None = Field(default=None, description="None where it is not known")
     source: str = Field(min_length=1, description="the data sheet")
     note: str | None = None
+    driver: Driver
 
     @property
     def bandwidth(self) -> float:
@@ -102,21 +112,6 @@ class GpuSheet(Block):
         """Default of vLLM's --max-num-seqs (`EngineArgs.get_batch_defaults`)."""
         is_large = self.memory_gib >= 70 and not any("a100" in name.lower() for name in self.nvidia_smi)
         return 1024 if is_large else 256
-
-
-class Driver(Block):
-    """What the driver says of a GPU."""
-
-    memory_gib: PositiveFloat | None = Field(
-        default=None, description="what CUDA can allocate in all, in 2^30 bytes; None where no report says"
-    )
-    multiprocessors: PositiveInt
-
-
-class Gpu(GpuSheet):
-    """A GPU: its data sheet and its driver."""
-
-    driver: Driver
 
     @property
     def cuda_memory_gib(self) -> float:

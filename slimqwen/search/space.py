@@ -15,7 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, PositiveInt
 from slimqwen import checkpoint
 from slimqwen.checkpoint.weights import has_mtp_head
 from slimqwen.models.shape import Shape
-from slimqwen.plan.devices import GpuSheet
+from slimqwen.plan.devices import Gpu
 from slimqwen.records.settings import Settings
 from slimqwen.search import SearchError
 from slimqwen.variant import Variant
@@ -94,7 +94,7 @@ class Space:
     settings: SearchSettings
 
     @classmethod
-    def derive(cls, base: Variant, gpu: GpuSheet, settings: SearchSettings) -> "Space":
+    def derive(cls, base: Variant, gpu: Gpu, settings: SearchSettings) -> "Space":
         """Derive the space of a base on a GPU.
 
         Raises:
@@ -138,7 +138,7 @@ class Space:
         return yaml.safe_dump(fields, sort_keys=True)
 
 
-def _derive_choices(base: Variant, gpu: GpuSheet) -> dict[str, tuple[Value, ...]]:
+def _derive_choices(base: Variant, gpu: Gpu) -> dict[str, tuple[Value, ...]]:
     """Values of every choice by its name; `slimqwen.search.candidate.Candidate` explains each."""
     config = checkpoint.read_config(base.weights)
     text = checkpoint.text_config(config)

@@ -6,7 +6,7 @@ from typing import Any
 
 from slimqwen.checkpoint.tensors import TensorInfo
 from slimqwen.fit.architecture import read_model
-from slimqwen.plan.devices import GpuSheet, Peaks
+from slimqwen.plan.devices import Driver, Gpu, Peaks
 
 # One Gated DeltaNet layer, one layer with full attention, an MTP head: hidden 8, MLP 16, 32 tokens.
 CONFIG: dict[str, Any] = {
@@ -46,7 +46,7 @@ ATTENTION = 4 * 2 * 4  # QK and AV, two heads of 4
 STATE = 2 * 4 * 4 * 4 + 16 * 3 * 2  # two heads of 4 x 4 in float32; 16 channels, 3 earlier tokens, 16 bits
 STATE_FLOPS = 6 * 2 * 4 * 4
 
-SLOW = GpuSheet(
+SLOW = Gpu(
     name="slow",
     nvidia_smi=("NVIDIA Slow",),
     memory_bandwidth_gb_per_s=1e-6,  # 1,000 bytes a second
@@ -54,6 +54,7 @@ SLOW = GpuSheet(
     compute_capability="8.0",
     dense_peak_tflops=Peaks(bf16=2e-9),  # 2,000 flops a second
     source="nobody",
+    driver=Driver(multiprocessors=1),
 )
 
 
