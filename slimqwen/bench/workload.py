@@ -14,6 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, field_validator,
 from slimqwen.bench import BenchError
 from slimqwen.bench.load_shapes import SHAPES, SUFFIX_TOKENS
 from slimqwen.records.settings import OWN, Settings, find_own_evaluation
+from slimqwen.text.corpus import resolve_text
 from slimqwen.variant import Variant
 from slimqwen.yaml_file import YamlText
 
@@ -179,6 +180,11 @@ class Workload(Settings):
         own = {"documents": "", "seed": 0, "reference_context_tokens": 1, "min_tokens": 2, "classes": (only,)}
         file = OWN / name / _OWN_PROMPTS
         return super()._from_text(replace(text, content={**own, "prompts": file, **content}), name)
+
+    def inputs(self, root: Path) -> list[Path]:
+        """The workload's files, and its prompts or documents."""
+        text = root / self.prompts if self.prompts else resolve_text(self.documents, root)
+        return [*super().inputs(root), text]
 
     def of_own_prompts(self, prompts: Sequence[Sequence[int]], output_tokens: Sequence[int]) -> "Workload":
         """The workload with a single class for `prompts`, token ids, whose lengths in tokens are their means."""

@@ -192,12 +192,16 @@ def digest(folder: Path, progress: Progress = silent) -> str:
     return _digest_of(known_hashes(folder, files, progress))
 
 
-def recipe_key(folder: Path) -> str | None:
-    """The recipe key of a checkpoint that a recipe made and nobody changed since; None for any other one."""
+def recipe_key(folder: Path, present: str | None = None) -> str | None:
+    """The recipe key of a checkpoint that a recipe made and nobody changed since; None for any other one.
+
+    Args:
+        present: the checkpoint's digest, where it is known.
+    """
     if not (folder / MANIFEST).is_file():
         return None
     manifest = Manifest.read(folder)
-    if not manifest.recipe_key or digest(folder) != _digest_of(manifest.files):
+    if not manifest.recipe_key or (present or digest(folder)) != _digest_of(manifest.files):
         return None
     return manifest.recipe_key
 

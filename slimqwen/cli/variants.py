@@ -134,7 +134,8 @@ def promote(variant: VariantOption) -> None:
     from slimqwen.report.unproven import find_unproven
 
     unproven = find_unproven(variant.root, variant.name)
-    promoted = promotion.promote_variant(variant, unproven)
+    with progress_bar() as progress:
+        promoted = promotion.promote_variant(variant, unproven, progress)
     for claim, reason in unproven.items():
         say(f"claimed, not proven: {claim}: {reason}")
     gate = relative(promoted.gate)

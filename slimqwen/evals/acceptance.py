@@ -16,6 +16,7 @@ from slimqwen import checkpoint
 from slimqwen import variant as variants
 from slimqwen.evals import drafting, fidelity
 from slimqwen.evals.drafting import AcceptanceSettings, Item
+from slimqwen.evals.fidelity import Reference
 from slimqwen.progress import Progress, silent
 from slimqwen.records import provenance, store
 from slimqwen.records.journal import journal_file, locked
@@ -27,7 +28,6 @@ from slimqwen.serving import speed_only
 from slimqwen.serving.command import ServerCommand
 from slimqwen.stats import intervals
 from slimqwen.text import prompts
-from slimqwen.text.corpus import resolve_text
 from slimqwen.variant import Variant
 
 
@@ -58,6 +58,10 @@ class Acceptance(SplitRecord):
     deciding_flags = fidelity.WEIGHT_FLAGS
     leaderboard_columns: ClassVar[Mapping[str, str]] = {"acceptance_length": "acceptance length, tokens"}
 
+    reference: Reference | None = Field(
+        default=None,
+        description="The baseline whose tokenizer cut the prompts; absent in old records.",
+    )
     settings_name: SettingsName = Field(description="Name of the settings file in eval/gates/.")
     gate_depth: Positive = Field(description="The K at which the gate compares variant and baseline.")
     least_share: float = Field(description="Smallest share of the baseline's acceptance length that passes.")
@@ -133,9 +137,9 @@ def measure_acceptance(
             for depth in depths
             for item in journal.answer(depth, partial(measure, depth, temperatures, flags, progress))
         ]
-        documents = resolve_text(settings.documents, variant.root)
         record = Acceptance(
             variant=variant.name,
+            reference=Reference.of(variant, progress),
             settings_name=settings_name,
             split=split,
             gate_depth=gate_depth or settings.depth_of(variant),
@@ -149,7 +153,7 @@ def measure_acceptance(
                 ),
                 command,
                 started,
-                datasets=[settings.file(variant.root), documents],
+                datasets=settings.inputs(variant.root),
                 seeds={"prompts": settings.seed},
             ),
         )

@@ -20,6 +20,7 @@ from slimqwen.serving import draft_counts, in_process
 from slimqwen.serving import platform as platforms
 from slimqwen.serving.command import ServerCommand
 from slimqwen.text import prompts
+from slimqwen.text.corpus import resolve_text
 from slimqwen.variant import Variant
 
 _UNSERVED_DEPTH = 4
@@ -58,6 +59,10 @@ class AcceptanceSettings(Settings):
         if fewest < self.groups:
             raise ValueError(f"{fewest} prompts cannot be divided into {self.groups} groups; raise prompts")
         return self
+
+    def inputs(self, root: Path) -> list[Path]:
+        """The settings' files and the documents."""
+        return [*super().inputs(root), resolve_text(self.documents, root)]
 
     def depth_of(self, variant: Variant) -> int:
         """The K at which the gate compares a variant with its baseline; 4 if the variant is served without drafts."""

@@ -44,7 +44,6 @@ from slimqwen.serving import platform as platforms
 from slimqwen.serving.command import ServerCommand
 from slimqwen.serving.errors import ServingError
 from slimqwen.stats.verdict import Verdict
-from slimqwen.text.corpus import resolve_text
 from slimqwen.variant import Variant
 from slimqwen.vllm_plugin import compile_watch
 
@@ -228,7 +227,7 @@ def measure_engine(
             server,
             command,
             started,
-            datasets=[settings.file(variant.root), resolve_text(settings.text, variant.root)],
+            datasets=settings.inputs(variant.root),
             seeds={"prompts": settings.seed},
         ),
     )

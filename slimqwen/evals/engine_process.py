@@ -18,6 +18,7 @@ from slimqwen.progress import Progress, silent
 from slimqwen.records.settings import Settings
 from slimqwen.serving import in_process
 from slimqwen.text import prompts
+from slimqwen.text.corpus import resolve_text
 from slimqwen.text.files import CorpusError
 
 Tokens = tuple[int, ...]
@@ -60,6 +61,10 @@ class EngineSettings(Settings):
     lengths: int = Field(ge=1)
     output_tokens: int = Field(ge=2)
     timeout_s: float = Field(gt=0)
+
+    def inputs(self, root: Path) -> list[Path]:
+        """The settings' files and the text."""
+        return [*super().inputs(root), resolve_text(self.text, root)]
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,16 @@ from slimqwen.evals.fidelity_figures import (
 )
 from slimqwen.progress import Progress, silent
 from slimqwen.records import provenance, store
-from slimqwen.records.record import Block, Estimate, NonNegative, Positive, Table, VariantName, Verdict
+from slimqwen.records.record import (
+    Block,
+    Estimate,
+    MeasuredCheckpoint,
+    NonNegative,
+    Positive,
+    Table,
+    VariantName,
+    Verdict,
+)
 from slimqwen.records.settings import SettingsName
 from slimqwen.records.split import Split, SplitRecord
 from slimqwen.serving import shared_server, speed_only
@@ -49,6 +58,32 @@ class Unchanged(Block):
     ratios: tuple[NoiseRatio, ...]
 
 
+class Reference(Block):
+    """The baseline with which a variant was compared."""
+
+    checkpoint: MeasuredCheckpoint
+    flags: dict[str, Any] = Field(
+        description="The flags that affect the next-token distributions of a prompt, and max-model-len."
+    )
+
+    @classmethod
+    def of(cls, variant: Variant, progress: Progress = silent) -> "Reference":
+        """The baseline of a variant as it is now; of a baseline, itself."""
+        baseline = variants.load(variant.baseline, variant.root) if variant.baseline else variant
+        server = ServerCommand.resolve(baseline)
+        return cls(
+            checkpoint=provenance.checkpoint_files(baseline.weights, baseline.root, progress),
+            flags={**weight_flags(server.flags), "max-model-len": server.max_model_len},
+        )
+
+    def is_still(self, present: "Reference", *, on_any_machine: bool = False) -> bool:
+        """Whether the present baseline is this one; `on_any_machine`, another build of its checkpoint is too."""
+        build = self.checkpoint.compare_build(present.checkpoint)
+        return self.flags == present.flags and (
+            build == "same" or (on_any_machine and build == "another build")
+        )
+
+
 class Fidelity(SplitRecord):
     """Distance of a variant's next-token distributions from its baseline's."""
 
@@ -57,6 +92,9 @@ class Fidelity(SplitRecord):
     verb = "eval fidelity"
 
     baseline: VariantName = Field(description="The baseline; the variant itself if it has none.")
+    reference: Reference | None = Field(
+        default=None, description="The baseline as it was measured; absent in old records."
+    )
     settings_name: SettingsName = Field(description="Name of the settings file in eval/gates/.")
     limits: FidelityLimits
     unchanged: Unchanged | None = Field(description="null if checkpoint or dtypes are not the baseline's.")
@@ -168,6 +206,7 @@ def measure_fidelity(
     record = Fidelity(
         variant=variant.name,
         baseline=baseline.name,
+        reference=Reference.of(variant, progress),
         settings_name=settings_name,
         split=split,
         limits=settings.limits,
@@ -185,7 +224,7 @@ def measure_fidelity(
             server.server.command,
             command,
             started,
-            datasets=[root / settings.texts, settings.file(root)],
+            datasets=settings.inputs(root),
             already_running=server.already_running,
         ),
     )

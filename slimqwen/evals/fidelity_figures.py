@@ -98,6 +98,10 @@ class FidelitySettings(Settings):
     limits: FidelityLimits
     unchanged_ratio: float = Field(gt=1)
 
+    def inputs(self, root: Path) -> list[Path]:
+        """The settings' files and the texts."""
+        return [*super().inputs(root), root / self.texts]
+
     def read_texts(self, root: Path, split: Split | None = None) -> list[tuple[str, str]]:
         """Read ids (line numbers if absent) and contents of all texts of the file, or of one side of the split.
 

@@ -231,7 +231,7 @@ def _write_gate_record(checks: GateChecks, evidence: Mapping[Check, Sequence[Pat
         changed_limits=tuple(_changed_limits(variant, settings, findings)),
         looks=tuple(f"{row.task}: {row.looks}" for row in comparisons if row.looks.is_worth_a_line),
         provenance=provenance.describe(
-            ServerCommand.resolve(variant), checks.command, started, datasets=[settings.file(variant.root)]
+            ServerCommand.resolve(variant), checks.command, started, datasets=settings.files(variant.root)
         ),
     )
     return store.write_record(variant.folder, record, (finding.as_json() for finding in findings))

@@ -1,9 +1,10 @@
 """The four checks of a gate: their settings, and functions that measure a check or find a record that still holds."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from types import MappingProxyType
 from typing import ClassVar, Literal, Self, get_args
 
 from slimqwen.checkpoint.weights import has_mtp_head
@@ -12,21 +13,32 @@ from slimqwen.evals.acceptance import Acceptance
 from slimqwen.evals.drafting import AcceptanceSettings
 from slimqwen.evals.engine import EngineCheck
 from slimqwen.evals.engine_process import EngineSettings
-from slimqwen.evals.fidelity import Fidelity
+from slimqwen.evals.fidelity import Fidelity, Reference
 from slimqwen.evals.fidelity_figures import FidelitySettings
 from slimqwen.evals.preconditions import find_baseline
 from slimqwen.evals.quality import Quality
 from slimqwen.evals.runaways import ResponseLimits
-from slimqwen.evals.suites import scorer
 from slimqwen.evals.suites.suite import AUTO, Limit, Suite
 from slimqwen.progress import Progress, silent
-from slimqwen.records.reuse import find_reusable
+from slimqwen.records.record import Record, ServedRecord
+from slimqwen.records.reuse import changed_inputs, find_reusable
 from slimqwen.records.settings import Settings, SettingsError
 from slimqwen.records.split import Side, Split
+from slimqwen.serving.command import ServerCommand
 from slimqwen.variant import Variant
 
 Check = Literal["fidelity", "acceptance", "quality", "engine"]
 CHECKS: tuple[Check, ...] = get_args(Check)
+
+
+KINDS: Mapping[Check, type[ServedRecord]] = MappingProxyType(
+    {"fidelity": Fidelity, "acceptance": Acceptance, "quality": Quality, "engine": EngineCheck}
+)
+"""The kind of record of each check."""
+
+_SETTINGS: Mapping[Check, type[Settings]] = MappingProxyType(
+    {"fidelity": FidelitySettings, "acceptance": AcceptanceSettings, "engine": EngineSettings}
+)
 
 
 class GateSettings(Settings):
@@ -140,23 +152,52 @@ class GateChecks:
             side: the baseline or the variant.
             limit: items of each task, for quality.
         """
-        name, folder = self.settings.name, self.folder / side.name
-        if check == "fidelity":
-            return find_reusable(side, Fidelity, folder, self.split, lambda each: each.settings_name == name)
-        if check == "acceptance":
-            wanted = name, self.depth
-            return find_reusable(
-                side,
-                Acceptance,
-                folder,
-                self.split,
-                lambda each: (each.settings_name, each.gate_depth) == wanted,
-            )
-        if check == "quality":
-            return find_reusable(
-                side, Quality, folder, self.split, lambda each: _is_sample(each, self.suite, limit)
-            )
-        return find_reusable(side, EngineCheck, folder, None, lambda each: each.settings_name == name)
+        return find_reusable(
+            side,
+            KINDS[check],
+            self.folder / side.name,
+            None if check == "engine" else self.split,
+            lambda record: _has_extent(record, limit) and not self._changed_settings(record, side),
+            self._inputs(check),
+            self.progress,
+        )
+
+    def changed_since(self, record: Record, side: Variant) -> list[str]:
+        """Names of what has changed since a check of the baseline or the variant was recorded on any machine."""
+        (check,) = (name for name, kind in KINDS.items() if isinstance(record, kind))
+        changed = changed_inputs(
+            record.provenance,
+            ServerCommand.resolve(side),
+            record.deciding_flags,
+            files=self._inputs(check),
+            on_any_machine=True,
+            progress=self.progress,
+        )
+        return changed + self._changed_settings(record, side, on_any_machine=True)
+
+    def _inputs(self, check: Check) -> list[Path]:
+        """Data files that a check would read now, as far as they are known before it."""
+        root, name = self.variant.root, self.settings.name
+        settings: Settings = self.suite if check == "quality" else _SETTINGS[check].load(name, root)
+        return settings.inputs(root)
+
+    def _changed_settings(self, record: Record, side: Variant, *, on_any_machine: bool = False) -> list[str]:
+        """Names of settings, and of the baseline's state, that are other than a record of a check says."""
+        if isinstance(record, Quality):
+            return record.changed_settings(self.suite, may_be_old=on_any_machine)
+        changed = []
+        if getattr(record, "settings_name", None) != self.settings.name:
+            changed.append("settings")
+        if isinstance(record, Acceptance) and record.gate_depth != self.depth:
+            changed.append("drafted tokens (K)")
+        if isinstance(record, Fidelity | Acceptance) and not changed:
+            before = record.reference
+            is_known = before is not None or not on_any_machine
+            if is_known and not (
+                before and before.is_still(Reference.of(side, self.progress), on_any_machine=on_any_machine)
+            ):
+                changed.append("baseline")
+        return changed
 
     def measure(self, check: Check, side: Variant, limit: Limit = AUTO) -> Path:
         """Measure a check of the baseline or the variant and write its record; raises what the check raises."""
@@ -198,22 +239,6 @@ class GateChecks:
         return engine.measure_engine(side, name, command=command, records_folder=folder, progress=progress)
 
 
-def _is_sample(record: Quality, suite: Suite, limit: Limit) -> bool:
-    """Whether a record has this suite, limit and scorer; for AUTO, also the sample sizes of the present assumptions.
-
-    Of an own evaluation every setting that changes a response or a score must be as it is now.
-    """
-    for task in suite.tasks:
-        settings = record.tasks[task.name].settings if task.name in record.tasks else {}
-        if suite.questions and settings != task.settings(rendered=suite.chat_template) | suite.scoring:
-            return False
-        if settings.get("scorer", scorer.digest()) != scorer.digest():
-            return False
-    return (record.suite, record.limit) == (suite.name, limit) and (
-        limit != AUTO
-        or all(
-            record.tasks[task.name].items_to_decide == task.items_to_decide
-            for task in suite.tasks
-            if task.name in record.tasks
-        )
-    )
+def _has_extent(record: Record, limit: Limit) -> bool:
+    """Whether a record is of the items that are asked for; only quality takes fewer than all."""
+    return not isinstance(record, Quality) or record.limit == limit

@@ -11,9 +11,13 @@ from pathlib import Path
 from slimqwen.checkpoint.files import CARD
 from slimqwen.evals import EvalError
 from slimqwen.evals.gate import Gate
+from slimqwen.evals.gate_checks import GateChecks
 from slimqwen.evals.model_card import render_card
-from slimqwen.records import provenance, store
+from slimqwen.progress import Progress, silent
+from slimqwen.records import store
 from slimqwen.records.record import MeasuredCheckpoint
+from slimqwen.records.reuse import changed_inputs
+from slimqwen.records.settings import SettingsError
 from slimqwen.serving.command import ServerCommand
 from slimqwen.stats.verdict import Verdict
 from slimqwen.variant import Variant
@@ -35,12 +39,15 @@ class Promotion:
     changed: bool
 
 
-def promote_variant(variant: Variant, unproven: Mapping[Claim, str] | None = None) -> Promotion:
+def promote_variant(
+    variant: Variant, unproven: Mapping[Claim, str] | None = None, progress: Progress = silent
+) -> Promotion:
     """Set a variant's status and write its model card, if its gate passed with its present checkpoint and flags.
 
     Args:
         unproven: what the variant claims and no record proves, with the reason. Without speed that it claims, it is not
             promoted.
+        progress: receives (activity, done, total) where a checkpoint is hashed.
 
     Raises:
         EvalError: no gate record fits the present checkpoint and flags, the newest that fits has not passed, a record
@@ -58,7 +65,7 @@ def promote_variant(variant: Variant, unproven: Mapping[Claim, str] | None = Non
             f"{variant.name} was rejected; if that no longer holds, set its status in experiments/{variant.name}/"
             "measurements.json to measured first"
         )
-    gate, record = _passing_gate(variant)
+    gate, record = _passing_gate(variant, progress)
     if unproven and "speed" in unproven:
         raise EvalError(
             f"{variant.name} claims speed: {unproven['speed']}; or take `speed` out of `claims` in experiments/"
@@ -85,7 +92,7 @@ def _is_of_build(path: Path, gated: MeasuredCheckpoint) -> bool:
     return measured is not None and measured.has_recipe_of(gated)
 
 
-def _passing_gate(variant: Variant) -> tuple[Path, Gate]:
+def _passing_gate(variant: Variant, progress: Progress) -> tuple[Path, Gate]:
     """Find the newest gate record that fits the variant's present state; an EvalError if it did not pass."""
     command = f"`slimqwen gate --variant {variant.name}`"
     newest = ""
@@ -93,28 +100,42 @@ def _passing_gate(variant: Variant) -> tuple[Path, Gate]:
         record = store.read_record(path, Gate)
         if record.split:
             continue  # a search or its proof measured only some of the items
-        server = ServerCommand.resolve(variant)
-        if changes := provenance.changed_inputs(record.provenance, server, on_any_machine=True):
+        try:
+            checks = GateChecks.load(variant, record.settings_name, command=[], progress=progress)
+        except SettingsError:
+            newest = newest or f" (the newest, {path.name}, has other settings)"
+            continue
+        changes = changed_inputs(
+            record.provenance,
+            ServerCommand.resolve(variant),
+            files=checks.settings.files(variant.root),
+            on_any_machine=True,
+            progress=progress,
+        )
+        changes += ["baseline"] if record.baseline != checks.baseline.name else []
+        if changes:
             newest = newest or f" (the newest, {path.name}, has other {' and '.join(changes)})"
             continue
         location = f"{variant.name}/{path.name}"
         if record.verdict != Verdict.PASS:
-            checks = ", ".join(
+            failed = ", ".join(
                 f"{check}: {verdict}" for check, verdict in record.verdicts.items() if verdict != Verdict.PASS
             )
             inconclusive = record.verdict == Verdict.INCONCLUSIVE
             cure = "give its checks the items that its page asks for" if inconclusive else "fix the variant"
             raise EvalError(
                 f"the newest gate record of {variant.name} in its present state says {record.verdict} "
-                f"({checks}; {location}); {cure}, and promote it after {command} passes"
+                f"({failed}; {location}); {cure}, and promote it after {command} passes"
             )
+        checks.baseline.require_weights()  # half of the evidence is of them
         for cited in _evidence(variant, record):
-            if not cited.is_file() or provenance.changed_data(
-                store.read_record(cited).provenance, variant.root
-            ):
+            shown = f"{cited.parent.name}/{cited.name}, which {location} cites,"
+            if not cited.is_file():
+                raise EvalError(f"{shown} is missing; run {command} to measure again")
+            (side,) = (each for each in checks.sides if each.name == cited.parent.name)
+            if changes := checks.changed_since(store.read_record(cited), side):
                 raise EvalError(
-                    f"{cited.parent.name}/{cited.name}, which {location} cites, is missing or its data files have "
-                    f"changed; run {command} to measure again"
+                    f"{shown} is of other {' and '.join(changes)}; run {command} to measure again"
                 )
         return path, record
     raise EvalError(f"no gate record fits {variant.name} in its present state{newest}; {command} makes one")

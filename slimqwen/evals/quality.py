@@ -8,12 +8,12 @@ from typing import Any, Literal
 from pydantic import Field, model_validator
 
 from slimqwen.evals import EvalError
-from slimqwen.evals.suites import datasets, lm_eval_run
-from slimqwen.evals.suites.lm_eval_run import TaskRun
-from slimqwen.evals.suites.suite import ANSWER_MARGIN, BITS_PER_BYTE, ENDED, Limit, Suite
+from slimqwen.evals.suites import datasets, lm_eval_run, own_questions
+from slimqwen.evals.suites.scored import TaskRun
+from slimqwen.evals.suites.suite import ANSWER_MARGIN, AUTO, BITS_PER_BYTE, ENDED, Limit, Suite
 from slimqwen.progress import Progress, silent
 from slimqwen.records import provenance, store
-from slimqwen.records.journal import journal_file, locked
+from slimqwen.records.journal import Journal, journal_file, locked
 from slimqwen.records.record import (
     Block,
     Count,
@@ -25,7 +25,7 @@ from slimqwen.records.record import (
 from slimqwen.records.split import Split, SplitRecord
 from slimqwen.serving import speed_only
 from slimqwen.serving.chat_template import find_tool_parser
-from slimqwen.serving.shared_server import ServerLostError, share_server
+from slimqwen.serving.shared_server import ServerLostError, SharedServer, share_server
 from slimqwen.stats import intervals, non_inferiority
 from slimqwen.text.chats import read_chat_templates
 from slimqwen.variant import Variant
@@ -90,6 +90,11 @@ class TaskScore(Block):
         description="pass: the whole 95 % interval of the score is above the floor; fail: all of it is below.",
     )
 
+    @property
+    def sign(self) -> int:
+        """1 if a larger score is better, else -1: a change times this is a gain, and a loss is negative."""
+        return 1 if self.higher_is_better else -1
+
     def share_of_outputs(self, count: int | None) -> str | None:
         """`count` as "N of M" generations; None if nothing is generated."""
         return None if count is None else f"{count} of {self.output_count}"
@@ -114,6 +119,28 @@ class Quality(SplitRecord):
         "sample size by power analysis for the non-inferiority margin."
     )
     tasks: dict[str, TaskScore] = Field(min_length=1)
+
+    def changed_settings(self, suite: Suite, *, may_be_old: bool = False) -> list[str]:
+        """Names of what the suite says otherwise now: its tasks, how they are asked and scored, margins and floors.
+
+        Args:
+            may_be_old: whether a record of before records had the suite's own settings may lack them.
+        """
+        if self.suite != suite.name or self.tasks.keys() != {task.name for task in suite.tasks}:
+            return ["tasks of the suite"]
+        changed: list[str] = []
+        for task in suite.tasks:
+            score, present = self.tasks[task.name], suite.settings_of(task)
+            added = ("suite", "scorer") if may_be_old else ()
+            before: dict[str, Any] = {**{name: present.get(name) for name in added}, **score.settings}
+            changed += [name for name in {**before, **present} if before.get(name) != present.get(name)]
+            if (score.measure, score.floor) != (task.measure, task.floor):
+                changed.append("measure or floor")
+            if score.non_inferiority_margin != task.non_inferiority_margin:
+                changed.append("non-inferiority margin")
+            if self.limit == AUTO and score.items_to_decide != task.items_to_decide:
+                changed.append("planned number of items")
+        return list(dict.fromkeys(changed))
 
     @property
     def item_count(self) -> int:
@@ -183,7 +210,7 @@ def measure_quality(
         ServerLostError: the server died or refused a request; no record is written, the responses are kept.
         ServingError: the variant's weights are random, or its acceptance length is set by a flag.
         EvalError: a task is missing or broken, the chat template lacks the thinking switch that the suite sets, the
-            suite's data are not fetched, or the limit is below 2.
+            suite's data are not fetched, the limit is below 2, or questions or task files were edited meanwhile.
         PromptTooLongError: the served context cannot hold a prompt.
     """
     if isinstance(limit, int) and limit < 2:
@@ -191,22 +218,14 @@ def measure_quality(
     require_measurable(variant, suite)
     variant = with_tool_parser(variant, suite)
     started = provenance.utc_now()
-    logs = variant.root / "logs"
+    log = variant.root / "logs" / f"serve-{variant.name}.log"
     key_parts = suite.model_dump(mode="json"), limit, str(split)
     with (
-        share_server(variant, port=port, log=logs / f"serve-{variant.name}.log", progress=progress) as server,
+        share_server(variant, port=port, log=log, progress=progress) as server,
         locked(journal_file("quality", server.server.command, *key_parts)) as answers,
     ):
         try:
-            runs, files = lm_eval_run.run_suite(
-                suite,
-                server,
-                limit=limit,
-                answers=answers,
-                log=logs / f"quality-{variant.name}.log",
-                split=split,
-                progress=progress,
-            )
+            runs, files = _run(suite, server, limit, answers, split, progress)
         except ServerLostError as error:
             raise ServerLostError(
                 f"{error}; its {len(answers)} responses so far are kept: run the same command again to continue"
@@ -222,7 +241,7 @@ def measure_quality(
                 command,
                 started,
                 datasets=files,
-                seeds={"lm_eval": lm_eval_run.SEED},
+                seeds={} if suite.questions else {"lm_eval": lm_eval_run.SEED},
                 already_running=server.already_running,
             ),
         )
@@ -230,6 +249,35 @@ def measure_quality(
         path = store.write_record(records_folder or variant.folder, record, items)
         answers.discard()
     return path
+
+
+def _run(
+    suite: Suite,
+    server: SharedServer,
+    limit: Limit,
+    answers: Journal,
+    split: Split | None,
+    progress: Progress,
+) -> tuple[list[TaskRun], list[Path]]:
+    """Ask own questions directly, other suites through lm-eval; returns the tasks and the files that affect them."""
+    root = server.variant.root
+    before = provenance.data_digests(suite.inputs(root), root)
+    if suite.questions:
+        files = suite.inputs(root)
+        runs = own_questions.ask_questions(
+            suite, server, limit=limit, answers=answers, split=split, progress=progress
+        )
+    else:
+        log = root / "logs" / f"quality-{server.variant.name}.log"
+        runs, files = lm_eval_run.run_suite(
+            suite, server, limit=limit, answers=answers, log=log, split=split, progress=progress
+        )
+    if before != provenance.data_digests(suite.inputs(root), root):
+        raise EvalError(
+            f"{' or '.join(before)} was edited meanwhile, so nothing was recorded; the responses so far are kept: "
+            "run the same command again"
+        )
+    return runs, files
 
 
 def require_measurable(variant: Variant, suite: Suite) -> None:
@@ -292,7 +340,7 @@ def score_task(run: TaskRun) -> TaskScore:
         truncated_count=sum(bool(item.truncated) for item in outputs) if outputs else None,
         empty_count=sum(not (item.output or "").strip() for item in outputs) if outputs else None,
         output_tokens=_output_tokens([item.output_tokens for item in outputs]),
-        settings={**task.settings(rendered=run.rendered), **run.scoring},
+        settings=dict(run.settings),
         **floor,
     )
 

@@ -79,6 +79,11 @@ class Plan(Facts):
     planned: str = Field(description="time of the plan, UTC, to the second")
     vllm: str
     checkpoint: str = Field(description="where the dimensions of the checkpoint come from")
+    inputs: dict[str, str] = Field(
+        {},
+        description="digests of the checkpoint's config.json, where it is here, and of the GPU's data sheet; absent in "
+        "old records",
+    )
     flags: dict[str, str] = Field(
         {}, description="vLLM's flags (values as JSON) and environment variables of the server, by name"
     )

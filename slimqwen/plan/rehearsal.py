@@ -5,6 +5,7 @@ writes its answer to the file, both as JSON objects.
 """
 
 import contextlib
+import hashlib
 import importlib.metadata
 import logging
 import os
@@ -21,6 +22,7 @@ from unittest.mock import patch
 from pydantic import BaseModel, ConfigDict
 
 from slimqwen import variant as variants
+from slimqwen.checkpoint.files import sha256
 from slimqwen.errors import SlimqwenError
 from slimqwen.plan import jit_modules, resolution, shapes, simulated_gpu
 from slimqwen.plan.devices import CPU, Gpu
@@ -86,6 +88,15 @@ def decisive_flags(command: ServerCommand) -> dict[str, str]:
     return baked_cache.decisive_flags(command.flags) | dict(command.variables)
 
 
+def digest_inputs(variant: Variant, gpu: Gpu | None) -> dict[str, str]:
+    """Digests of what a plan is made of beside flags: config.json, where it is here, and the GPU's data sheet."""
+    config = variant.weights / "config.json"
+    inputs = {"config.json": sha256(config)} if config.is_file() else {}
+    if gpu is not None:
+        inputs["data sheet"] = hashlib.sha256(gpu.model_dump_json().encode()).hexdigest()
+    return inputs
+
+
 def main() -> None:
     """Read a request from standard input, and write the answer to the file that the command's argument names."""
     request = _Request.model_validate_json(sys.stdin.read())
@@ -116,6 +127,7 @@ def _rehearse(request: _Request) -> Plan:
     with _blocked_network(), tempfile.TemporaryDirectory(prefix="slimqwen-plan-") as folder:
         try:
             variant = variants.load(request.variant, request.root).with_lines(request.lines)
+            facts["inputs"] = digest_inputs(variant, request.gpu)
             variant, facts["checkpoint"] = _with_checkpoint(variant, Path(folder))
             command = ServerCommand.resolve(variant, platform="cpu" if request.gpu is None else "cuda")
             facts["flags"] = decisive_flags(command)

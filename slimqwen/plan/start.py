@@ -66,7 +66,9 @@ def find_plan(command: ServerCommand, gpu_name: str) -> Plan:
     name, reason = command.variant.name, ""
     for plan in list_recorded_plans(command.variant.root, name):
         if plan.gpu == gpu_name:
-            misfit = _misfit(plan, rehearsal.decisive_flags(command))
+            gpu_here = devices.read_gpus(command.variant.root).get(gpu_name)
+            present = rehearsal.digest_inputs(command.variant, gpu_here)
+            misfit = _misfit(plan, rehearsal.decisive_flags(command), present)
             if misfit is None:
                 return plan
             reason = f" that fits: {misfit}"
@@ -151,10 +153,13 @@ def expect_facts(plan: Plan, *, required: bool) -> engine_facts.PlanExpectation:
     )
 
 
-def _misfit(plan: Plan, flags: Mapping[str, str]) -> str | None:
-    """Why a plan does not fit a start with these decisive flags; None if it fits."""
+def _misfit(plan: Plan, flags: Mapping[str, str], inputs: Mapping[str, str]) -> str | None:
+    """Why a plan does not fit a start with these decisive flags and inputs; None if it fits."""
     if not is_of_installed_vllm(plan):
         return f"the recorded one is for vLLM {plan.vllm}, this environment has {version('vllm')}"
+    edited = [name for name, digest in plan.inputs.items() if inputs.get(name, digest) != digest]
+    if edited:
+        return f"the recorded one is of another {' and another '.join(edited)}"
     changed = sorted(
         name for name in flags.keys() | plan.flags.keys() if flags.get(name) != plan.flags.get(name)
     )

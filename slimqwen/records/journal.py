@@ -81,6 +81,7 @@ def journal_file(kind: str, command: ServerCommand, *inputs: Any) -> Path:
         inputs,
         checkpoint.digest(variant.weights),
         provenance.portable(provenance.deciding(command.flags), variant.root),
+        provenance.named_files(command),
         provenance.redacted(command.environment),
         provenance.package_versions(),
         provenance.hardware().as_json(),

@@ -1,12 +1,13 @@
 """The provenance of a measurement: how it is collected, without paths of this machine, and cited in tables."""
 
+import contextlib
 import importlib.metadata
 import os
 import platform
 import re
 import shlex
 import subprocess
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from functools import cache
 from pathlib import Path
@@ -14,9 +15,10 @@ from types import MappingProxyType
 from typing import Any
 
 from slimqwen import checkpoint, redaction
-from slimqwen.checkpoint.files import bytes_on_disk, sha256
+from slimqwen.checkpoint.files import bytes_on_disk
 from slimqwen.errors import SlimqwenError
 from slimqwen.host_load import HostLoad
+from slimqwen.progress import Progress, silent
 from slimqwen.records.record import (
     Git,
     Hardware,
@@ -30,6 +32,7 @@ from slimqwen.records.split import split_of
 from slimqwen.serving.command import ServerCommand
 from slimqwen.serving.gpu import all_gpus
 from slimqwen.serving.platform import allowed_cpus, total_memory
+from slimqwen.text.corpus import text_digest
 from slimqwen.variant import Variant, names
 
 _PACKAGES = (
@@ -94,7 +97,7 @@ def describe(
     return ServedProvenance(
         **{**_circumstances(variant.root, command, started), **of_server(server)},
         checkpoint=checkpoint_files(variant.weights, variant.root),
-        datasets={portable(str(file), variant.root): _sha256(file) for file in sorted(set(datasets))},
+        datasets=data_digests(datasets, variant.root),
         seeds=dict(seeds),
         server="found" if already_running else "started",
         **optional,
@@ -124,13 +127,14 @@ def circumstances(root: Path, command: Sequence[str], started: str, **inputs: An
     return Provenance(**{**_circumstances(root, command, started), **inputs})
 
 
-def checkpoint_files(weights: Path, root: Path) -> MeasuredCheckpoint:
-    """Describe the checkpoint in a folder for a provenance."""
+def checkpoint_files(weights: Path, root: Path, progress: Progress = silent) -> MeasuredCheckpoint:
+    """Describe the checkpoint in a folder for a provenance; `progress` as `checkpoint.digest` takes it."""
+    digest = checkpoint.digest(weights, progress)
     return MeasuredCheckpoint(
         path=portable(str(weights), root),
-        digest=checkpoint.digest(weights),
+        digest=digest,
         size_bytes=bytes_on_disk(weights),
-        recipe_key=checkpoint.recipe_key(weights),
+        recipe_key=checkpoint.recipe_key(weights, digest),
     )
 
 
@@ -147,80 +151,62 @@ def _circumstances(root: Path, command: Sequence[str], started: str) -> dict[str
 
 
 def of_server(command: ServerCommand) -> dict[str, Any]:
-    """Fields of a provenance that describe a server's engine: flags, environment and threads."""
+    """Fields of a provenance that describe a server's engine: flags, the files that they name, environment, threads."""
     flags = {
         name: redaction.REDACTED if redaction.names_flag(name) and isinstance(value, str) else value
         for name, value in command.flags.items()
     }
     root = command.variant.root
+    files = named_files(command)
     return {
         "flags": portable(flags, root),
+        **({"files": files} if files else {}),
         "environment": portable(redacted(command.environment), root),
         "threads": _threads(command.environment),
     }
 
 
-def still_holds(
-    block: Provenance, command: ServerCommand, deciding_flags: Collection[str] | None = None
-) -> bool:
-    """Whether a measurement made now would only repeat the record; arguments as `changed_inputs`."""
-    return not block.host_was_busy and not changed_inputs(block, command, deciding_flags)
+def data_digests(files: Iterable[Path], root: Path) -> dict[str, str]:
+    """Digests of data files and folders by their path in the repository.
 
-
-def changed_inputs(
-    block: Provenance,
-    command: ServerCommand,
-    deciding_flags: Collection[str] | None = None,
-    *,
-    on_any_machine: bool = False,
-) -> list[str]:
-    """Names of the inputs of a measurement that have changed since.
-
-    Args:
-        block: provenance of the record.
-        command: command that would serve the variant now; its port does not matter.
-        deciding_flags: flags to compare, and no environment; None to compare all flags and the environment.
-        on_any_machine: whether hardware, threads, folders of caches and the build of the checkpoint may differ.
+    Raises:
+        SlimqwenError: one is missing.
     """
-    root, present = command.variant.root, of_server(command)
-    flags = [deciding(each) for each in (block.flags, present["flags"])]
-    environments = [block.environment, present["environment"]]
-    if deciding_flags is not None:
-        flags = [{name: each[name] for name in deciding_flags if name in each} for each in flags]
-        environments = []
-    if on_any_machine:
-        ignored = "OMP_NUM_THREADS", "CACHE_ROOT", "CACHE_DIR"
-        environments = [
-            {name: value for name, value in each.items() if not name.endswith(ignored)}
-            for each in environments
-        ]
-    present_checkpoint = checkpoint_files(command.variant.weights, root)
-    is_same = block.checkpoint_digest == present_checkpoint.digest
-    is_build = block.checkpoint is not None and block.checkpoint.has_recipe_of(present_checkpoint)
-    same = {
-        "checkpoint": is_same or (on_any_machine and is_build),
-        "data files": not changed_data(block, root),
-        "flags": flags[0] == flags[1],
-        "environment": not environments or environments[0] == environments[1],
-        "package versions": block.packages == package_versions(),
-        "hardware": on_any_machine or block.hardware == hardware(),
-    }
-    return [name for name, is_same in same.items() if not is_same]
+    return {portable(str(file), root): _sha256(file) for file in sorted(set(files))}
+
+
+def named_files(command: ServerCommand) -> dict[str, str]:
+    """Digests of the files and checkpoints that flags name beside the model, such as a chat template, by flag.
+
+    The flags alone have the path, which stays the same when the file is edited.
+    """
+    flags = {name: value for name, value in command.flags.items() if name != "model"}
+    digests = {}
+    for name, path in _paths(flags, command.variant.root):
+        with contextlib.suppress(OSError):  # a text that is no path at all may be too long for one
+            if path.is_file():
+                digests[name] = _sha256(path)
+            elif (path / "config.json").is_file():
+                digests[name] = checkpoint.digest(path)
+    return digests
+
+
+def _paths(value: Any, root: Path, name: str = "") -> Iterator[tuple[str, Path]]:
+    """Each text in `value` as a path, with the names that lead to it."""
+    if isinstance(value, Mapping):
+        for key, inner in value.items():
+            yield from _paths(inner, root, f"{name}.{key}" if name else str(key))
+    elif isinstance(value, list | tuple):
+        for number, inner in enumerate(value):
+            yield from _paths(inner, root, f"{name}.{number}")
+    elif isinstance(value, str | Path):
+        yield name, root / value
 
 
 def deciding(flags: Mapping[str, Any]) -> dict[str, Any]:
     """Flags that can affect a figure: all but the server's address and the tool parser, which quality switches on."""
     others = ("host", "port", "uds", "enable-auto-tool-choice", "tool-call-parser")
     return {name: value for name, value in flags.items() if name not in others}
-
-
-def changed_data(block: Provenance, root: Path) -> list[str]:
-    """Data files of a record, relative to the repository, that are missing or have changed."""
-    return [
-        file
-        for file, digest in block.datasets.items()
-        if not (root / file).is_file() or _sha256(root / file) != digest
-    ]
 
 
 def portable(value: Any, root: Path) -> Any:
@@ -415,7 +401,7 @@ def _ask_driver(*options: str) -> str:
 
 def _sha256(file: Path) -> str:
     try:
-        return sha256(file)
+        return text_digest(file)
     except OSError as error:
         raise SlimqwenError(f"{file}: {error.strerror}; restore it, a record needs its digest") from error
 

@@ -156,6 +156,11 @@ class Provenance(Block):
     flags: dict[str, Any] = Field(
         default={}, description="Resolved vLLM flags; empty where no engine was started."
     )
+    files: dict[str, Sha256] = Field(
+        default={},
+        description="Digests of files and checkpoints that flags name beside the model (a chat template), by flag; "
+        "absent where none does, and in old records.",
+    )
     environment: dict[str, str] = Field(
         default={}, description="Environment variables of the server, secrets redacted."
     )

@@ -88,11 +88,17 @@ class Settings(BaseModel):
         content = text.content
         return text.validate(cls, {**content, "name": name} if isinstance(content, dict) else content)
 
-    def file(self, root: Path) -> Path:
-        """The YAML file from which these settings were read; eval/own.yaml if the own evaluation has no such file."""
+    def files(self, root: Path) -> list[Path]:
+        """The YAML files that these settings come from; for an own evaluation eval/own.yaml, then its own file."""
         file = root / "eval" / self.folder / f"{self.name}.yaml"
+        if file.is_file() or not self.own_file:
+            return [file]
         own = root / OWN / self.name / f"{self.own_file}.yaml"
-        return file if file.is_file() or not self.own_file else own if own.is_file() else root / f"{OWN}.yaml"
+        return [root / f"{OWN}.yaml", *([own] if own.is_file() else [])]
+
+    def inputs(self, root: Path) -> list[Path]:
+        """All files that a measurement with these settings reads: those of the settings, and texts that they name."""
+        return self.files(root)
 
 
 def _replace_fields(content: Any, replacements: Any) -> Any:

@@ -91,7 +91,7 @@ def search_variants(
             devices=sha256(root / devices.FILE),
             datasets={
                 provenance.portable(str(file), root): sha256(file)
-                for file in (settings.file(root), root / ladder.budget.fidelity.texts)
+                for file in (*settings.files(root), root / ladder.budget.fidelity.texts)
                 if file.is_file()
             },
             seeds={"sampler": settings.seed},

@@ -26,12 +26,14 @@ from slimqwen.fit.architecture import shape_model
 from slimqwen.fit.memory import fitting_batch
 from slimqwen.models.shape import Shape
 from slimqwen.plan.devices import Gpu
+from slimqwen.recipe.recipe_file import read_recipe
 from slimqwen.recipe.registry import STAGES
 from slimqwen.records import provenance
 from slimqwen.search.candidate import Candidate
 from slimqwen.search.executors import ENGINE_BYTES, Resources, Task, content_key
 from slimqwen.search.rungs import Budget, RungInput, compare_distributions, measure_acceptance
 from slimqwen.search.space import Space
+from slimqwen.text.corpus import resolve_text
 from slimqwen.variant import Variant
 
 
@@ -128,8 +130,10 @@ class Ladder:
         is_fidelity = rung == "fidelity"
         settings = self.budget.fidelity if is_fidelity else self.budget.acceptance
         recipe = variant.recipe.read_text(encoding="utf-8") if variant.recipe else None
+        steps = read_recipe(variant.recipe).steps if variant.recipe else ()
         key = content_key(
             recipe,
+            [dict(step.stage.data(step.parameters)) for step in steps],
             {name: setting.value for name, setting in variant.settings.items() if name != "VLLM_MODEL"},
             *self._circumstances,
             # The size of the proof's sample does not affect this measurement.
@@ -155,4 +159,13 @@ class Ladder:
 
     @cached_property
     def _circumstances(self) -> list[Any]:
-        return [checkpoint.digest(self.base.weights), provenance.package_versions()]
+        root = self.base.root
+        texts = (
+            root / self.budget.fidelity.texts,
+            resolve_text(self.budget.acceptance.documents, root),
+        )
+        return [
+            checkpoint.digest(self.base.weights),
+            provenance.package_versions(),
+            provenance.data_digests(texts, root),
+        ]

@@ -161,9 +161,16 @@ def measure_latency(
     names, rounds, settings = argument
     sides = [variants.load(name, root) for name in names]
     folders = [root / settings.folder / name for name in names]
+    workload = Workload.load(WORKLOAD, root)
     known = [
         find_reusable(
-            side, Latency, folder, None, lambda each: (each.workload, each.rounds) == (WORKLOAD, rounds)
+            side,
+            Latency,
+            folder,
+            None,
+            lambda each: (each.workload, each.rounds) == (WORKLOAD, rounds),
+            workload.inputs(root),
+            progress,
         )
         for side, folder in zip(sides, folders, strict=True)
     ]
@@ -172,7 +179,7 @@ def measure_latency(
         return Measured(paths, reused=True)
     paths = latency.measure_latency(
         sides,
-        Workload.load(WORKLOAD, root),
+        workload,
         command=settings.command,
         rounds=rounds,
         port=free_port(),

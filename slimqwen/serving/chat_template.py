@@ -62,6 +62,17 @@ def thinks_by_default(template: ChatTemplate, weights: Path) -> bool:
     return unsaid != off or unsaid.rstrip().endswith("<think>")
 
 
+def heeds_thinking(template: ChatTemplate, weights: Path) -> bool:
+    """Whether enable_thinking changes what a template renders.
+
+    Raises:
+        ServingError: the template does not render.
+    """
+    tokens, form = _special_tokens(weights), content_form(template.text)
+    on, off = (_render(template, form, {**tokens, "enable_thinking": said}) for said in (True, False))
+    return on != off
+
+
 def suggest_tool_choice(variant: Variant, flags: Mapping[str, Any]) -> str | None:
     """The lines of config.env with which a server reads the tool calls of its model; None where it does or has none.
 

@@ -5,16 +5,38 @@ from pathlib import Path
 from typing import Any, Literal
 
 from slimqwen.evals import acceptance
-from slimqwen.evals.fidelity_figures import FIGURE_NAMES, FidelityLimits, Figures, judge_figures
+from slimqwen.evals.drafting import AcceptanceSettings
+from slimqwen.evals.engine_process import EngineSettings
+from slimqwen.evals.fidelity import Reference
+from slimqwen.evals.fidelity_figures import (
+    FIGURE_NAMES,
+    FidelityLimits,
+    FidelitySettings,
+    Figures,
+    judge_figures,
+)
 from slimqwen.evals.suites.suite import Suite
 from slimqwen.records import provenance
 from slimqwen.records.record import Estimate
+from slimqwen.records.settings import Settings
 from slimqwen.serving.command import ServerCommand
 from slimqwen.stats.verdict import Verdict, overall
 from slimqwen.variant import Variant
 from tests import record_files
 
+ROOT = Path(__file__).parents[2]
 LIMITS = FidelityLimits(**dict.fromkeys(FIGURE_NAMES, 0.003))
+
+
+def link_settings(root: Path) -> None:
+    """Link what eval/ has into another repository; the suite tinyworld has its first task alone there."""
+    (root / "eval" / "suites").mkdir(parents=True)
+    for entry in (ROOT / "eval").iterdir():
+        if entry.name != "suites":
+            (root / "eval" / entry.name).symlink_to(entry)
+    lines = (ROOT / "eval" / "suites" / "tinyworld.yaml").read_text().splitlines()
+    first = next(number for number, line in enumerate(lines) if line.startswith("  - "))
+    (root / "eval" / "suites" / "tinyworld.yaml").write_text("\n".join(lines[: first + 1]) + "\n")
 
 
 def figures_of(estimate: Estimate | None, joined_kl_nats: float | None = None) -> Figures:
@@ -50,15 +72,13 @@ class Checks:
         self.wrong: dict[tuple[str, str | None], int] = {}
         self.engine_is: Literal["fine", "wrong", "dead", "idle"] = "fine"
 
-    def described(self, one: Variant, flags: dict[str, Any] | None = None) -> dict[str, Any]:
+    def described(
+        self, one: Variant, settings: Settings, flags: dict[str, Any] | None = None
+    ) -> dict[str, Any]:
         server = ServerCommand.resolve(one)
         if flags is not None:
             server = dataclasses.replace(server, flags=flags)
-        data = one.root / "eval" / "devices.yaml"
-        return provenance.describe(server, ["x"], provenance.utc_now(), datasets=[data])
-
-    def example(self, kind: str, one: Variant, **changes: Any) -> dict[str, Any]:
-        return record_files.example(kind, variant=one.name, provenance=self.described(one)) | changes
+        return provenance.describe(server, ["x"], provenance.utc_now(), datasets=settings.inputs(one.root))
 
     def fidelity(self, one: Variant, settings_name: str, **more: Any) -> Path:
         self.asked.append(("fidelity", one.name))
@@ -74,10 +94,12 @@ class Checks:
             }]}  # fmt: skip
         record = {
             "schema": "fidelity/3", "variant": one.name, "baseline": "tiny", "plan": settings_name,
+            "reference": Reference.of(one).as_json(),
             "limits": LIMITS.as_json(), "unchanged": unchanged, "modes": {"single": figures.as_json()},
             "verdicts": {"single": verdicts},
             "verdict": overall([*verdicts.values(), noise]),
-            "provenance": self.described(one), "split": split_json(more),
+            "provenance": self.described(one, FidelitySettings.load(settings_name, one.root)),
+            "split": split_json(more),
         }  # fmt: skip
         return record_files.write(more.get("records_folder") or one.folder, record, [{"text": 1}])
 
@@ -86,18 +108,23 @@ class Checks:
         accepted = self.accepted if one.name != "tiny" else 8
         items = [item for depth in depths for item in record_files.draft_items(*[[accepted] * depth] * 3)]
         rows = [row.as_json() for row in acceptance.summarise_items(items)]
-        record = self.example("acceptance", one, plan=settings_name, gate_depth=depths[0], depths=rows)
-        record["provenance"] = self.described(one, {"enforce-eager": True})
+        settings = AcceptanceSettings.load(settings_name, one.root)
+        record = record_files.example("acceptance", variant=one.name, plan=settings_name)
+        record |= {"gate_depth": depths[0], "depths": rows, "reference": Reference.of(one).as_json()}
+        record["provenance"] = self.described(one, settings, {"enforce-eager": True})
         record["split"] = split_json(more)
         return record_files.write(more.get("records_folder") or one.folder, record, items)
 
     def quality(self, one: Variant, suite: Suite, *, limit: Any, **more: Any) -> Path:
         self.asked.append(("quality", one.name))
         right = self.right if one.name != "tiny" else 200
-        example = self.example("quality", one, suite=suite.name, limit=limit)
-        task = next(iter(example["tasks"]))
-        counts = {"item_count": 400, "available_count": self.available, "items_to_decide": 494}
-        score = example["tasks"][task] | counts | {"non_inferiority_margin": self.margin}
+        example = record_files.example("quality", variant=one.name, suite=suite.name, limit=limit)
+        example["provenance"] = self.described(one, suite)
+        (asked,) = suite.tasks
+        task = asked.name
+        counts = {"item_count": 400, "available_count": self.available}
+        counts |= {"items_to_decide": asked.items_to_decide, "settings": suite.settings_of(asked)}
+        score = example["tasks"]["example_facts"] | counts | {"non_inferiority_margin": self.margin}
         items = [
             {"task": task, "item": str(n), "value": float(n < right), "weight": 1, "cluster": None}
             for n in range(400)
@@ -124,6 +151,7 @@ class Checks:
         neighbour = engine | {"name": "without drafts", "draft_tokens": 0, "wrong": {"together": [1, 2]}}
         record = {
             "schema": "engine/2", "variant": one.name, "plan": settings_name, "near_tie_nats": 0.1,
-            "engines": [engine, neighbour], "provenance": self.described(one),
+            "engines": [engine, neighbour],
+            "provenance": self.described(one, EngineSettings.load(settings_name, one.root)),
         }  # fmt: skip
         return record_files.write(more.get("records_folder") or one.folder, record, [{"engine": "served"}])

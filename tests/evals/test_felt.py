@@ -14,8 +14,8 @@ from eval.tasks.core.tool_calls import make_tool_questions
 from slimqwen import variant
 from slimqwen.evals import quality
 from slimqwen.evals.quality_comparison import compare_quality
-from slimqwen.evals.suites import lm_eval_run
-from slimqwen.evals.suites.lm_eval_client import PromptTooLongError
+from slimqwen.evals.suites import lm_eval_run, own_questions
+from slimqwen.evals.suites.generation import PromptTooLongError
 from slimqwen.evals.suites.loops import is_looping
 from slimqwen.evals.suites.suite import Suite, SuiteTask
 from slimqwen.records import store
@@ -195,7 +195,9 @@ def test_own_questions_with_tools_are_asked_and_read_in_the_same_way(serve, tmp_
     one = dataclasses.replace(serve("tiny", plant), max_model_len=9000)
     suite = Suite.load("mine", tmp_path)
     assert quality.with_tool_parser(one.variant, suite) != one.variant
-    assert [item.value for item in score(suite, one)["mine_questions"]] == [1, 0, 1]
+    (run,) = own_questions.ask_questions(suite, one, limit=None)
+    assert [item.value for item in run.items] == [1, 0, 1]
+    assert [item.expected for item in run.items][2] == "blue"
     (first,) = [body["messages"] for body in requests if len(body["messages"]) == 4]
     call = {"name": "find_it", "arguments": '{"number": 1}'}
     assert first[1]["tool_calls"] == [{"id": "call", "type": "function", "function": call}]
@@ -253,7 +255,7 @@ def test_a_response_that_loops_or_is_cut_does_not_end(serve, write_task):
     assert (row.value, row.item_count, row.available_count) == (pytest.approx(1 / 3), 30, 60)
     assert row.higher_is_better
     assert row.output_count is None  # nothing was generated for it
-    assert row.settings == {"responses_of": "chats"}
+    assert row.settings["responses_of"] == "chats"
 
 
 def test_planted_damage_has_its_verdict_and_an_equal_variant_passes(serve, write_task, monkeypatch):

@@ -3,21 +3,17 @@
 import dataclasses
 import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
 from slimqwen import variant
-from slimqwen.checkpoint.files import sha256
-from slimqwen.evals import drafting, fidelity, gate, gate_checks, own_evaluation, quality
+from slimqwen.evals import drafting, fidelity, gate, own_evaluation, quality
 from slimqwen.evals.drafting import AcceptanceSettings
 from slimqwen.evals.fidelity_figures import FidelitySettings
 from slimqwen.evals.gate_checks import GateSettings
-from slimqwen.evals.suites import lm_eval_run, scorer
+from slimqwen.evals.suites import own_questions
 from slimqwen.evals.suites.suite import Suite
-from slimqwen.records.provenance import changed_data
 from slimqwen.records.settings import SettingsError
 from slimqwen.serving.shared_server import SharedServer
 from slimqwen.text.files import CorpusError
@@ -46,7 +42,7 @@ def test_a_gate_without_a_file_is_the_policy_for_own_evaluations(root: Path) -> 
     assert gate.fidelity.texts == Path("eval/own/mine/texts.jsonl")
     assert gate.acceptance.documents == "eval/own/mine/texts.jsonl"
     assert gate.quality == "mine"
-    assert gate.file(root) == root / "eval" / "own.yaml"
+    assert gate.files(root) == [root / "eval" / "own.yaml"]
     assert FidelitySettings.load("mine", root).limits == gate.fidelity.limits
 
 
@@ -57,7 +53,7 @@ def test_a_field_of_gate_yaml_replaces_that_field_alone(root: Path) -> None:
     after = FidelitySettings.load("mine", root)
     assert (after.limits.kl_nats, after.batch) == (0.5, 2)
     assert after.limits.bits_per_byte == before.limits.bits_per_byte
-    assert after.file(root) == own
+    assert after.files(root) == [root / "eval" / "own.yaml", own]
     own.write_text("fidelity: {limits: {kl_nat: 0.5}}\n")
     with pytest.raises(
         SettingsError, match=r"eval/own/mine/gate\.yaml:1: unknown key 'kl_nat'; did you mean kl_nats\?"
@@ -163,13 +159,6 @@ def test_a_suite_of_own_questions_takes_its_margin_from_suite_yaml(root: Path) -
     assert (task.name, task.non_inferiority_margin, task.thinking) == ("mine_questions", 0.1, False)
 
 
-def test_unusable_questions_are_named_before_a_task_is_written(root: Path) -> None:
-    write_questions(root, [{"prompt": "?", "answer": "a"}, {"prompt": "?"}])
-    with pytest.raises(CorpusError, match=r"eval/own/mine/questions\.jsonl, line 2: answer: Field required"):
-        Suite.load("mine", root).write_own_task(root)
-    assert not (root / ".cache").exists()
-
-
 def test_unusable_questions_are_named_before_a_server_starts(
     root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -194,48 +183,12 @@ def test_own_questions_are_asked_through_the_chat_template_and_scored(
     write_questions(root, rows)
     suite = Suite.load("mine", root)
     server = dataclasses.replace(served_tiny, variant=variant.load("tiny", root))
-    runs, files = lm_eval_run.run_suite(suite, server, limit=None, log=root / "logs" / "own.log")
-    (run,) = runs
+    (run,) = own_questions.ask_questions(suite, server, limit=None)
     score = quality.score_task(run)
     values = [item.value for item in run.items]
     assert score.item_count == 10
     assert values[8] == values[0]  # the same question as a chat
     assert values[9] == 0
     assert sum(values) >= 4  # tiny knows 71 % of such facts
-    assert files == [root / OWN / "questions.jsonl"]
-    assert score.settings == {"thinking": False} | suite.scoring
-
-
-@pytest.mark.parametrize(
-    ("edit", "holds"),
-    [
-        (lambda folder: None, True),
-        (lambda folder: (folder / "suite.yaml").write_text("assumed_discordance: 0.1\n"), True),
-        (lambda folder: (folder / "suite.yaml").write_text("max_gen_toks: 9\n"), False),
-        (lambda folder: (folder / "suite.yaml").write_text("metric: contains\n"), False),
-        (lambda folder: (folder / "suite.yaml").write_text("thinking: true\n"), False),
-        (lambda folder: write_questions(folder.parents[2], [*ASKED, *ASKED]), False),
-    ],
-)
-def test_a_record_of_own_questions_holds_until_an_input_of_theirs_changes(
-    root: Path, edit: Callable[[Path], object], holds: bool
-) -> None:
-    write_questions(root, ASKED)
-    suite = Suite.load("mine", root)
-    (task,) = suite.tasks
-    item = lm_eval_run.Item(task.name, 0, "x", 1.0, 1.0, "a", False)
-    run = lm_eval_run.TaskRun(task, [item, dataclasses.replace(item, index=1)], 2, True, suite.scoring)
-    file = root / OWN / "questions.jsonl"
-    record = SimpleNamespace(suite="mine", limit=None, tasks={task.name: quality.score_task(run)})
-    provenance = SimpleNamespace(datasets={f"{OWN}/questions.jsonl": sha256(file)})
-    edit(root / OWN)
-    is_sample = gate_checks._is_sample(record, Suite.load("mine", root), None)  # type: ignore[arg-type]
-    assert (is_sample and not changed_data(provenance, root)) == holds  # type: ignore[arg-type]
-
-
-def test_another_scorer_makes_a_record_of_other_scores(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write_questions(root, ASKED)
-    suite = Suite.load("mine", root)
-    before = suite.scoring
-    monkeypatch.setattr(scorer, "digest", lambda: "another")
-    assert suite.scoring == before | {"scorer": "another"}
+    assert score.settings == suite.settings_of(run.task)
+    assert not (root / ".cache" / "own").exists()

@@ -12,12 +12,16 @@ from slimqwen.checkpoint import MissingCheckpointError, draft_head
 from slimqwen.checkpoint.config import write_config
 from slimqwen.checkpoint.files import bytes_on_disk, carry_all, file_records
 from slimqwen.evals import EvalError, promotion
+from slimqwen.evals.gate_checks import GateSettings
 from slimqwen.evals.quality import Quality
+from slimqwen.evals.suites.suite import Suite
 from slimqwen.records import provenance, store
 from slimqwen.records.record import Finding
+from slimqwen.records.reuse import changed_inputs
 from slimqwen.serving.command import ServerCommand
 from tests import record_files
 from tests.checkpoints import edited_tensors, in_old_layout
+from tests.evals.gate_checks import link_settings
 
 ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.usefixtures("stamps")
@@ -47,21 +51,26 @@ def one(tmp_path, add_variant):
         versions={},
     ).write(entry)
     (tmp_path / "weights" / "small").symlink_to(Path("store") / entry.name)
-    (tmp_path / "eval").symlink_to(ROOT / "eval")
+    link_settings(tmp_path)
     return variant.load("small", tmp_path)
 
 
-def described(one):
-    data = one.root / "eval" / "gates" / "tinyworld.yaml"
+def described(one, settings=None):
+    settings = settings or GateSettings.load("tinyworld", one.root)
     server = ServerCommand.resolve(one)
-    return provenance.describe(server, ["x"], provenance.utc_now(), datasets=[data]).as_json()
+    files = settings.inputs(one.root)
+    return provenance.describe(server, ["x"], provenance.utc_now(), datasets=files).as_json()
 
 
 def gated(one, verdict="pass", data=None, **changes):
     """A gate record of a variant as it is now, and the quality record that it rests on, made with this data."""
-    items = [{"task": "example_facts", "item": str(n), "value": 1.0, "weight": 1} for n in range(4)]
-    block = described(one) | ({} if data is None else {"datasets": data})
-    quality = record_files.example("quality", variant=one.name, provenance=block)
+    suite = Suite.load("tinyworld", one.root)
+    (task,) = suite.tasks
+    items = [{"task": task.name, "item": str(n), "value": 1.0, "weight": 1} for n in range(4)]
+    block = described(one, suite) | ({} if data is None else {"datasets": data})
+    quality = record_files.example("quality", variant=one.name, provenance=block, suite="tinyworld")
+    settings = suite.settings_of(task)
+    quality["tasks"] = {task.name: quality["tasks"]["example_facts"] | {"settings": settings}}
     evidence = record_files.write(one.folder, quality, items)
     record = {
         "schema": "gate/1",
@@ -258,7 +267,7 @@ def test_a_card_is_no_part_of_the_checkpoint(one, tmp_path):
     assert card.is_file()
     assert (checkpoint.digest(one.weights), bytes_on_disk(one.weights)) == before
     assert checkpoint.verify(one.weights, "cure").stage == "calibrate"
-    assert provenance.still_holds(store.read_record(gate).provenance, ServerCommand.resolve(one))
+    assert not changed_inputs(store.read_record(gate).provenance, ServerCommand.resolve(one))
     further = tmp_path / "further"
     further.mkdir()
     carry_all(one.weights, further)
@@ -311,7 +320,7 @@ def refused(one, message):
 
 
 OTHER_DATA = {"eval/gates/tinyworld.yaml": "0" * 64}
-EVIDENCE = r"small/quality_\S+, which small/gate_\S+ cites, is missing or its data files have changed; run"
+CITED = r"small/quality_\S+, which small/gate_\S+ cites, is "
 
 
 @pytest.mark.parametrize(
@@ -322,8 +331,8 @@ EVIDENCE = r"small/quality_\S+, which small/gate_\S+ cites, is missing or its da
         (lambda one: gated(one, "inconclusive"), r"says inconclusive \(quality: inconclusive; small/gate_\S+\)"),
         (lambda one: gated(one, packages={"vllm": "0.1"}), "has other package versions"),
         (lambda one: gated(one, datasets=OTHER_DATA), r"the newest, gate_\S+, has other data files\)"),
-        (lambda one: gated(one, data=OTHER_DATA), EVIDENCE),
-        (lambda one: (gated(one), store.records(one.folder, Quality)[0].unlink()), EVIDENCE),
+        (lambda one: gated(one, data=OTHER_DATA), CITED + "of other data files; run"),
+        (lambda one: (gated(one), store.records(one.folder, Quality)[0].unlink()), CITED + "missing; run"),
         (lambda one: (gated(one), append(one.weights / "config.json", "\n")), "newest, gate_.* has other checkpoint"),
         (lambda one: (gated(one), append(one.folder / "config.env", "VLLM_MAX_NUM_SEQS=3\n")), "has other flags"),
         (lambda one: (gated(one), claim(one, status="rejected")), "small was rejected"),

@@ -13,8 +13,9 @@ import pytest
 from slimqwen.evals import EvalError, quality
 from slimqwen.evals.quality import OutputTokens
 from slimqwen.evals.suites import lm_eval_run
-from slimqwen.evals.suites.lm_eval_client import Generation, PromptTooLongError, ServedCompletions
-from slimqwen.evals.suites.lm_eval_run import TaskRun
+from slimqwen.evals.suites.generation import Generation, PromptTooLongError
+from slimqwen.evals.suites.lm_eval_client import ServedCompletions
+from slimqwen.evals.suites.scored import TaskRun
 from slimqwen.evals.suites.suite import ANSWER_MARGIN, AUTO, BITS_PER_BYTE, Suite, SuiteTask
 from slimqwen.records import store
 from slimqwen.serving import shared_server
@@ -89,7 +90,7 @@ def parse(recorded):
         results = {name: recorded["samples"][name]}
         available = recorded["n-samples"][name]["original"]
         items = lm_eval_run.parse_samples(task, {name: available}, [results] * repeats)
-        return quality.score_task(TaskRun(task, items, available, False)), items
+        return quality.score_task(TaskRun(task, items, available, SMALL.settings_of(task))), items
 
     return one
 
@@ -143,7 +144,7 @@ def test_repeats_of_one_item_count_as_one_observation(parse):
     assert (row.item_count, row.cluster_count, row.output_count) == (3, 3, 9)
     # The same answer three times tells nothing more.
     assert (row.value, row.standard_error) == pytest.approx((once.value, once.standard_error))
-    assert row.settings == {"repeats": 3}
+    assert row.settings["repeats"] == 3
 
 
 def test_several_parts_of_a_task_are_numbered_one_after_the_other(recorded):

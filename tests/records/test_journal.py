@@ -108,6 +108,9 @@ def test_a_journal_belongs_to_all_that_decides_an_answer_and_to_no_port(monkeypa
         journal_file("quality", command, ["another question"]),
         journal_file("quality", replace(command, flags={**command.flags, "dtype": "half"}), ["a question"]),
         journal_file("quality", replace(command, environment={}), ["a question"]),
+        journal_file(
+            "quality", replace(command, flags={**command.flags, "chat-template": "Makefile"}), ["a question"]
+        ),
     ]
     other_machine = provenance.hardware().model_copy(update={"cpu_count": 99})
     patches = [
@@ -119,4 +122,4 @@ def test_a_journal_belongs_to_all_that_decides_an_answer_and_to_no_port(monkeypa
         with monkeypatch.context() as patched:
             patched.setattr(module, name, changed)
             others.append(journal_file("quality", command, ["a question"]))
-    assert len({file, *others}) == 1 + 6
+    assert len({file, *others}) == 1 + 7

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from slimqwen import variant
 from slimqwen.errors import SlimqwenError
-from slimqwen.records import provenance
+from slimqwen.records import provenance, reuse
 from slimqwen.records.record import ServedProvenance
 from slimqwen.serving.command import ServerCommand
 
@@ -306,7 +306,7 @@ def test_a_record_holds_until_something_that_decides_its_figures_changes():
     block = provenance.describe(command, ["slimqwen"], provenance.utc_now(), datasets=[data]).as_json()
 
     def still_holds(command, **changed):
-        return provenance.still_holds(ServedProvenance.model_validate(block | changed), command)
+        return not reuse.changed_inputs(ServedProvenance.model_validate(block | changed), command)
 
     assert still_holds(command)
     assert still_holds(ServerCommand.resolve(tiny, port=2))
@@ -320,6 +320,7 @@ def test_a_record_holds_until_something_that_decides_its_figures_changes():
         {"environment": block["environment"] | {"OMP_NUM_THREADS": "99"}},
         {"datasets": {"eval/workloads/classes.yaml": "0" * 64}},
         {"datasets": {"eval/workloads/gone.yaml": "0" * 64}},
+        {"files": {"chat-template": "0" * 64}},
     ):
         assert not still_holds(command, **changed), changed
     flags, environment = (
@@ -330,4 +331,24 @@ def test_a_record_holds_until_something_that_decides_its_figures_changes():
         changed = ServedProvenance.model_validate(
             block | {"flags": flags | {"dtype": dtype}, "environment": environment}
         )
-        assert provenance.still_holds(changed, command, ("dtype", "quantization")) is holds
+        assert (not reuse.changed_inputs(changed, command, ("dtype", "quantization"))) is holds
+
+
+def test_files_and_checkpoints_that_flags_name_are_inputs(tmp_path):
+    drafter = tmp_path / "drafter"
+    drafter.mkdir()
+    (drafter / "config.json").write_text("{}")
+    (tmp_path / "chat.jinja").write_text("{{ messages }}")
+    flags = {
+        "model": str(tmp_path),
+        "chat-template": "chat.jinja",
+        "speculative-config": {"model": str(drafter), "num_speculative_tokens": 2},
+        "served-model-name": "x" * 5000,
+    }
+    command = server(tmp_path, flags=flags)
+    before = provenance.named_files(command)
+    assert set(before) == {"chat-template", "speculative-config.model"}
+    (tmp_path / "chat.jinja").write_text("{{ messages[0] }}")
+    (drafter / "config.json").write_text("{ }")
+    after = provenance.named_files(command)
+    assert all(after[name] != digest for name, digest in before.items())

@@ -46,7 +46,7 @@ def test_a_variant_is_judged_by_an_own_evaluation_where_there_is_such_a_folder(
 def test_a_section_of_a_file_is_read_by_its_name(folder: Path, tmp_path: Path) -> None:
     (folder / "parts.yaml").write_text("part: {most: 3}\nother: {most: 4}\n")
     part = Part.load("parts", tmp_path)
-    assert (part.most, part.name, part.file(tmp_path)) == (3, "parts", folder / "parts.yaml")
+    assert (part.most, part.name, part.files(tmp_path)) == (3, "parts", [folder / "parts.yaml"])
     with pytest.raises(SettingsError, match=r"eval/limits/good\.yaml:1: part is missing; add it"):
         Part.load("good", tmp_path)
 

@@ -12,17 +12,20 @@ import pytest
 from slimqwen import variant
 from slimqwen.evals import acceptance_share, quality_comparison
 from slimqwen.evals.acceptance import Acceptance
+from slimqwen.evals.drafting import AcceptanceSettings
 from slimqwen.evals.fidelity import Fidelity
+from slimqwen.evals.fidelity_figures import FidelitySettings
 from slimqwen.evals.quality import Quality
 from slimqwen.evals.suites.suite import Suite
 from slimqwen.records import store
 from slimqwen.records.collection import collect
 from slimqwen.records.pairing import NotComparableError
 from slimqwen.records.reuse import find_reusable
+from slimqwen.records.settings import Settings
 from slimqwen.records.split import Split, split_of
 from slimqwen.report import leaderboard
 from tests import record_files
-from tests.evals.gate_checks import Checks
+from tests.evals.gate_checks import Checks, link_settings
 
 ROOT = Path(__file__).parents[2]
 SEARCH, PROOF = (Split(side=side, proof_share=0.75) for side in ("search", "proof"))
@@ -67,7 +70,7 @@ def repository(tmp_path: Path, add_variant: Callable[..., Path], stamps: None) -
     add_variant("small", "BASE=tiny\n", baseline="tiny")
     (tmp_path / "weights").mkdir()
     (tmp_path / "weights" / "tiny").symlink_to(ROOT / "weights" / "tiny")
-    (tmp_path / "eval").symlink_to(ROOT / "eval")
+    link_settings(tmp_path)
     return tmp_path
 
 
@@ -90,7 +93,13 @@ def test_a_record_of_a_split_is_no_newest_record_and_is_not_used_again(
     part = write(repository, kind.kind, "small", PROOF)
     assert part.name > whole.name
     small = variant.load("small", repository)
-    find = partial(find_reusable, small, kind, small.folder, condition=lambda record: True)
+    settings: dict[Any, type[Settings]] = {
+        Quality: Suite,
+        Acceptance: AcceptanceSettings,
+        Fidelity: FidelitySettings,
+    }
+    files = settings[kind].load("tinyworld", repository).inputs(repository)
+    find = partial(find_reusable, small, kind, small.folder, condition=lambda record: True, files=files)
     assert store.latest(small.folder, kind) == whole
     assert [entry.path for entry in collect(repository).select(kind, "small")] == [whole]
     assert [entry.path for entry in collect(repository).select(kind, "small", PROOF)] == [part]

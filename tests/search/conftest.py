@@ -11,7 +11,7 @@ from slimqwen import variant
 from slimqwen.checkpoint.files import carry_all
 from slimqwen.evals import acceptance, engine, fidelity, quality
 from slimqwen.evals.quality import Quality
-from slimqwen.evals.suites.lm_eval_run import Item, TaskRun
+from slimqwen.evals.suites.scored import Item, TaskRun
 from slimqwen.evals.suites.suite import Limit, Suite
 from slimqwen.plan.devices import read_gpu
 from slimqwen.records import store
@@ -21,7 +21,7 @@ from slimqwen.search.ladder import Ladder
 from slimqwen.search.rungs import Budget
 from slimqwen.search.space import SearchSettings, Space
 from slimqwen.variant import Variant
-from tests.evals.gate_checks import Checks
+from tests.evals.gate_checks import Checks, link_settings
 
 ROOT = Path(__file__).parents[2]
 QUESTIONS = 1200
@@ -51,15 +51,16 @@ def checks(monkeypatch: pytest.MonkeyPatch, stamps: None) -> Checks:
         right = {n for n in chosen if n % 2}
         for n in [n for n in chosen if n % 2 == (wrong > 0)][: abs(wrong)]:
             right ^= {n}
-        name = suite.tasks[0].name
+        task = suite.tasks[0]
+        name = task.name
         items = [Item(name, n, f"{n:016x}", float(n in right), 1.0, None, None) for n in chosen]
         record = Quality(
             variant=one.name,
             suite=suite.name,
             limit=limit,
             split=split,
-            tasks={name: quality.score_task(TaskRun(suite.tasks[0], items, QUESTIONS, False))},
-            provenance=made.described(one),
+            tasks={name: quality.score_task(TaskRun(task, items, QUESTIONS, suite.settings_of(task)))},
+            provenance=made.described(one, suite),
         )
         return store.write_record(records_folder, record, map(vars, items))
 
@@ -77,9 +78,7 @@ def root(tmp_path: Path, add_variant: Callable[..., Path]) -> Path:
         add_variant(name, f"BASE=tiny\nVLLM_MODEL=weights/{name}\n", baseline="tiny")
         (tmp_path / "weights" / name).mkdir()
         carry_all(ROOT / "weights" / "tiny", tmp_path / "weights" / name)
-    (tmp_path / "eval").mkdir()
-    for entry in (ROOT / "eval").iterdir():
-        (tmp_path / "eval" / entry.name).symlink_to(entry)
+    link_settings(tmp_path)
     return tmp_path
 
 

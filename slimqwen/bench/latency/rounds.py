@@ -27,7 +27,6 @@ from slimqwen.serving import checks, spawner
 from slimqwen.serving.command import ServerCommand
 from slimqwen.serving.shared_server import ServerLostError, share_server
 from slimqwen.stats import intervals
-from slimqwen.text.corpus import resolve_text
 from slimqwen.text.prompts import digest
 from slimqwen.variant import Variant
 
@@ -137,7 +136,11 @@ def _resume(shared: SharedState, sides: Sequence[MeasuredVariant], state: Mappin
 def _journal(sides: Sequence[MeasuredVariant], workload: Workload, rounds: int, even_if_busy: bool) -> Path:
     first, *others = [ServerCommand.resolve(side.variant) for side in sides]
     names = [journal_file("latency", other).name for other in others]
-    return journal_file("latency", first, workload.model_dump(mode="json"), rounds, names, even_if_busy)
+    root = first.variant.root
+    texts = provenance.data_digests(workload.inputs(root), root)
+    return journal_file(
+        "latency", first, workload.model_dump(mode="json"), texts, rounds, names, even_if_busy
+    )
 
 
 def _with_settings(variant: Variant, workload: Workload) -> Variant:
@@ -185,7 +188,6 @@ def _record(
     served, shared, workload = side.served, side.shared, side.shared.workload
     load = host_load.highest_load(shared.loads)
     root = side.variant.root
-    text_file = root / workload.prompts if workload.prompts else resolve_text(workload.documents, root)
     unscaled_classes = workload.expanded(shared.max_num_seqs)
     return Latency(
         variant=side.variant.name,
@@ -207,7 +209,7 @@ def _record(
             served.server.command,
             command,
             started,
-            datasets=[workload.file(side.variant.root), text_file],
+            datasets=workload.inputs(root),
             seeds={"documents": workload.seed},
             already_running=served.already_running,
             host_load=load,

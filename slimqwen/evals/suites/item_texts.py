@@ -14,22 +14,26 @@ _LONGEST_TEXT = 2000
 def question(sample: Mapping[str, Any]) -> str | None:
     """The prompt that was sent, as far as lm-eval states it; for a text that is read, the text."""
     arguments = sample.get("arguments")
-    return _cut(str(arguments[0][0]).removeprefix(CHAT_PREFIX)) if arguments else None
+    return cut(str(arguments[0][0]).removeprefix(CHAT_PREFIX)) if arguments else None
 
 
 def expected(sample: Mapping[str, Any]) -> str | None:
     """The right response; None for a text that is read."""
     target, doc, arguments = sample.get("target"), sample["doc"], sample.get("arguments")
     if isinstance(target, int) and arguments and len(arguments) > target:
-        return _cut(str(arguments[target][-1]).strip())
+        return cut(str(arguments[target][-1]).strip())
     if isinstance(target, str) and target == doc.get("question") and target.startswith("{"):
-        # An own question is its own target, for its answer has many forms.
-        answer = json.loads(target).get("answer")
-        return _cut(answer if isinstance(answer, str) else json.dumps(answer, ensure_ascii=False))
-    return None if target is None or BITS_PER_BYTE in sample else _cut(str(target))
+        # A question is its own target, for its answer has many forms.
+        return right_answer(json.loads(target).get("answer"))
+    return None if target is None or BITS_PER_BYTE in sample else cut(str(target))
 
 
-def _cut(text: str) -> str:
+def right_answer(answer: Any) -> str:
+    """The answer of a `Question`: a text, or JSON of several or of a tool call."""
+    return cut(answer if isinstance(answer, str) else json.dumps(answer, ensure_ascii=False))
+
+
+def cut(text: str) -> str:
     """`text`, without its middle if it is longer than `_LONGEST_TEXT`: the ends hold what is asked for."""
     half = _LONGEST_TEXT // 2
     return text if len(text) <= _LONGEST_TEXT else f"{text[:half]} […] {text[-half:]}"

@@ -4,7 +4,6 @@ Importing lm-eval takes tens of seconds, so other modules import this one inside
 """
 
 import copy
-import json
 import math
 import sys
 from collections.abc import Callable
@@ -13,39 +12,10 @@ from typing import Any
 import aiohttp
 from lm_eval.models.openai_completions import LocalCompletionsAPI
 
-from slimqwen.errors import SlimqwenError
-from slimqwen.evals.suites.questions import chat_of, chat_text
-from slimqwen.evals.suites.scorer import response_text
+from slimqwen.evals.suites.generation import SLOWEST_TOKEN_S, TIMEOUT_S, Generation, PromptTooLongError
+from slimqwen.evals.suites.questions import as_request, chat_of, chat_text
 from slimqwen.progress import Progress
 from slimqwen.records.journal import Journal
-
-THOUGHTS_START, THOUGHTS_END = "<think>", "</think>"
-"""Tags around Qwen3.5's thoughts."""
-
-_TIMEOUT_S = 300
-_SLOWEST_TOKEN_S = 0.25  # a server slower than that counts as hung
-
-
-class PromptTooLongError(SlimqwenError):
-    """A prompt is longer than the served context; cutting it would change the question."""
-
-
-class Generation(str):
-    """A generated text with its finish reason and length.
-
-    Attributes:
-        finish_reason: "stop", or "length" if the token limit cut it.
-        tokens: generated tokens, thoughts included; None if the server reports no usage.
-    """
-
-    finish_reason: str | None
-    tokens: int | None
-
-    def __new__(cls, text: str, finish_reason: str | None = None, tokens: int | None = None) -> "Generation":
-        """Create the text with its attributes."""
-        generation = super().__new__(cls, text)
-        generation.finish_reason, generation.tokens = finish_reason, tokens
-        return generation
 
 
 class ServedCompletions(LocalCompletionsAPI):  # type: ignore[misc]  # lm_eval is untyped
@@ -70,7 +40,7 @@ class ServedCompletions(LocalCompletionsAPI):  # type: ignore[misc]  # lm_eval i
         **arguments: Any,
     ) -> None:
         base_url = f"{server_url}/v1/completions"
-        super().__init__(base_url=base_url, max_length=max_model_len, timeout=_TIMEOUT_S, **arguments)
+        super().__init__(base_url=base_url, max_length=max_model_len, timeout=TIMEOUT_S, **arguments)
         self._server_url = server_url
         self.thinking: bool | None = None
         self.task = ""
@@ -104,7 +74,8 @@ class ServedCompletions(LocalCompletionsAPI):  # type: ignore[misc]  # lm_eval i
 
     def parse_generations(self, outputs: Any, **_: Any) -> list[str]:
         """Generations in one HTTP response, with finish reason and length."""
-        return [self._generation(outputs, choice) for choice in outputs["choices"]]
+        usage = outputs.get("usage", {})
+        return [Generation.of_choice(choice, usage, self.thinking) for choice in outputs["choices"]]
 
     async def amodel_call(self, **request: Any) -> Any:
         """Send one request; a failure is raised at the end of the batch, because lm-eval awaits no request before."""
@@ -118,7 +89,10 @@ class ServedCompletions(LocalCompletionsAPI):  # type: ignore[misc]  # lm_eval i
             else:
                 answer = await super().amodel_call(**request)
                 if self._answers is not None:
-                    self._answers.add(key, [_as_json(each) for each in answer])
+                    self._answers.add(
+                        key,
+                        [each.as_json() if isinstance(each, Generation) else list(each) for each in answer],
+                    )
         except (aiohttp.ClientError, OSError, PromptTooLongError) as error:  # a TimeoutError is an OSError
             if not (self._too_long_is_wrong and isinstance(error, PromptTooLongError)):
                 self._failure = error
@@ -131,13 +105,13 @@ class ServedCompletions(LocalCompletionsAPI):  # type: ignore[misc]  # lm_eval i
     def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
         """Generate responses."""
         longest = max(request.args[1].get("max_gen_toks", self._max_gen_toks) for request in requests)
-        self.timeout = max(_TIMEOUT_S, math.ceil(longest * _SLOWEST_TOKEN_S))
+        self.timeout = max(TIMEOUT_S, math.ceil(longest * SLOWEST_TOKEN_S))
         # lm-eval would cut prompts from the left until both fit; _create_payload lowers the limit instead.
         self.max_length = sys.maxsize
         try:
             return self._all_or_nothing("generating responses", requests, super().generate_until)
         finally:
-            self.timeout, self.max_length = _TIMEOUT_S, self._max_model_len - 1
+            self.timeout, self.max_length = TIMEOUT_S, self._max_model_len - 1
 
     def loglikelihood(self, requests: list[Any], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
         """Log-likelihoods of given answers, in nats, and whether each is the greedy response."""
@@ -155,15 +129,12 @@ class ServedCompletions(LocalCompletionsAPI):  # type: ignore[misc]  # lm_eval i
             (prompt,) = messages
         else:
             chat, tools = chat_of([{"role": "user", "content": payload.pop("prompt")}])
-            messages = [_as_request(message) for message in chat]
+            messages = [as_request(message) for message in chat]
             payload |= {"messages": messages, "chat_template_kwargs": {"enable_thinking": self.thinking}}
             payload |= {"tools": tools} if tools else {}
             prompt = self.tok_encode(render(self.tokenizer, chat, self.thinking, tools=tools))
         if len(prompt) >= self._max_model_len:
-            raise PromptTooLongError(
-                f"a prompt has {len(prompt)} tokens and the server takes {self._max_model_len}, output included; "
-                "raise VLLM_MAX_MODEL_LEN in the variant's config.env"
-            )
+            raise PromptTooLongError.of(len(prompt), self._max_model_len)
         payload["max_tokens"] = min(payload["max_tokens"], self._max_model_len - len(prompt))
         return payload
 
@@ -178,17 +149,6 @@ class ServedCompletions(LocalCompletionsAPI):  # type: ignore[misc]  # lm_eval i
             seed=self._seed,
         )
         return {"payload": payload, "context_tokens": ctxlens, "thinking": self.thinking}
-
-    def _generation(self, outputs: Any, choice: Any) -> Generation:
-        message = choice.get("message") or {"content": choice.get("text")}
-        text = message["content"] or ""
-        # A server with a reasoning parser has already separated the thoughts from the content.
-        if self.thinking is not None and not message.get("reasoning"):
-            is_thinking = self.thinking or text.lstrip().startswith(THOUGHTS_START)
-            _, end, response = text.rpartition(THOUGHTS_END)
-            text = response if end or not is_thinking else ""
-        text = response_text(text, [call["function"] for call in message.get("tool_calls") or ()])
-        return Generation(text, choice["finish_reason"], outputs.get("usage", {}).get("completion_tokens"))
 
     def _all_or_nothing(
         self, activity: str, requests: list[Any], answer: Callable[[list[Any]], list[Any]]
@@ -220,20 +180,3 @@ def render(
             **switch,
         )
     )
-
-
-def _as_request(message: dict[str, Any]) -> dict[str, Any]:
-    """Convert a message from the form of chat templates to that of requests: tool-call arguments become JSON text."""
-    if not message.get("tool_calls"):
-        return message
-    calls = []
-    for call in message["tool_calls"]:
-        function = {**call["function"], "arguments": json.dumps(call["function"]["arguments"])}
-        calls.append({"id": "call", "type": "function", **call, "function": function})
-    return {**message, "tool_calls": calls}
-
-
-def _as_json(answer: Any) -> list[Any]:
-    if isinstance(answer, Generation):
-        return [str(answer), answer.finish_reason, answer.tokens]
-    return list(answer)

@@ -1,21 +1,21 @@
-"""Run a suite of tasks through lm-eval against a running server, and score the items of each task."""
+"""Run a published suite through lm-eval against a running server, and score the items of each task."""
 
 import contextlib
-import hashlib
 import itertools
 import json
 import math
 import os
 import random
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from slimqwen.captured_log import capture_output
 from slimqwen.evals import EvalError
-from slimqwen.evals.suites import datasets, item_texts, scorer
+from slimqwen.evals.suites import datasets, item_texts, questions, stated_choices
+from slimqwen.evals.suites.generation import THOUGHTS_END, THOUGHTS_START
 from slimqwen.evals.suites.loops import is_looping
+from slimqwen.evals.suites.scored import Item, TaskRun, item_hash, score_endings
 from slimqwen.evals.suites.suite import ANSWER_MARGIN, AUTO, BITS_PER_BYTE, ENDED, Limit, Suite, SuiteTask
 from slimqwen.progress import Progress, silent
 from slimqwen.records.journal import Journal
@@ -32,58 +32,6 @@ SEED = 1234
 _QUESTION = [{"role": "user", "content": "?"}]
 
 
-@dataclass(frozen=True)
-class Item:
-    """One scored response.
-
-    Attributes:
-        index: position in the task's fixed order.
-        item: hash of the item, the same for every variant.
-        value: score in the task's measure.
-        weight: weight of the score in the mean: bytes for BITS_PER_BYTE, else 1.
-        output: generated text that was scored; None if nothing is generated.
-        truncated: whether the token limit cut the output; None if nothing is generated.
-        repeat: number of the generation of this item, from 0.
-        cluster: hash shared by the generations of one item; None where each item has a single one.
-        output_tokens: generated tokens with thoughts; None if nothing is generated or the server reports no usage.
-        looping: whether the output loops (`loops.is_looping`); None if nothing is generated.
-        question: the prompt, cut in its middle if it is long; None if the sample has none.
-        expected: the right response, cut likewise; None if the sample has none.
-    """
-
-    task: str
-    index: int
-    item: str
-    value: float
-    weight: float
-    output: str | None
-    truncated: bool | None
-    repeat: int = 0
-    cluster: str | None = None
-    output_tokens: int | None = None
-    looping: bool | None = None
-    question: str | None = None
-    expected: str | None = None
-
-
-@dataclass(frozen=True)
-class TaskRun:
-    """All scored responses to one task.
-
-    Attributes:
-        items: one for each response, sorted by index and repeat.
-        available_count: all items of the task, scored or not.
-        rendered: whether the prompts went through a chat template.
-        scoring: settings of own questions and the digest of `suites.scorer`, where that scored the responses.
-    """
-
-    task: SuiteTask
-    items: list[Item]
-    available_count: int
-    rendered: bool
-    scoring: Mapping[str, Any] = field(default_factory=dict)
-
-
 def run_suite(
     suite: Suite,
     server: SharedServer,
@@ -94,7 +42,7 @@ def run_suite(
     split: Split | None = None,
     progress: Progress = silent,
 ) -> tuple[list[TaskRun], list[Path]]:
-    """Send the items of a suite to a running server and score its responses.
+    """Send the items of a published suite to a running server and score its responses.
 
     Args:
         limit: items of each task, AUTO, or None for all.
@@ -111,15 +59,8 @@ def run_suite(
         PromptTooLongError: the served context cannot hold a prompt.
     """
     root = server.variant.root
-    suite.write_own_task(root)
     # Data, task files and the Python code that task files call affect the scores.
-    files = set(datasets.require_datasets(suite.datasets, suite.nltk, root))
-    if questions_file := suite.questions_file(root):
-        # What a user edits; a record that named the task made of it would still hold after an edit.
-        files.add(root / questions_file)
-    else:
-        for pattern in ("*.yaml", "*.py"):
-            files.update((root / suite.tasks_folder).glob(pattern) if suite.tasks_folder else ())
+    files = {*datasets.require_datasets(suite.datasets, suite.nltk, root), *suite.inputs(root)}
     progress("loading lm-eval", 0, 0)
     # The libraries read these variables at import: every item is on disk, so no hub is asked.
     os.environ.update(HF_HUB_OFFLINE="1", HF_DATASETS_OFFLINE="1", TOKENIZERS_PARALLELISM="false")
@@ -143,7 +84,8 @@ def run_suite(
         runs: list[TaskRun] = []
         for task in suite.tasks:
             if task.measure == ENDED:
-                runs.append(score_endings(task, next(r for r in runs if r.task.name == task.responses_of)))
+                ended = next(run for run in runs if run.task.name == task.responses_of)
+                runs.append(score_endings(task, ended, suite.settings_of(task)))
                 continue
             thinking = task.thinking if rendered else None
             if rendered and thinking is None:
@@ -151,8 +93,9 @@ def run_suite(
             lm_eval_tasks = _load_tasks(manager, suite, task)
             count = task.items_to_decide if limit == AUTO else limit
             item_numbers = _select_items(lm_eval_tasks, suite, count, split)
-            by_chat = suite.offers_tools(root) if suite.questions else task.tools
-            client.begin_task(task.name, thinking, by_chat=by_chat, too_long_is_wrong=task.too_long_is_wrong)
+            client.begin_task(
+                task.name, thinking, by_chat=task.tools, too_long_is_wrong=task.too_long_is_wrong
+            )
             repeats = range(task.repeats if item_numbers else 0)
             results = [
                 _evaluate(
@@ -162,20 +105,11 @@ def run_suite(
             ]
             sizes = {name: len(each.eval_docs) for name, each in lm_eval_tasks.items()}
             items = parse_samples(task, sizes, [each["samples"] for each in results])
-            scored_here = any(map(_is_scored_here, lm_eval_tasks.values()))
-            scoring = suite.scoring or ({"scorer": scorer.digest()} if scored_here else {})
-            runs.append(TaskRun(task, items, sum(sizes.values()), rendered, scoring))
-            for name in item_numbers if questions_file is None else ():
+            runs.append(TaskRun(task, items, sum(sizes.values()), suite.settings_of(task)))
+            for name in item_numbers:
                 files.update(_data_files(lm_eval_tasks[name].dump_config(), root))
     require_healthy(server.server, "finishing")
     return runs, sorted(files)
-
-
-def _is_scored_here(lm_eval_task: Any) -> bool:
-    """Whether the scoring function of a task file calls this package, so that its code decides the scores."""
-    names = getattr(lm_eval_task.config.process_results, "__globals__", {}).values()
-    modules = (getattr(value, "__module__", None) or getattr(value, "__name__", "") for value in names)
-    return any(str(module).startswith(f"{__package__}.") for module in modules)
 
 
 def parse_samples(
@@ -201,25 +135,6 @@ def parse_samples(
     if len({(item.index, item.repeat) for item in items}) != len(items):
         raise EvalError(f"{task.name}: several filters score each item; keep one in the task file")
     return items
-
-
-def score_endings(task: SuiteTask, run: TaskRun) -> TaskRun:
-    """Score the responses of another task's `run` by the measure ENDED; the new items leave the outputs out."""
-    items = [
-        replace(
-            item,
-            task=task.name,
-            value=float(not item.truncated and not item.looping),
-            output=None,
-            truncated=None,
-            output_tokens=None,
-            looping=None,
-            question=None,
-            expected=None,
-        )
-        for item in run.items
-    ]
-    return TaskRun(task, items, run.available_count, run.rendered)
 
 
 def _evaluate(
@@ -313,7 +228,8 @@ def _load_tasks(manager: Any, suite: Suite, task: SuiteTask) -> dict[str, Any]:
     name = task.lm_eval_name
     names = manager.task_index[name].cfg["task"] if name in manager.all_groups else [name]
     # lm-eval applies overrides only to members of a group.
-    members = [{"task": member, **task.overrides} for member in names]
+    scoring = _STATED_CHOICE if task.scored_by else {}
+    members = [{"task": member, **task.overrides, **scoring} for member in names]
     loaded = manager.load([{"group": f"{suite.name} {task.name}", "task": members}])
     lm_eval_tasks: dict[str, Any] = dict(sorted(loaded["tasks"].items()))
     for lm_eval_task in lm_eval_tasks.values():
@@ -323,6 +239,23 @@ def _load_tasks(manager: Any, suite: Suite, task: SuiteTask) -> dict[str, Any]:
         if (process := lm_eval_task.config.process_docs) is not None:
             lm_eval_task.set_config("process_docs", _seeded(process))
     return lm_eval_tasks
+
+
+def score_stated_choice(document: Mapping[str, Any], responses: Sequence[str]) -> dict[str, float]:
+    """Score a response in the form of lm-eval's `process_results`: whether it states the right one of `choices`.
+
+    Args:
+        document: item with the texts of the choices, and the letter of the right one as `answer`, such as "(A)".
+    """
+    stated = stated_choices.stated_choice(responses[0], document["choices"])
+    return {questions.SCORE: float(stated == ord(document["answer"].strip("()")) - ord("A"))}
+
+
+_STATED_CHOICE = {
+    "process_results": score_stated_choice,
+    "filter_list": [{"name": "whole response", "filter": [{"function": "take_first"}]}],
+}
+"""Fields of a task's definition that have its responses scored by `score_stated_choice`."""
 
 
 def _seeded(process: Callable[[Any], Any]) -> Callable[[Any], Any]:
@@ -349,7 +282,7 @@ def _select_items(
         if split is None or split.has(_split_text(lm_eval_task, doc))
     ]
     if suite.sample == "drawn":
-        items.sort(key=lambda item: _hash(item[2]))
+        items.sort(key=lambda item: item_hash(item[2]))
     item_numbers: dict[str, list[int]] = {}
     for name, number, _ in sorted(items[:count], key=lambda item: item[:2]):
         item_numbers.setdefault(name, []).append(number)
@@ -383,7 +316,7 @@ def _require_chat_template(suite: Suite, tokenizer: Any, weights: Path) -> None:
 
 def thinks_by_default(tokenizer: Any) -> bool:
     """Whether the model thinks before it responds if a prompt is rendered without enable_thinking."""
-    from slimqwen.evals.suites.lm_eval_client import THOUGHTS_END, THOUGHTS_START, render
+    from slimqwen.evals.suites.lm_eval_client import render
 
     prompt = render(tokenizer, _QUESTION, None)
     is_open = prompt.rfind(THOUGHTS_START) > prompt.rfind(THOUGHTS_END)
@@ -404,7 +337,7 @@ def _item(task: SuiteTask, sample: Mapping[str, Any], offset: int, repeat: int) 
         )
     output = sample["resps"][0][0]
     is_text = isinstance(output, str)
-    item = _hash([task.name, sample["doc"]])
+    item = item_hash([task.name, sample["doc"]])
     return Item(
         task=task.name,
         index=offset + int(sample["doc_id"]),
@@ -420,10 +353,6 @@ def _item(task: SuiteTask, sample: Mapping[str, Any], offset: int, repeat: int) 
         question=item_texts.question(sample),
         expected=item_texts.expected(sample),
     )
-
-
-def _hash(content: Any) -> str:
-    return hashlib.sha256(json.dumps(content, sort_keys=True, ensure_ascii=False).encode()).hexdigest()[:16]
 
 
 def _score(measure: str, sample: Mapping[str, Any]) -> tuple[float, float]:

@@ -1,10 +1,10 @@
-"""Questions as lm-eval tasks: the file questions.jsonl (.json, .csv, .parquet) of an own evaluation, and the scoring.
+"""Questions: the file questions.jsonl (.json, .csv, .parquet) of an own evaluation, how they are asked, and scored.
 
 A row holds `prompt` (the user's message) or `messages` (a chat, with `tools`), `answer`, and optionally `choices` or
 `tolerance`.
 The metric of suite.yaml decides what is right. Without one, the form of a question decides: it is scored by choice if
-it has choices, as a tool call if its answer is an object, else by exact match. A chat with tools goes to the server's
-/v1/chat/completions, so that the tool parser on which clients rely parses the calls.
+it has choices, as a tool call if its answer is an object, else by exact match. The tasks of eval/tasks/core/ make
+questions of their own, which lm-eval carries as text.
 """
 
 import errno
@@ -13,20 +13,22 @@ import os
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Self
+from typing import Annotated, Any, Final, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from slimqwen.evals.suites import exact_answers, scorer
 from slimqwen.evals.suites.question_rows import read_question_rows
 from slimqwen.evals.suites.scorer import Metric
-from slimqwen.records import store
 from slimqwen.text.chats import check_message
 from slimqwen.text.files import CorpusError
 from slimqwen.text.tables import Faults
 
 SCORE = "exact_match"
-"""Name of the score in lm-eval's results, the same for every metric."""
+"""Name of the score in records and in lm-eval's results, the same for every metric."""
+
+SAMPLING: Final = {"temperature": 0}
+"""Fields of a request that asks a question: greedy."""
 
 CHAT_PREFIX = "slimqwen-chat:"
 """Prefix of a text that encodes a whole chat, because lm-eval passes only text; the client decodes and renders it."""
@@ -175,57 +177,36 @@ def describe(questions: Sequence[Question], metric: Metric | None) -> str:
     return line
 
 
-def write_task(name: str, file: Path, metric: Metric | None, max_gen_toks: int, folder: Path) -> None:
-    """Write the questions as an lm-eval task: task file, items and scoring.
-
-    Args:
-        name: name of the task.
-        file: questions.jsonl, or another that `question_rows.find_questions` finds.
-        folder: created if missing; each file in it is replaced by a rename, because two runs may use it at once.
-
-    Raises:
-        CorpusError: as `read_questions`.
-    """
-    questions = read_questions(file, metric)
-    folder.mkdir(parents=True, exist_ok=True)
-    items = folder / "items.jsonl"
-    rows = [json.dumps(row) for row in item_rows(questions)]
-    scoring = (
-        f"from slimqwen.evals.suites import questions\n\ntext = questions.question_text\n\n\n"
-        f"def score(item, responses):\n    return questions.score_response(item, responses, {metric!r})\n"
-    )
-    task = (
-        f"task: {name}\ndataset_path: json\ndataset_kwargs: {{data_files: {{test: {json.dumps(str(items))}}}}}\n"
-        "test_split: test\noutput_type: generate_until\nnum_fewshot: 0\n"
-        "doc_to_text: !function scoring.text\ndoc_to_target: question\n"
-        f"generation_kwargs: {{until: [], do_sample: false, temperature: 0.0, max_gen_toks: {max_gen_toks}}}\n"
-        "process_results: !function scoring.score\n"
-        f"metric_list: [{{metric: {SCORE}, aggregation: mean, higher_is_better: true}}]\n"
-    )
-    files = {items.name: "\n".join(rows) + "\n", "scoring.py": scoring, "questions.yaml": task}
-    for file_name, content in files.items():
-        store.publish(folder / file_name, content.encode(), replace=True)
-
-
 def item_rows(questions: Iterable[Question]) -> list[dict[str, str]]:
     """Items of a task, each a JSON string: a dataset column has one type, but answers and tools have several."""
     return [{"question": question.model_dump_json(exclude_none=True)} for question in questions]
+
+
+def messages_of(question: Question) -> list[dict[str, Any]]:
+    """The chat that asks a question, as chat templates take it.
+
+    Raises:
+        ValueError: no server would accept a message of the chat.
+    """
+    choices = [_choice_list(question.choices)] if question.choices else []
+    if question.messages is None:
+        return [{"role": "user", "content": "\n".join([str(question.prompt), *choices])}]
+    return [
+        *map(check_message, question.messages),
+        *({"role": "user", "content": each} for each in choices),
+    ]
 
 
 def question_text(item: Mapping[str, str]) -> str:
     """The user's message of an item, or its whole chat as `chat_text` encodes it.
 
     Raises:
-        ValueError: no server would accept a message of the chat.
+        ValueError: as `messages_of`.
     """
     question = Question.model_validate_json(item["question"])
-    choices = [_choice_list(question.choices)] if question.choices else []
+    messages = messages_of(question)
     if question.messages is None:
-        return "\n".join([str(question.prompt), *choices])
-    messages = [
-        *map(check_message, question.messages),
-        *({"role": "user", "content": each} for each in choices),
-    ]
+        return str(messages[0]["content"])
     return chat_text(messages, question.tools)
 
 
@@ -243,21 +224,32 @@ def chat_of(messages: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], list[
     return chat["messages"], chat["tools"]
 
 
+def as_request(message: dict[str, Any]) -> dict[str, Any]:
+    """Convert a message from the form of chat templates to that of requests: tool-call arguments become JSON text."""
+    if not message.get("tool_calls"):
+        return message
+    calls = []
+    for call in message["tool_calls"]:
+        function = {**call["function"], "arguments": json.dumps(call["function"]["arguments"])}
+        calls.append({"id": "call", "type": "function", **call, "function": function})
+    return {**message, "tool_calls": calls}
+
+
+def score(question: Question, response: str, metric: Metric | None) -> float:
+    """1 if a response is right, else 0.
+
+    Args:
+        response: the model's response without thoughts.
+        metric: None for the metric of the question's form.
+    """
+    return float(scorer.is_right(response, question.answer, question.choices, metric, question.allowed))
+
+
 def score_response(
     item: Mapping[str, str], responses: Sequence[str], metric: Metric | None
 ) -> dict[str, float]:
-    """Score a response as lm-eval's `process_results` does: 1 if it is right, else 0.
-
-    Args:
-        responses: the model's responses without thoughts; only the first is scored.
-        metric: None for the metric of the question's form.
-    """
-    question = Question.model_validate_json(item["question"])
-    return {
-        SCORE: float(
-            scorer.is_right(responses[0], question.answer, question.choices, metric, question.allowed)
-        )
-    }
+    """Score the first response to an item by `score`, in the form of lm-eval's `process_results`."""
+    return {SCORE: score(Question.model_validate_json(item["question"]), responses[0], metric)}
 
 
 def _choice_list(choices: Sequence[str]) -> str:

@@ -5,7 +5,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
-from slimqwen.evals.suites import exact_answers, stated_choices
+from slimqwen.evals.suites import exact_answers, loops, stated_choices
 from slimqwen.recipe.stage import source_digest
 
 Metric = Literal["exact", "contains", "choice", "tool_call"]
@@ -14,9 +14,13 @@ _CALLS = "slimqwen-calls:"
 """Separates the text of a response from the tool calls that the server found in it, as JSON."""
 
 
-def digest() -> str:
-    """Digest of the code that scores: records with another one are of other scores, whatever the model answered."""
-    modules = (__name__, exact_answers.__name__, stated_choices.__name__)
+def digest(*asking: str) -> str:
+    """Digest of the code that scores: records with another one are of other scores, whatever the model answered.
+
+    Args:
+        asking: modules that make the requests, where these are the product's own too.
+    """
+    modules = (__name__, exact_answers.__name__, stated_choices.__name__, loops.__name__, *asking)
     return hashlib.sha256("".join(map(source_digest, modules)).encode()).hexdigest()[:16]
 
 

@@ -36,6 +36,11 @@ ENDED: Final = "ended"
 AUTO: Final = "auto"
 """Sample size by power analysis: the items that a verdict at the task's margin needs under the suite's assumptions."""
 
+_ASKING = tuple(
+    f"{__package__}.{name}" for name in ("own_questions", "questions", "question_rows", "generation")
+)
+"""Modules that make the requests of own questions, and read the responses."""
+
 Limit = int | Literal["auto"] | None
 """Number of items of each task; None for all, AUTO for the sample size by power analysis."""
 
@@ -55,6 +60,8 @@ class SuiteTask(BaseModel):
         overrides: fields of the definition that are replaced.
         thinking: enable_thinking of the chat template; None leaves the default. Thoughts are not scored.
         repeats: generations of each item, each with its own seed.
+        scored_by: "stated choice" for the choice that a response states (`stated_choices`), of items with `choices` and
+            an answer such as "(A)"; None for the definition's own scoring.
         responses_of: earlier task whose responses are scored by ENDED; nothing is generated for this one.
         tools: whether items offer tools, so that requests go to the server's chat endpoint and its tool parser.
         too_long_is_wrong: whether a prompt beyond the served context gets an empty response; if not, it is an error.
@@ -72,6 +79,7 @@ class SuiteTask(BaseModel):
     overrides: dict[str, Any] = {}
     thinking: bool | None = None
     repeats: PositiveInt = 1
+    scored_by: Literal["stated choice"] | None = None
     responses_of: str | None = None
     tools: bool = False
     too_long_is_wrong: bool = False
@@ -96,12 +104,13 @@ class SuiteTask(BaseModel):
         return None
 
     def settings(self, *, rendered: bool) -> dict[str, Any]:
-        """Settings that two records must share to be comparable, in addition to measure and items.
+        """The task's own part of `Suite.settings_of`.
 
         Args:
             rendered: whether prompts go through a chat template.
         """
-        names = {"definition", "overrides", "repeats", "responses_of", *(["thinking"] if rendered else [])}
+        names = {"definition", "overrides", "repeats", "scored_by", "responses_of"}
+        names |= {"thinking"} if rendered else set()
         return self.model_dump(include=names, exclude_defaults=True)
 
 
@@ -172,17 +181,33 @@ class Suite(Settings):
             assumed_discordance=own.assumed_discordance,
             thinking=own.thinking,
         )
-        folder = Path(".cache") / "own" / name
-        return cls(
-            name=name, tasks_folder=folder, chat_template=True, sample="first", tasks=(task,), questions=own
-        )
+        return cls(name=name, chat_template=True, sample="first", tasks=(task,), questions=own)
 
-    @property
-    def scoring(self) -> dict[str, Any]:
-        """Settings of an own evaluation that change responses or scores, the scorer's code among them; else none."""
+    def settings_of(self, task: SuiteTask) -> dict[str, Any]:
+        """All settings that change responses to a task or their scores, the scorer's code among them.
+
+        Two records must share them to be comparable, in addition to measure and items.
+        """
+        settings = task.settings(rendered=self.chat_template)
         if self.questions is None:
-            return {}
-        return {"scorer": scorer.digest(), **self.questions.model_dump(include={"metric", "max_gen_toks"})}
+            shared = {"chat_template", "text_prefix", "sample", "lm_eval_folders"}
+            return {
+                **settings,
+                "suite": self.model_dump(mode="json", include=shared),
+                "scorer": scorer.digest(),
+            }
+        own = self.questions.model_dump(include={"metric", "max_gen_toks"})
+        return {**settings, **own, "sampling": questions.SAMPLING, "scorer": scorer.digest(*_ASKING)}
+
+    def inputs(self, root: Path) -> list[Path]:
+        """The questions of an own evaluation; for other suites their task files and the code that these call.
+
+        The suite's own file is left out: what it says of a task is compared field by field (`settings_of`).
+        """
+        if questions_file := self.questions_file(root):
+            return [root / questions_file]
+        folder = root / self.tasks_folder if self.tasks_folder else None
+        return sorted(file for end in ("yaml", "py") for file in (folder.glob(f"*.{end}") if folder else ()))
 
     def questions_file(self, root: Path) -> Path | None:
         """The questions of an own evaluation, relative to the repository; None for other suites.
@@ -203,7 +228,7 @@ class Suite(Settings):
         """
         if self.questions is None:
             return None
-        found = questions.describe(self._read_questions(root, self.questions), self.questions.metric)
+        found = questions.describe(self.read_questions(root), self.questions.metric)
         return f"{self.questions_file(root)}: {found}"
 
     def require_questions(self, root: Path) -> None:
@@ -213,7 +238,7 @@ class Suite(Settings):
             CorpusError: as `questions.read_questions`.
         """
         if self.questions is not None:
-            self._read_questions(root, self.questions)
+            self.read_questions(root)
 
     def offers_tools(self, root: Path) -> bool:
         """Whether any question of the suite offers tools.
@@ -223,28 +248,17 @@ class Suite(Settings):
         """
         if self.questions is None:
             return any(task.tools for task in self.tasks)
-        return any(question.tools for question in self._read_questions(root, self.questions))
+        return any(question.tools for question in self.read_questions(root))
 
-    def _read_questions(self, root: Path, own: OwnQuestions) -> list[Question]:
-        with contextlib.chdir(root):  # so that messages have relative paths
-            return questions.read_questions(find_questions(OWN / self.name), own.metric)
-
-    def write_own_task(self, root: Path) -> None:
-        """Write the questions of an own evaluation as a task into `tasks_folder`; does nothing for other suites.
+    def read_questions(self, root: Path) -> list[Question]:
+        """The questions of an own evaluation.
 
         Raises:
             CorpusError: as `questions.read_questions`.
         """
-        if self.questions is None or self.tasks_folder is None:
-            return
-        with contextlib.chdir(root):  # lm-eval resolves the paths there, and messages have relative paths
-            questions.write_task(
-                self.tasks[0].name,
-                find_questions(OWN / self.name),
-                self.questions.metric,
-                self.questions.max_gen_toks,
-                self.tasks_folder,
-            )
+        assert self.questions is not None
+        with contextlib.chdir(root):  # so that messages have relative paths
+            return questions.read_questions(find_questions(OWN / self.name), self.questions.metric)
 
     def split(self, side: Side | None) -> Split | None:
         """The named side of the split of the suite's items; None for all items."""

@@ -41,7 +41,6 @@ from slimqwen.serving.command import ServerCommand
 from slimqwen.serving.errors import ServingError
 from slimqwen.serving.shared_server import ServerLostError, share_server
 from slimqwen.stats.verdict import Verdict
-from slimqwen.text.corpus import resolve_text
 from slimqwen.variant import Variant
 
 _LOADS = (1, 4, 16)
@@ -82,8 +81,7 @@ def tune_variant(
     subject = _Subject.of_variant(variant, workload, loads, port)
     undrafted = subject.resolve(UNDRAFTED)
     checks.check_command(undrafted)
-    inputs = (subject.workload.model_dump(mode="json"), subject.sequences, even_if_busy)
-    with locked(journal_file("tune", undrafted, *inputs)) as journal:
+    with locked(_journal(subject, even_if_busy)) as journal:
         tuner = _Tuner(subject, journal, even_if_busy, progress)
         tuner.take_turns(60 * minutes)
         record = tuner.make_record(started, command)
@@ -91,6 +89,12 @@ def tune_variant(
         if record.verdict != Verdict.INCONCLUSIVE:  # an inconclusive run can be continued with more minutes
             journal.discard()
     return path
+
+
+def _journal(subject: "_Subject", even_if_busy: bool) -> Path:
+    texts = provenance.data_digests(subject.inputs, subject.variant.root)
+    inputs = (subject.workload.model_dump(mode="json"), texts, subject.sequences, even_if_busy)
+    return journal_file("tune", subject.resolve(UNDRAFTED), *inputs)
 
 
 @dataclass(frozen=True)
@@ -125,6 +129,12 @@ class _Subject:
         workload = _spread_over_loads(workload, chosen)
         sequences = max(chosen) if limit and limit < max(chosen) else None
         return cls(variant, served, workload, chosen, sequences, port)
+
+    @property
+    def inputs(self) -> list[Path]:
+        """Files that decide the requests, the timed ones and those whose responses are compared."""
+        root = self.variant.root
+        return [*self.workload.inputs(root), *EngineSettings.load(SETTINGS, root).inputs(root)]
 
     def with_arm(self, arm: Arm) -> Variant:
         """The variant with the config.env lines of an arm."""
@@ -297,8 +307,6 @@ class _Tuner:
         subject, contest, workload = self._subject, self._contest, self._subject.workload
         chosen = _choose_arm(contest)
         lines = chosen.list_lines(subject.served, subject.sequences) if chosen else {}
-        root = subject.variant.root
-        text = root / workload.prompts if workload.prompts else resolve_text(workload.documents, root)
         return Tune(
             variant=subject.variant.name,
             workload=workload.name,
@@ -313,7 +321,7 @@ class _Tuner:
                 subject.resolve(UNDRAFTED),
                 command,
                 started,
-                datasets=[workload.file(root), text],
+                datasets=subject.inputs,
                 seeds={"documents": workload.seed},
                 host_load=host_load.highest_load([turn.host for turn in contest.turns if turn.host]),
             ),

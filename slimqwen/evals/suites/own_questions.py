@@ -1,0 +1,190 @@
+"""Asks the questions of an own evaluation at a running server's /v1/chat/completions, as its clients do.
+
+The server renders the chats with its own template and parses thoughts and tool calls itself.
+"""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed
+from typing import Any
+
+import httpx
+
+from slimqwen.evals import EvalError
+from slimqwen.evals.suites import questions
+from slimqwen.evals.suites.generation import SLOWEST_TOKEN_S, TIMEOUT_S, Generation, PromptTooLongError
+from slimqwen.evals.suites.item_texts import cut, right_answer
+from slimqwen.evals.suites.loops import is_looping
+from slimqwen.evals.suites.questions import Question
+from slimqwen.evals.suites.scored import Item, TaskRun, item_hash
+from slimqwen.evals.suites.suite import AUTO, Limit, Suite, SuiteTask
+from slimqwen.progress import Progress, silent
+from slimqwen.records.journal import Journal
+from slimqwen.records.split import Split
+from slimqwen.serving import chat_template
+from slimqwen.serving.http_client import open_client
+from slimqwen.serving.shared_server import SharedServer, require_healthy, server_lost
+from slimqwen.text.files import CorpusError
+
+Request = dict[str, Any]
+
+
+def ask_questions(
+    suite: Suite,
+    server: SharedServer,
+    *,
+    limit: Limit,
+    answers: Journal | None = None,
+    split: Split | None = None,
+    progress: Progress = silent,
+) -> list[TaskRun]:
+    """Ask the questions of an own evaluation and score the responses.
+
+    Args:
+        limit: number of questions, the first of the file; AUTO; or None for all.
+        answers: journal of responses, with those of an interrupted run.
+        split: side of the split whose questions are asked; None for both sides.
+
+    Returns:
+        The run of the suite's only task.
+
+    Raises:
+        EvalError: there is no chat template, or it ignores the thinking switch that suite.yaml sets.
+        ServerLostError: the server died or refused a request.
+        PromptTooLongError: the served context cannot hold a question.
+        CorpusError: as `Suite.read_questions`.
+    """
+    (task,), own = suite.tasks, suite.questions
+    assert own is not None
+    every = suite.read_questions(server.variant.root)
+    thinking = _is_thinking(suite, task, server)
+    count = task.items_to_decide if limit == AUTO else limit
+    asked = [
+        (number, question)
+        for number, question in enumerate(every)
+        if split is None or split.has(_split_text(question))
+    ][:count]
+    requests = [_request(number, question, server, suite) for number, question in asked]
+    activity = f"generating responses of {task.name}"
+    responses = _ask(requests, server, own.max_gen_toks, answers, activity, progress)
+    generations = [Generation.of_choice(choice, usage, thinking) for choice, usage in responses]
+    items = [
+        _item(task, number, question, generation, questions.score(question, generation, own.metric))
+        for (number, question), generation in zip(asked, generations, strict=True)
+    ]
+    require_healthy(server.server, "finishing")
+    return [TaskRun(task, items, len(every), suite.settings_of(task))]
+
+
+def _is_thinking(suite: Suite, task: SuiteTask, server: SharedServer) -> bool:
+    """Whether the model thinks before it responds; an EvalError if the template cannot do what suite.yaml says."""
+    flags, weights = server.server.command.flags, server.server.weights
+    template = chat_template.served_templates(server.variant, flags).get("default")
+    if template is None:
+        raise EvalError(f"weights/{weights.name} has no chat template, which this suite needs; add one")
+    if task.thinking is not None and not chat_template.heeds_thinking(template, weights):
+        raise EvalError(
+            f"the chat template of weights/{weights.name} ignores enable_thinking, which the suite {suite.name} sets; "
+            f"remove `thinking` from eval/own/{suite.name}/suite.yaml"
+        )
+    served = (flags.get("default-chat-template-kwargs") or {}).get("enable_thinking")
+    said = task.thinking if task.thinking is not None else served
+    return chat_template.thinks_by_default(template, weights) if said is None else bool(said)
+
+
+def _request(number: int, question: Question, server: SharedServer, suite: Suite) -> Request:
+    """The chat of a question as the server's endpoints take it, without the length of the response."""
+    try:
+        messages = [questions.as_request(message) for message in questions.messages_of(question)]
+    except ValueError as error:
+        file = suite.questions_file(server.variant.root)
+        raise CorpusError(f"{file}, question {number + 1}: {error}; correct or remove it") from None
+    thinking = suite.tasks[0].thinking
+    request: Request = {"model": server.server.model, "messages": messages}
+    if question.tools:
+        request["tools"] = question.tools
+    if thinking is not None:
+        request["chat_template_kwargs"] = {"enable_thinking": thinking}
+    return request
+
+
+def _ask(
+    requests: Sequence[Request],
+    server: SharedServer,
+    max_tokens: int,
+    answers: Journal | None,
+    activity: str,
+    progress: Progress,
+) -> list[tuple[Mapping[str, Any], Mapping[str, Any]]]:
+    """Send the requests, as many at a time as the server runs at once; returns choice and usage of each response.
+
+    No request is sent after one that failed, because the server is probably gone.
+    """
+    timeout_s = max(TIMEOUT_S, math.ceil(max_tokens * SLOWEST_TOKEN_S))
+    known: list[Any] = [answers.get(request) if answers is not None else None for request in requests]
+    unknown = [number for number, answer in enumerate(known) if answer is None]
+    done = len(requests) - len(unknown)
+    progress(activity, done, len(requests))
+    with (
+        open_client(timeout_s, server.server.base_url) as client,
+        ThreadPoolExecutor(max(1, server.max_num_seqs)) as pool,
+    ):
+        pending = {
+            pool.submit(_send, client, requests[number], max_tokens, server.max_model_len): number
+            for number in unknown
+        }
+        try:
+            for number, answer in _results(pending):
+                known[number] = answer
+                if answers is not None:
+                    answers.add(requests[number], answer)
+                progress(activity, done := done + 1, len(requests))
+        except httpx.HTTPStatusError as error:
+            said = f"{error.response.status_code}, {error.response.text[:200]}"
+            raise server_lost(server.server, activity, said) from error
+        except (httpx.HTTPError, LookupError, TypeError, ValueError) as error:
+            raise server_lost(server.server, activity, error) from error
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)
+    return [(choice, usage) for choice, usage in known]
+
+
+def _results(pending: Mapping[Future[Any], int]) -> Iterator[tuple[int, Any]]:
+    for future in as_completed(pending):
+        yield pending[future], future.result()
+
+
+def _send(client: httpx.Client, request: Request, max_tokens: int, max_model_len: int) -> list[Any]:
+    """Send a request for at most `max_tokens` tokens, fewer where the context is shorter; returns choice and usage."""
+    # The server refuses a response that could outgrow the context, and only it knows the length of the rendered chat.
+    counted = client.post("/tokenize", json=request).raise_for_status().json()
+    prompt_tokens = int(counted["count"])
+    if prompt_tokens >= max_model_len:
+        raise PromptTooLongError.of(prompt_tokens, max_model_len)
+    length = {"max_tokens": min(max_tokens, max_model_len - prompt_tokens)}
+    body = {**request, **questions.SAMPLING, **length}
+    response = client.post("/v1/chat/completions", json=body).raise_for_status().json()
+    return [response["choices"][0], response.get("usage") or {}]
+
+
+def _item(task: SuiteTask, number: int, question: Question, generation: Generation, value: float) -> Item:
+    stated = question.model_dump_json(exclude_none=True)
+    return Item(
+        task=task.name,
+        index=number,
+        item=item_hash([task.name, {"question": stated}]),
+        value=value,
+        weight=1.0,
+        output=str(generation),
+        truncated=generation.finish_reason == "length",
+        output_tokens=generation.tokens,
+        looping=is_looping(generation),
+        question=cut(_split_text(question)),
+        expected=right_answer(question.answer),
+    )
+
+
+def _split_text(question: Question) -> str:
+    """The text whose hash decides on which side of the split a question is, so that equal questions are on one."""
+    text = questions.question_text({"question": question.model_dump_json(exclude_none=True)})
+    return text.removeprefix(questions.CHAT_PREFIX)
