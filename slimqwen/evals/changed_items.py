@@ -50,7 +50,7 @@ def _changed_items(first: Path, second: Path) -> Iterator[ChangedItem]:
         score = record.tasks.get(item["task"])
         if other is None or score is None:
             continue
-        gain = (item["value"] - other["value"]) * (1 if score.higher_is_better else -1)
+        gain = (item["value"] - other["value"]) * score.sign
         is_right_or_wrong = {item["value"], other["value"]} <= {0.0, 1.0}
         runaway_gain = int(runs_away(other)) - int(runs_away(item))
         if (gain if is_right_or_wrong else abs(gain) > score.non_inferiority_margin) or runaway_gain:

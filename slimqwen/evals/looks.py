@@ -5,9 +5,10 @@ look. It is the order of the looks and, within one, an order that depends on the
 """
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from slimqwen.evals.quality import Quality
 from slimqwen.records import store
@@ -49,11 +50,16 @@ class Looks:
         return f"look {self.count}{anew}"
 
 
-def read_looks(path: Path) -> dict[str, Looks]:
+def read_looks(
+    path: Path, items: Mapping[str, Iterable[Mapping[str, Any]]] | None = None
+) -> dict[str, Looks]:
     """Read the looks at each task of a quality record from it and the earlier records beside it.
 
     A look is a new set of items of the same suite, scored by a build of the same checkpoint of the same variant. One
     that lacks an item of an earlier look begins a new count.
+
+    Args:
+        items: the record's items by task, where they have been read.
 
     Raises:
         RecordError: the record or its items are damaged; damaged earlier records are left out.
@@ -61,7 +67,8 @@ def read_looks(path: Path) -> dict[str, Looks]:
     record = store.read_record(path, Quality)
     looks: dict[str, Looks] = {}
     earlier = list(_earlier_looks(path, record))
-    for task, present in _items_by_task(path).items():
+    ids = {task: frozenset(item["item"] for item in of_task) for task, of_task in (items or {}).items()}
+    for task, present in (ids or _items_by_task(path)).items():
         sets: list[frozenset[str]] = []
         dropped_since = None
         for date, by_task in earlier:

@@ -27,7 +27,7 @@ class TaskComparison:
     """One task of two records, with the score of each.
 
     Attributes:
-        higher_is_better: whether a positive difference is a gain.
+        sign: 1 if a positive difference is a gain, else -1.
         difference: second minus first, paired over the items, with the interval of the judgement.
         discordance: items that only one side got right; None if items are not simply right or wrong.
         judgement: verdict on whether the second loses more than the margin.
@@ -37,7 +37,7 @@ class TaskComparison:
 
     task: str
     measure: str
-    higher_is_better: bool
+    sign: int
     first: float
     second: float
     difference: Difference
@@ -49,7 +49,7 @@ class TaskComparison:
     @property
     def gain(self) -> float:
         """The difference with its sign set so that a loss is negative."""
-        return self.difference.value if self.higher_is_better else -self.difference.value
+        return self.sign * self.difference.value
 
 
 def pair_quality_records(first: Path, second: Path) -> tuple[Path, Path]:
@@ -136,7 +136,7 @@ def compare_quality(first: Path, second: Path) -> list[TaskComparison]:
     cure = _command(second_record.variant, first_record)
     pairing.require_same(first, second, comparison_key(first_record), comparison_key(second_record), cure)
     first_items, second_items = _items_by_task(first), _items_by_task(second)
-    looks = read_looks(second)
+    looks = read_looks(second, second_items)
     rows = []
     for task, score in first_record.tasks.items():
         sides = first_items[task], second_items[task]
@@ -163,19 +163,18 @@ def _compare_items(
     means_a, totals = intervals.by_cluster(values_a, weights, clusters)
     means_b, _ = intervals.by_cluster(values_b, weights, clusters)
     is_right_or_wrong = set(means_a) | set(means_b) <= {0.0, 1.0}
-    sign = 1 if score.higher_is_better else -1
     judgement = non_inferiority.judge_loss(
-        sign * (means_b - means_a),
+        score.sign * (means_b - means_a),
         None if is_right_or_wrong else totals,
         first_look=len({cluster for cluster, number in zip(clusters, numbers, strict=True) if number == 1}),
         margin=score.non_inferiority_margin,
     )
     change = intervals.mean(means_b - means_a, totals)
-    low, high = sorted((sign * judgement.low, sign * judgement.high))
+    low, high = sorted((score.sign * judgement.low, score.sign * judgement.high))
     return TaskComparison(
         task=task,
         measure=score.measure,
-        higher_is_better=score.higher_is_better,
+        sign=score.sign,
         first=score.value,
         second=second_value,
         difference=Difference(change.value, change.standard_error, low, high, change.count),

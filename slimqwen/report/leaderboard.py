@@ -59,10 +59,9 @@ class Score:
         """The change in units of the task's margin (of the measure, if the margin is 0); None if not paired."""
         if self.change is None:
             return None
-        judgement, value = self.change.judgement, self.change.difference.value
+        judgement = self.change.judgement
         unit = judgement.margin or 1.0
-        gain = value if self.change.higher_is_better else -value
-        return Margins(self.task, gain / unit, judgement.low / unit, judgement.high / unit)
+        return Margins(self.task, self.change.gain / unit, judgement.low / unit, judgement.high / unit)
 
 
 @dataclass(frozen=True)

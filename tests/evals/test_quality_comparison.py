@@ -42,7 +42,7 @@ def test_scores_are_paired_item_by_item(write):
     assert (facts.discordance.only_first, facts.discordance.only_second) == (2, 1)
     assert facts.discordance.p_value == pytest.approx(1.0)
     assert prose.discordance is None
-    assert prose.higher_is_better is False
+    assert prose.sign == -1
 
 
 def test_a_gain_of_a_measure_of_which_less_is_better_is_a_fall(write):

@@ -182,7 +182,7 @@ def read_plan(root: Path) -> Reader:
     flags = rehearsal.decisive_flags(ServerCommand.resolve(small(root)))
     plan = example.plan().model_copy(update={"flags": flags, "inputs": made, "vllm": start.version("vllm")})
     record = example.record(root, plan).model_copy(update={"variant": "small"})
-    store.write_record(root / "results", record)
+    store.write_record(small(root).folder, record)
 
     def read() -> str:
         try:
@@ -206,7 +206,6 @@ READERS: dict[str, Callable[[Path], Reader] | None] = {
     "search": read_search,
     "plan": read_plan,
     "start_up": None,  # no verb takes one: reports show it with its source
-    "roofline": None,
 }
 
 

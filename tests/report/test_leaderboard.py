@@ -73,7 +73,7 @@ def test_scores_and_their_changes_are_those_of_the_newest_pair(pair, add_record,
     folders = [tmp_path / "experiments" / name for name in ("base", "quick")]
     compared = quality_comparison.compare_quality(*quality_comparison.pair_quality_records(*folders))
     assert [score.change for score in row.scores.values()] == compared
-    assert {change.higher_is_better for change in compared} == {True, False}
+    assert {change.sign for change in compared} == {1, -1}
     for score, change in zip(row.scores.values(), compared, strict=True):
         assert score.row.value == pytest.approx(0.75 * change.first)
         gain, judgement = score.gain, change.judgement
