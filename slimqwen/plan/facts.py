@@ -80,7 +80,7 @@ class Plan(Facts):
     vllm: str
     checkpoint: str = Field(description="where the dimensions of the checkpoint come from")
     inputs: dict[str, str] = Field(
-        {},
+        default={},
         description="digests of the checkpoint's config.json, where it is here, and of the GPU's data sheet; absent in "
         "old records",
     )

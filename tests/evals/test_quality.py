@@ -14,7 +14,6 @@ from slimqwen.evals import EvalError, quality
 from slimqwen.evals.quality import OutputTokens
 from slimqwen.evals.suites import lm_eval_run
 from slimqwen.evals.suites.generation import Generation, PromptTooLongError
-from slimqwen.evals.suites.lm_eval_client import ServedCompletions
 from slimqwen.evals.suites.scored import TaskRun
 from slimqwen.evals.suites.suite import ANSWER_MARGIN, AUTO, BITS_PER_BYTE, Suite, SuiteTask
 from slimqwen.records import store
@@ -420,9 +419,8 @@ def test_data_that_were_not_fetched_are_named_before_a_server_starts(add_served,
     ],
 )
 def test_the_response_is_what_follows_the_thoughts(content, thinking, text):
-    client = SimpleNamespace(thinking=thinking)
-    outputs, choice = {"usage": {"completion_tokens": 7}}, {"text": content, "finish_reason": "length"}
-    response = ServedCompletions._generation(client, outputs, choice)
+    choice = {"text": content, "finish_reason": "length"}
+    response = Generation.of_choice(choice, {"completion_tokens": 7}, thinking)
     assert (response, response.finish_reason, response.tokens) == (text, "length", 7)
 
 
@@ -471,7 +469,7 @@ def test_a_task_that_switches_thinking_is_rendered_so(small_suite, add_served, s
     (one.server.weights / "chat_template.jinja").write_text(template)
     suite = facts_alone(small_suite, thinking=thinking).model_copy(update={"chat_template": True})
     scores = score(suite, one, limit=2)
-    assert scores.tasks["small_facts"].settings == {"thinking": thinking}
+    assert scores.tasks["small_facts"].settings["thinking"] == thinking
     assert {request["prompt"][0][-1] == WORDS.index("A") for request in server.requests} == {thinking}
 
 

@@ -488,7 +488,8 @@ def test_own_prompts_are_sent_whole_in_every_round_with_their_own_lengths(
     assert [(i["prompt_tokens"], i["output_tokens"]) for i in items] == [(6, 9), (8, 6)] * 2
     own = record.classes["own"]
     assert (own.prompt_tokens, own.output_tokens, own.request_count) == (7, 8, 4)
-    assert {"eval/own/mine/prompts.jsonl", "eval/own/mine/workload.yaml"} == set(record.provenance.datasets)
+    files = {"eval/own.yaml", "eval/own/mine/prompts.jsonl", "eval/own/mine/workload.yaml"}
+    assert files == set(record.provenance.datasets)
     warm_up, *timed = prompts_of(server)[:3]
     assert warm_up == timed[0][::-1]  # no prefix of a timed prompt is cached by it
 
