@@ -1,14 +1,19 @@
 """The base class of all errors that a person is meant to read, and the suggestion at the end of some of them."""
 
+import contextlib
 import difflib
 import errno
 import os
+import shutil
 from collections.abc import Collection
 from pathlib import Path
 
 _READ_ONLY = "make it writable for this user, or work in your own clone of the repository"
 _UNREADABLE = "make it readable for this user: its owner can, by `chmod a+r`"
 _FULL = "free some disk space"
+_FULL_BYTES = 2**20
+"""Free space of a disk that counts as full, bytes."""
+
 _OPEN_FILES = "allow more open files, such as `ulimit -n 4096`"
 _CURES = {
     errno.EACCES: _READ_ONLY,
@@ -82,6 +87,18 @@ def explain_os_error(error: BaseException) -> str | None:
         if os.strerror(number) in str(error):
             return f"{' '.join(str(error).split())}; {_CURES[number]}"
     return None
+
+
+def is_full(folder: Path) -> bool:
+    """Whether the disk of a folder is full: what fails there need not say so, and its log may have had no room."""
+    with contextlib.suppress(OSError):  # the folder is gone
+        return shutil.disk_usage(folder).free < _FULL_BYTES
+    return False
+
+
+def explain_full_disk(error: str) -> str:
+    """An error that a full disk explains, on one line with the cure."""
+    return f"{os.strerror(errno.ENOSPC)} ({error}); {_FULL}"
 
 
 def _is_unreadable(file: object) -> bool:

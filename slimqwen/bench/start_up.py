@@ -272,7 +272,7 @@ def _time_start(command: ServerCommand, log: Path, all_logs: Path) -> Start:
     """Time one start, whose log is written to `log` and appended to `all_logs`; read its phases and graphs."""
     started = time.monotonic()
     try:
-        with run_server(command, log=log):
+        with run_server(command, log=log, kept_log=all_logs):
             ready_seconds = time.monotonic() - started
             log_text = _text(log)
     finally:

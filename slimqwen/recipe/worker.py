@@ -9,7 +9,6 @@ import gc
 import os
 import pickle
 import resource
-import shutil
 import signal
 import subprocess
 import sys
@@ -21,7 +20,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from slimqwen import lifeline
-from slimqwen.errors import SlimqwenError, explain_os_error
+from slimqwen.errors import SlimqwenError, explain_full_disk, explain_os_error, is_full
 
 GARBAGE_THRESHOLD = 100_000
 """Threshold of garbage collection for a process with many imports, new objects; Python's default is 700."""
@@ -31,9 +30,6 @@ _DEATHS = {
     signal.SIGBUS: ", as when /dev/shm or the disk is full",
 }
 """Signals that end a process -> why."""
-
-_FULL_BYTES = 2**20
-"""Free space of a disk that counts as full, bytes."""
 
 
 @contextmanager
@@ -120,16 +116,10 @@ def perform(job: Any, runner: Connection) -> None:
         runner.send(("refused", error))
     except Exception as error:
         text = explain_os_error(error) or f"{type(error).__name__}: {' '.join(str(error).split())}"
-        if _is_full(destination) and "disk space" not in text:
-            text += "; the disk is full: free some disk space"  # torch.save does not say so
+        if is_full(destination) and "disk space" not in text:  # as torch.save, which does not say so
+            text = explain_full_disk(text)
         _log_traceback()
         runner.send(("failed", text))
-
-
-def _is_full(folder: Path) -> bool:
-    with suppress(OSError):  # not every job writes
-        return shutil.disk_usage(folder).free < _FULL_BYTES
-    return False
 
 
 def _log_traceback() -> None:

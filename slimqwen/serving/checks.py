@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import shutil
 import socket
 import ssl
 from collections.abc import Iterable
@@ -22,6 +23,10 @@ from slimqwen.vllm_plugin.api_key import LOOPBACK, is_loopback
 
 _ENGINE_OVERHEAD_BYTES = 1536 * 2**20
 """Memory of vLLM's imports and activations on a CPU, bytes: 1.1 GiB resident were measured, the rest is a margin."""
+
+_SHARED_MEMORY = Path("/dev/shm")
+_QUEUE_BYTES = 240 * 2**20
+"""Free space of /dev/shm that vLLM wants for the queue of a worker, bytes (shm_broadcast.py: 10 times 24 MiB)."""
 
 _LONGEST_SOCKET_PATH = 107
 """Bytes of the path of a Unix socket (unix(7): sun_path has 108, one of them its end)."""
@@ -50,9 +55,9 @@ def check_command(command: ServerCommand, trouble: Iterable[Trouble] = ()) -> No
 
     Raises:
         ServingError: no GPU, known trouble, too long a context, heads that cannot be divided between the GPUs, a chat
-            template that does not render, a required compile cache that does not fit, too little memory, a port or
-            Unix socket that cannot be bound, an API key that protects nothing, no key for an address that others
-            reach, a certificate that cannot be read.
+            template that does not render, a required compile cache that does not fit, too little memory or shared
+            memory, a port or Unix socket that cannot be bound, an API key that protects nothing, no key for an address
+            that others reach, a certificate that cannot be read.
         slimqwen.checkpoint.MissingCheckpointError, CorruptCheckpointError: weights are missing, cut short or
             incomplete.
         slimqwen.vllm_plugin.errors.PluginError: vLLM would serve without this package's limits and routes.
@@ -66,6 +71,7 @@ def check_command(command: ServerCommand, trouble: Iterable[Trouble] = ()) -> No
     _check_requests(command)
     _check_cache(command)
     check_memory(command)
+    _check_shared_memory(command)
     _check_tls(command)
     _check_port(command)
 
@@ -239,6 +245,22 @@ def check_memory(command: ServerCommand) -> None:
         raise ServingError(
             f"{command.variant.name} needs {_gib(needed)} ({parts}), but only {_gib(available)} of "
             f"{_gib(total)} is free; {cure}"
+        )
+
+
+def _check_shared_memory(command: ServerCommand) -> None:
+    """Refuse a /dev/shm that is too small for vLLM's worker processes, as the 64 MB of a container are."""
+    flags = command.flags
+    ranks = int(flags.get("tensor-parallel-size", 1)) * int(flags.get("pipeline-parallel-size", 1))
+    # One GPU is served by the engine's own process, a CPU never is.
+    if (command.platform == "cuda" and ranks == 1) or not _SHARED_MEMORY.is_dir():
+        return
+    free = shutil.disk_usage(_SHARED_MEMORY).free
+    if free < _QUEUE_BYTES:
+        raise ServingError(
+            f"{command.variant.name} needs {_QUEUE_BYTES >> 20} MiB of {_SHARED_MEMORY}, and {free >> 20} MiB are "
+            "free; start the container with `docker run --shm-size 1g`, or enlarge it as root: "
+            f"`mount -o remount,size=1g {_SHARED_MEMORY}`"
         )
 
 

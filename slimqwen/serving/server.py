@@ -15,6 +15,7 @@ import httpx
 import psutil
 
 from slimqwen import lifeline
+from slimqwen.errors import explain_full_disk, is_full
 from slimqwen.progress import Progress, silent
 from slimqwen.serving import baked_cache, checks, spawner
 from slimqwen.serving.command import ServerCommand
@@ -80,12 +81,18 @@ def prepare(command: ServerCommand, trouble: Iterable[checks.Trouble] = ()) -> N
 
 @contextlib.contextmanager
 def run_server(
-    command: ServerCommand, *, log: Path, timeout_s: float = 900, progress: Progress = silent
+    command: ServerCommand,
+    *,
+    log: Path,
+    kept_log: Path | str | None = None,
+    timeout_s: float = 900,
+    progress: Progress = silent,
 ) -> Iterator[RunningServer]:
     """Run a variant's server, on its TCP port, for the length of a `with` block.
 
     Args:
         log: file for everything that vLLM prints.
+        kept_log: what errors name instead of `log`, where that goes with its folder and its lines stay elsewhere.
         timeout_s: limit for the time until /health answers 200, seconds.
         progress: receives (activity, seconds since the start, 0).
 
@@ -101,7 +108,10 @@ def run_server(
         log.open("wb") as output,
         start_process(command.argv, environment=environment, folder=folder, output=output) as process,
     ):
-        _wait_until_ready(process, command, log, timeout_s, progress)
+        try:
+            _wait_until_ready(process, command, log, timeout_s, progress)
+        except ServingError as error:
+            raise ServingError(f"{error}; log: {kept_log or log}") from None
         yield RunningServer(command, process.pid, log)
 
 
@@ -257,15 +267,16 @@ def _wait_until_ready(
         while (elapsed := time.monotonic() - started) < timeout_s:
             progress(activity, elapsed, 0)
             if process.has_ended:
-                raise ServingError(f"vLLM ended before it was ready: {_failure(log)}; log: {log}")
+                raise ServingError(f"vLLM ended before it was ready: {_failure(log)}")
             with contextlib.suppress(httpx.HTTPError):
                 if client.get(f"{command.url}/health").status_code == httpx.codes.OK:
                     progress(activity, elapsed, elapsed)
                     return
             time.sleep(_POLL_S)
-    raise ServingError(f"vLLM was not ready after {timeout_s:.0f} s: {_failure(log)}; log: {log}")
+    raise ServingError(f"vLLM was not ready after {timeout_s:.0f} s: {_failure(log)}")
 
 
 def _failure(log: Path) -> str:
     lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
-    return find_last_cause(log) or (lines or ["it printed nothing"])[-1].strip()
+    cause = find_last_cause(log) or (lines or ["it printed nothing"])[-1].strip()
+    return explain_full_disk(cause) if is_full(log.parent) else cause

@@ -11,6 +11,30 @@ from slimqwen.recipe import worker
 FULL = OSError(errno.ENOSPC, "No space left on device", "/store/model.safetensors")
 
 
+def test_what_fails_on_a_full_disk_says_so_whatever_its_own_words_are(tmp_path, monkeypatch):
+    def stage(*_):
+        raise RuntimeError("unexpected pos 64 vs 0")  # torch.save
+
+    monkeypatch.setattr(worker, "is_full", lambda folder: folder == tmp_path)
+    ours, theirs = Pipe()
+    worker.perform((stage, tmp_path, tmp_path, None), theirs)
+    cause = "RuntimeError: unexpected pos 64 vs 0"
+    assert ours.recv() == ("failed", f"No space left on device ({cause}); free some disk space")
+
+
+@pytest.mark.parametrize(
+    ("code", "text"),
+    [
+        (3, "exit code 3"),
+        (-9, "SIGKILL, as when memory runs out"),
+        (-7, "SIGBUS, as when /dev/shm or the disk is full"),
+        (-11, "SIGSEGV"),
+    ],
+)
+def test_a_death_has_its_likely_reason(code, text):
+    assert worker.death_cause(code) == text
+
+
 @pytest.mark.parametrize(
     ("error", "text"),
     [

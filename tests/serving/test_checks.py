@@ -1,6 +1,7 @@
 import dataclasses
 import os
 import socket
+import types
 
 import pytest
 
@@ -80,6 +81,31 @@ def test_a_socket_that_an_ended_server_left_is_removed(servable, tmp_path, monke
         ended.bind(str(tmp_path / "own.sock"))
     checks.check_command(servable("VLLM_UDS=own.sock"))
     assert not (tmp_path / "own.sock").exists()
+
+
+@pytest.mark.parametrize(
+    ("platform", "ranks", "free_mib", "refused"),
+    [
+        ("cpu", 1, 64, True),
+        ("cpu", 1, 240, False),
+        ("cuda", 1, 64, False),
+        ("cuda", 2, 64, True),
+        ("cuda", 2, 2048, False),
+    ],
+)
+def test_the_shared_memory_of_a_small_container_is_refused_where_vllm_has_workers(
+    servable, monkeypatch, platform, ranks, free_mib, refused
+):
+    command = servable()
+    flags = {**command.flags, "tensor-parallel-size": ranks}
+    command = dataclasses.replace(command, platform=platform, flags=flags)
+    usage = types.SimpleNamespace(free=free_mib * 2**20)
+    monkeypatch.setattr(checks.shutil, "disk_usage", lambda folder: usage)
+    if not refused:
+        return checks._check_shared_memory(command)
+    said = "v needs 240 MiB of /dev/shm, and 64 MiB are free; start the container with `docker run --shm-size 1g`"
+    with pytest.raises(ServingError, match=f"^{said}, or .*`mount -o remount,size=1g /dev/shm`$"):
+        checks._check_shared_memory(command)
 
 
 def test_too_little_memory_is_refused_with_what_is_needed(servable):

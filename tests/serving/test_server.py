@@ -17,6 +17,17 @@ from slimqwen.vllm_plugin import api_server
 from tests.serving import real_server
 
 
+def test_a_server_that_dies_on_a_full_disk_names_the_disk(tmp_path, monkeypatch):
+    """Its log lies there, too, and may end before vLLM's own words."""
+    log = tmp_path / "vllm.log"
+    log.write_text("FileNotFoundError: [Errno 2] No such file or directory: 'modelinfos'\n")
+    assert server._failure(log).startswith("FileNotFoundError")
+    monkeypatch.setattr(server, "is_full", lambda folder: folder == tmp_path)
+    assert re.fullmatch(
+        r"No space left on device \(FileNotFoundError: .*\); free some disk space", server._failure(log)
+    )
+
+
 def test_a_server_that_dies_at_start_is_an_error_that_quotes_its_log(servable, tmp_path, monkeypatch):
     command = servable()
     monkeypatch.setattr(checks, "check_command", lambda *_: None)
@@ -24,8 +35,13 @@ def test_a_server_that_dies_at_start_is_an_error_that_quotes_its_log(servable, t
     log = tmp_path / "vllm.log"
 
     with (
-        pytest.raises(ServingError, match=r"before it was ready: .*model_type.*vllm\.log"),
+        pytest.raises(ServingError, match=r"before it was ready: .*model_type.*; log: .*vllm\.log$"),
         run_server(command, log=log, timeout_s=600),
+    ):
+        pytest.fail("it served")
+    with (
+        pytest.raises(ServingError, match=r"; log: that which stays$"),
+        run_server(command, log=log, kept_log="that which stays", timeout_s=600),
     ):
         pytest.fail("it served")
 

@@ -165,7 +165,7 @@ def _start(
 ) -> list[baked_cache.CompiledGraph]:
     """Start a server, have it respond to prompts, and end it; returns its graphs."""
     try:
-        with run_server(command, log=log, progress=progress) as server:
+        with run_server(command, log=log, kept_log="that of bake_cache", progress=progress) as server:
             progress("answering", 0, 0)
             drive(server, prompt_tokens)
     finally:
