@@ -40,7 +40,8 @@ def give_verdict(subject: Subject, settings: ServerSettings, gpu: Gpu, fits: Seq
     ways += _suggest_smaller(settings, fits)
     if len(ways) == 1 and not needed:
         ways += _suggest_more_gpus(subject, settings, gpu)
-    return f"{where}: does not fit as stored, {first.missing_bytes / _GB:.1f} GB too much; {'; '.join(ways)}"
+    starts = f" (vLLM starts, with {int(first.full_sequences)} of them at a time)" if first.starts else ""
+    return f"{where}: does not fit as stored, {first.missing_bytes / _GB:.1f} GB too much{starts}; {'; '.join(ways)}"
 
 
 def _name_form(fits: Sequence[Fit], row: int) -> str:

@@ -9,7 +9,7 @@ from packaging.version import Version
 from pydantic import Field
 
 from slimqwen.plan import rehearsal, resolution, trouble
-from slimqwen.plan.devices import CPU, Gpu
+from slimqwen.plan.devices import CPU, Gpu, read_gpus
 from slimqwen.plan.facts import Plan
 from slimqwen.progress import Progress, silent
 from slimqwen.records import provenance, store
@@ -17,8 +17,6 @@ from slimqwen.records.figures import Figure
 from slimqwen.records.record import Record
 from slimqwen.records.table import Table
 from slimqwen.variant import Variant
-
-DEFAULT_GPUS = ("a10g", "rtx-3090", "l4", "h100", "b200", "rtx-5090")
 
 _KERNEL_SUFFIX = "LinearKernel"
 """End of the names of vLLM's kernels for quantised linears; tables leave it out."""
@@ -104,10 +102,15 @@ def is_of_installed_vllm(plan: Plan) -> bool:
 
 
 def overview_table(root: Path) -> Table:
-    """Plans of every shipped variant on `DEFAULT_GPUS`; variants and GPUs with equal facts share a row."""
+    """The recorded plans of every shipped variant; variants and GPUs with equal facts share a row."""
     known = trouble.read_known_trouble(root)
-    shipped = provenance.shipped_variants(root)
-    plans = [plan for name in shipped for gpu in DEFAULT_GPUS if (plan := find_gpu_plan(root, name, gpu))]
+    order = {gpu: number for number, gpu in enumerate(read_gpus(root))}
+    plans = [
+        plan
+        for name in provenance.shipped_variants(root)
+        for plan in sorted(list_recorded_plans(root, name), key=lambda plan: order.get(plan.gpu, len(order)))
+        if plan.gpu != CPU and is_of_installed_vllm(plan)
+    ]
     gpus: dict[tuple[str, ...], list[str]] = {}  # (variant, facts) -> GPUs
     for plan in plans:
         gpus.setdefault((plan.variant, *_overview_cells(plan, known)), []).append(plan.gpu)

@@ -22,7 +22,7 @@ from slimqwen.plan.resolution import OVERHEAD_GIB
 
 ROOT = variant.repository_root()
 GPUS = read_gpus(ROOT)
-PLANNED = ["cyankiwi", "cyankiwi-best", "cyankiwi-seq8-w4lm", "qwen3.5-4b", "qwen3.5-4b-best"]
+PLANNED = [name for name in variant.names(ROOT) if list_recorded_plans(ROOT, name)]
 
 
 def fitted(model: str, gpu: str, **changes: object) -> tuple[Subject, ServerSettings, list[Fit]]:
@@ -120,6 +120,13 @@ def test_a_server_has_a_block_for_the_states_of_each_sequence_that_vllm_takes(mo
         assert f"{stored.captured_sequences} sequences" in said
         assert said.endswith(f"set VLLM_MAX_NUM_SEQS to at most {stored.blocks}")
         assert fitted(model, gpu, sequences=1, captured_sequences=stored.blocks)[2][0].starts
+
+
+def test_a_load_that_is_served_in_turns_is_said_to_start():
+    subject, settings, fits = fitted("qwen3.5-4b", "rtx-3060")
+    assert (fits[0].fits, fits[0].starts) == (False, True)
+    said = give_verdict(subject, settings, GPUS["rtx-3060"], fits)
+    assert "3.1 GB too much (vLLM starts, with 2 of them at a time); fits with 4-bit MLPs;" in said
 
 
 @pytest.mark.parametrize("eager", ["0", "1"])

@@ -6,9 +6,6 @@ import shutil
 import pytest
 
 from slimqwen import variant
-from slimqwen.fit.memory import ServerSettings
-from slimqwen.fit.subject import find_subject
-from slimqwen.fit.verdict import fit_on_gpus
 from slimqwen.plan import record as plans
 from slimqwen.plan import trouble
 from slimqwen.plan.devices import read_gpus
@@ -18,14 +15,7 @@ from slimqwen.report import markdown
 from tests.plan.example import plan
 
 ROOT = variant.repository_root()
-CUDA_VARIANTS = [name for name in variant.names(ROOT) if variant.load(name, ROOT).platform == "cuda"]
-# A plan takes the CUDA environment: a variant that was added without it says so on its page.
-UNPLANNED = [
-    name
-    for name in CUDA_VARIANTS
-    if "no plan yet" in (ROOT / "experiments" / name / "README.md").read_text(encoding="utf-8")
-]
-GPU_VARIANTS = [name for name in CUDA_VARIANTS if name not in UNPLANNED]
+GPU_VARIANTS = [name for name in variant.names(ROOT) if variant.load(name, ROOT).platform == "cuda"]
 README_GPUS = re.compile(r"^GPUs: (?P<names>[a-z0-9, -]+)\.$", re.MULTILINE)
 
 
@@ -94,10 +84,10 @@ def test_the_committed_table_is_made_of_the_records():
     _, _, table = file.read_text(encoding="utf-8").partition("<!-- table:plans -->")
     rows = [line for line in table.splitlines() if line.startswith("| ")]
     shown = [(row.split(" | ")[0].removeprefix("| "), row.split(" | ")[1]) for row in rows[1:]]
-    for name in GPU_VARIANTS:
-        for gpu in plans.DEFAULT_GPUS:
-            here = [row for row in shown if name in row[0].split(", ") and gpu in row[1].split(", ")]
-            assert len(here) == 1, (name, gpu)
+    for name in variant.names(ROOT):
+        for each in plans.list_recorded_plans(ROOT, name):
+            here = [row for row in shown if name in row[0].split(", ") and each.gpu in row[1].split(", ")]
+            assert len(here) == 1, (name, each.gpu)
 
 
 def named_gpus(name: str) -> list[str]:
@@ -122,19 +112,6 @@ def test_a_gpu_variant_starts_on_each_gpu_of_its_readme(name):
         assert [entry.name for entry in entries if entry.effect == "dies"] == [], gpu
         assert recorded.vllm == locked_vllm(), gpu
         assert recorded.flags == flags, gpu
-
-
-@pytest.mark.parametrize("name", UNPLANNED)
-def test_a_gpu_variant_without_a_plan_starts_by_its_fit_on_each_gpu_of_its_readme(name):
-    assert not any(plans.find_gpu_plan(ROOT, name, gpu) for gpu in plans.DEFAULT_GPUS), (
-        "its page says: no plan yet"
-    )
-    subject = find_subject(name, ROOT)
-    gpus = named_gpus(name)
-    known = read_gpus(ROOT)
-    settings = ServerSettings.of(subject, None, None)
-    fits = fit_on_gpus(subject, settings, [known[gpu] for gpu in gpus])
-    assert [gpu for gpu in gpus if not fits[gpu][0].starts] == []
 
 
 def locked_vllm() -> str:

@@ -9,11 +9,13 @@ import torch
 from slimqwen import variant
 from slimqwen.fit.memory import ServerSettings
 from slimqwen.fit.subject import find_subject
+from slimqwen.fit.tables import list_notes
 from slimqwen.fit.verdict import fit_on_gpus
 from slimqwen.plan import rehearsal, shapes, simulated_gpu, trouble
 from slimqwen.plan.devices import read_gpu, read_gpus
 from slimqwen.serving.command import ServerCommand
 from tests.checkpoints import stage_output
+from tests.plan import every_card
 from tests.plan.example import needs_cuda_build
 from tests.zoo.animals import ANIMALS
 from tests.zoo.verbs import write_outputs
@@ -194,21 +196,43 @@ def test_prompt_lookup_has_no_draft_model_and_drops_no_block_of_a_hit(faulty_pla
     assert plan.kv_cache.shortest_prompt_with_hit == plan.kv_cache.block_size + 1
 
 
+CUDA_VARIANTS = [name for name in variant.names(ROOT) if variant.load(name).platform == "cuda"]
+CARDS = [gpu for gpu in read_gpus(ROOT).values() if gpu.is_served]
+
+
 @needs_cuda_build
-@pytest.mark.parametrize(
-    "name", [name for name in variant.names(ROOT) if variant.load(name).platform == "cuda"]
-)
+@pytest.mark.parametrize("name", [*CUDA_VARIANTS, "qwen3.5-0.8b", "qwen3.5-0.8b-best"])
 def test_a_variant_starts_by_its_plan_where_it_starts_by_its_fit(name, tmp_path):
-    """The smallest card on which the variant starts, and the largest on which it does not; both 8.0 or above."""
+    """On every card that vLLM has kernels for, by its memory: weights, blocks of the cache, blocks of states."""
     subject = find_subject(name, ROOT)
-    cards = sorted(read_gpus(ROOT).values(), key=lambda gpu: gpu.cuda_memory_gib)
-    fits = fit_on_gpus(subject, ServerSettings.of(subject, None, None), cards)
-    able = [gpu for gpu in cards if gpu.capability >= (8, 0)]
-    starting = [gpu for gpu in able if fits[gpu.name][0].starts]
-    nearest = [gpu for gpu in able if gpu not in starting][-1:] + starting[:1]
-    for gpu in nearest:
-        plan = rehearsal.rehearse_variant(variant.load(name), gpu, log=tmp_path / "plan.log")
-        assert (plan.error is None) == (gpu in starting), (gpu.name, plan.error)
+    fits = fit_on_gpus(subject, ServerSettings.of(subject, None, None), CARDS)
+    cards = sorted(
+        CARDS, key=lambda gpu: gpu.capability < (8, 0)
+    )  # the first is simulated: it takes bfloat16
+    errors = every_card.plan_errors(name, ROOT, cards, tmp_path / "plan.log")
+    assert errors.keys() == fits.keys()
+    assert {gpu for gpu, error in errors.items() if error is None} == {
+        gpu for gpu, fit in fits.items() if fit[0].starts
+    }
+
+
+def first_cards_by_capability():
+    """A card of each compute capability, with the memory of the largest, which holds any variant of one GPU."""
+    cards = {gpu.compute_capability: gpu for gpu in reversed(CARDS)}
+    return [pytest.param(card.with_memory(178), id=each) for each, card in sorted(cards.items())]
+
+
+@needs_cuda_build
+@pytest.mark.parametrize("gpu", first_cards_by_capability())
+@pytest.mark.parametrize("name", ["qwen3.5-4b", "cyankiwi-seq8-best"])
+def test_a_plan_dies_where_fit_says_so(name, gpu, tmp_path):
+    """On a card of each compute capability: 16-bit and 4-bit weights, with a 16-bit and an FP8 KV cache."""
+    plan = rehearsal.rehearse_variant(variant.load(name), gpu, log=tmp_path / "plan.log")
+    subject = find_subject(name, ROOT)
+    settings = ServerSettings.of(subject, None, None)
+    fits = fit_on_gpus(subject, settings, [gpu])[gpu.name]
+    said = [line for line in list_notes(subject, settings, gpu, fits, ROOT) if "Known trouble (dies)" in line]
+    assert bool(plan.error) == bool(said), (plan.failed_at, plan.error, said)
 
 
 @needs_cuda_build
