@@ -27,6 +27,9 @@ test: install ## every test that takes minutes at most (KINDS=1: those inside vL
 test-image: install ## build a CPU image, look into it, start it, break it (root; 40 minutes, 25 GB)
 	@.venv/bin/python -m pytest -m image
 
+gpu-check: | $(READY) ## every claim about a GPU, tried on this one in steps of 3 minutes (STEPS=b,a FRESH=1; REHEARSE=1: here, on the CPU)
+	@.venv/bin/python -m pytest -m gpu tests/gpu
+
 lint: | $(READY) ## ruff (lint and format), mypy, import-linter
 	@.venv/bin/ruff check && .venv/bin/ruff format --check && .venv/bin/mypy && .venv/bin/lint-imports
 

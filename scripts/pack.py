@@ -30,10 +30,8 @@ ROOT = Path(__file__).resolve().parent.parent
 PART_BYTES, CHUNK_BYTES = 40_000_000, 1 << 20
 MANIFEST = "manifest.json"
 
-TOOLS = re.compile(
-    r"ruff|mypy|mypy-extensions|librt|ast-serialize|types-.*|import-linter|grimp|hypothesis|pytest-xdist|execnet"
-)
-"""Packages that only `make lint` and `make test` need. pytest itself is packed: `make gpu-check` is run by it."""
+TOOLS = re.compile(r"ruff|mypy|mypy-extensions|librt|ast-serialize|types-.*|import-linter|grimp")
+"""Packages that only `make lint` needs. pytest and what its configuration loads are packed for `make gpu-check`."""
 
 BLACKWELL = re.compile(r"(?i).*g?b[123]00")
 ONLY_BLACKWELL = ("tokenspeed-mla", "tokenspeed-triton")

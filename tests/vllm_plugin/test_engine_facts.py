@@ -1,18 +1,20 @@
 """What a started engine states, compared with its plan."""
 
 import asyncio
+import contextlib
 import logging
+import math
 from types import SimpleNamespace
 
 import httpx
 import pytest
 
 from slimqwen import variant
-from slimqwen.plan import rehearsal, start
-from slimqwen.serving.command import ServerCommand
-from slimqwen.serving.server import free_port, run_server
+from slimqwen.plan import start
 from slimqwen.vllm_plugin import engine_facts
 from slimqwen.vllm_plugin.engine_facts import AttentionLayers, PlanExpectation
+from tests.gpu import plans
+from tests.gpu.steps import Here
 
 PLAN = "vLLM 0.32.0 on a10g"
 FACTS = {"block_size": 544, "graph_mode": "FULL_AND_PIECEWISE", "kv_tokens": 1000}
@@ -109,18 +111,23 @@ def test_without_a_plan_nothing_is_asked_of_the_engine(monkeypatch):
 
 
 @pytest.mark.engine
-def test_a_start_of_a_cpu_server_with_drafts_agrees_with_its_plan_in_every_fact(tmp_path):
-    drafting = variant.load("tiny-mtp4")
-    plan = rehearsal.rehearse_variant(drafting, None, log=tmp_path / "plan.log")
-    command = ServerCommand.resolve(drafting, port=free_port(), platform="cpu")
-    expected = start.expect_facts(plan, required=True)
-    assert {"block_size", "kv_blocks", "kv_tokens", "graph_mode", "dtype", "max_num_seqs"} < set(
-        expected.facts
-    )
-    assert sum("layers" in str(value) for value in expected.facts.values()) >= 3  # two kinds, and the drafts'
-    with run_server(command.compared_with_plan(expected), log=tmp_path / "vllm.log") as server:
-        labels = httpx.get(f"{server.base_url}/metrics", trust_env=False).text
-    assert f"all of {len(expected.facts)} facts" in (tmp_path / "vllm.log").read_text()
+def test_a_start_of_a_cpu_server_with_drafts_agrees_with_its_plan_in_every_fact(tmp_path, monkeypatch):
+    """The rehearsal of step a of `make gpu-check`, with a look at the server."""
+    seen, start_server = [], plans.started_as_planned
+
+    @contextlib.contextmanager
+    def start_and_look(command, plan, **options):
+        with start_server(command, plan, **options) as server:
+            text = httpx.get(f"{server.base_url}/metrics", trust_env=False).text
+            seen.append((start.expect_facts(plan, required=False).facts, text))
+            yield server
+
+    monkeypatch.setattr(plans, "started_as_planned", start_and_look)
+    line = plans.run(Here(variant.repository_root(), None, tmp_path / "a.json", math.inf))
+    [(facts, labels)] = seen
+    assert line == f"as planned: tiny-mtp4 ({len(facts)} facts)"
+    assert {"block_size", "kv_blocks", "kv_tokens", "graph_mode", "dtype", "max_num_seqs"} < set(facts)
+    assert sum("layers" in str(value) for value in facts.values()) >= 3  # two kinds, and the drafts'
     # What the comparison reads is what /metrics states.
-    assert f'num_gpu_blocks="{expected.facts["kv_blocks"]}"' in labels
-    assert f'block_size="{expected.facts["block_size"]}"' in labels
+    assert f'num_gpu_blocks="{facts["kv_blocks"]}"' in labels
+    assert f'block_size="{facts["block_size"]}"' in labels

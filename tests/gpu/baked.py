@@ -1,0 +1,82 @@
+"""Step e: bake a compile cache, start from it elsewhere, with the archive and the plan required."""
+
+import shutil
+import time
+from pathlib import Path
+from typing import Any
+
+from slimqwen import variant as variants
+from slimqwen.checkpoint.files import sha256
+from slimqwen.plan import rehearsal
+from slimqwen.plan.devices import Gpu
+from slimqwen.progress import silent
+from slimqwen.recipe.stages.bake_cache import BakeCacheParameters, bake_compile_cache
+from slimqwen.serving import baked_cache, spawner
+from slimqwen.serving.command import ServerCommand
+from slimqwen.serving.server import free_port
+from tests.gpu.plans import read_comparison, started_as_planned
+from tests.gpu.steps import Here
+from tests.recipe.workshop import CONFIG, repository_of_v
+
+
+def run(here: Here) -> str:
+    """Bake in a repository of its own below .cache/, then start in another."""
+    with spawner.share_spawner():
+        return bake_and_start(here, here.root / ".cache" / "gpu-check")
+
+
+def bake_and_start(here: Here, place: Path) -> str:
+    """Bake below a folder, then start from there; returns what was seen, in a line."""
+    baked = here.part("bake", lambda: bake(here, place / "baked"))
+    assert "failure" not in baked, baked["failure"]
+    # A compile cache is code: none is loaded but the one that this step baked.
+    archive = sha256(place / "baked" / "weights" / "v" / baked_cache.ARCHIVE)
+    assert archive == baked["archive_sha256"], (
+        "the archive is not the one that was baked; FRESH=1 bakes it anew"
+    )
+    started = here.part("start from it", lambda: start_elsewhere(place / "baked", place / "moved", here.gpu))
+    assert "failure" not in started, started["failure"]
+    return (
+        f"{baked['graphs']} graphs and {baked['libraries']} libraries baked: a start takes "
+        f"{baked['baked_start_seconds']} s instead of {baked['cold_start_seconds']} s; elsewhere with archive and plan "
+        f"required {started['seconds']:.0f} s, {started['loaded']} graphs loaded, {started['facts']} facts as planned"
+    )
+
+
+def bake(here: Here, root: Path) -> dict[str, Any]:
+    """Run the stage on the embedded model, in a repository of its own; its facts, and the archive's SHA-256."""
+    shutil.rmtree(root, ignore_errors=True)
+    repository_of_v(root, "  - bake_cache: {}\n", config(here.gpu))
+    shutil.copytree(here.root / "eval", root / "eval")
+    lengths = (1, 64, 300) if here.gpu else (1,)
+    parameters = BakeCacheParameters(config=root / "experiments" / "v" / "config.env", prompt_tokens=lengths)
+    destination = root / "weights" / "v"
+    destination.mkdir()
+    facts = bake_compile_cache(root / "weights" / "tiny", destination, parameters, silent)
+    return {**facts, "archive_sha256": sha256(destination / baked_cache.ARCHIVE)}
+
+
+def config(gpu: Gpu | None) -> str:
+    """config.env of the variant; on a GPU its memory is left to vLLM, but for the space of a small cache."""
+    return f"{CONFIG}VLLM_GPU_MEMORY_UTILIZATION=0.2\n" if gpu else CONFIG
+
+
+def start_elsewhere(baked: Path, root: Path, gpu: Gpu | None) -> dict[str, Any]:
+    """Start the baked checkpoint in another repository, where only its archive and its plan let it start."""
+    shutil.rmtree(root, ignore_errors=True)
+    settings = (baked / "experiments" / "v" / "config.env").read_text(encoding="utf-8")
+    repository_of_v(root, "  - bake_cache: {}\n", settings)
+    shutil.copytree(variants.repository_root() / "eval", root / "eval")
+    shutil.copytree(baked / "weights" / "v", root / "weights" / "v")
+    subject = variants.load("v", root).with_lines({"REQUIRE_BAKED": "1"})
+    plan = rehearsal.rehearse_variant(subject, gpu, log=root / "logs" / "plan.log")
+    command = ServerCommand.resolve(subject, port=free_port(), platform="cuda" if gpu else "cpu")
+    began, log = time.monotonic(), root / "logs" / "vllm.log"
+    with started_as_planned(command, plan, log=log, required=True):
+        seconds = time.monotonic() - began
+    graphs = baked_cache.read_graphs(log.read_text(encoding="utf-8", errors="replace"))
+    assert graphs, "the start names no graph"
+    assert all(graph.loaded for graph in graphs), f"compiled in spite of the archive: {graphs}"
+    assert not read_comparison(log)["differences"]
+    facts = log.read_text(encoding="utf-8", errors="replace").split("all of ")[-1].split()[0]
+    return {"seconds": seconds, "loaded": len(graphs), "facts": int(facts)}
