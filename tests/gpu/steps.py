@@ -188,7 +188,7 @@ def run_step(letter: str, root: Path, *, fresh: bool = False) -> Result:
         ended = f"not finished in {limit_s:.0f} s" if timed_out else f"its process ended, see logs/{log.name}"
         status, line = ("unfinished" if timed_out else "failed"), f"{ended}; found: {found}"
     seconds = round(content["seconds"] + time.monotonic() - started, 1)
-    write(file, {**content, "status": status, "line": line, "seconds": seconds, **_circumstances(root)})
+    write(file, {**content, "status": status, "line": line, "seconds": seconds, **_circumstances(gpu)})
     return Result(status, line, round(time.monotonic() - started, 1))
 
 
@@ -220,13 +220,19 @@ def _run_process(letter: str, root: Path, limit_s: float, log: Path) -> bool:
             return True
 
 
-def _circumstances(root: Path) -> dict[str, Any]:
+def _circumstances(gpu: Gpu | None) -> dict[str, Any]:
     """When, on what and by which versions, so that a figure can be cited."""
-    return {
-        "ended": provenance.utc_now(),
-        "hardware": provenance.hardware().as_json(),
-        "packages": provenance.package_versions(),
-    }
+    found = {"ended": provenance.utc_now(), "packages": provenance.package_versions()}
+    if gpu is None:
+        return {**found, "hardware": provenance.hardware().as_json()}
+    # Asked of the driver: torch would hold a context on the GPU beside the steps to come.
+    query = [
+        "nvidia-smi",
+        "--query-gpu=name,memory.total,driver_version,power.limit",
+        "--format=csv,noheader",
+    ]
+    shown = subprocess.run(query, capture_output=True, text=True, check=False).stdout
+    return {**found, "hardware": shown.strip()}
 
 
 def perform(letter: str, root: Path, deadline: float) -> None:

@@ -80,14 +80,16 @@ def time_group(here: Here, names: Sequence[str]) -> dict[str, Any]:
         side.name: summarise(side, store.read_record(path, Latency), here.gpu)
         for side, path in zip(sides, paths, strict=True)
     }
+    # The host of a rehearsal may be busy; such records are compared with nothing.
+    is_quiet = not any(store.read_record(path, Latency).provenance.host_was_busy for path in paths)
     speedups = {
         f"{side.name}, {ratio.prompt_class}, {ratio.measure}": ratio.ratio
         for side, path in zip(sides[1:], paths[1:], strict=True)
-        for ratio in compare_latency(paths[0], path)
+        for ratio in (compare_latency(paths[0], path) if is_quiet else ())
         if ratio.measure in ("ttft_ms", "tpot_ms")
     }
     line = f"{names[0]} {describe(figures[names[0]])}" + "".join(
-        f", {side.name} {describe(figures[side.name])} (TPOT {speedups[f'{side.name}, one, tpot_ms']})"
+        f", {side.name} {describe(figures[side.name])} (TPOT {speedups.get(f'{side.name}, one, tpot_ms', 'of a busy host')})"
         for side in sides[1:]
     )
     return {"line": line, "figures": figures, "speedups": speedups, "records": [path.name for path in paths]}
