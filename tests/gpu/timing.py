@@ -25,7 +25,6 @@ from slimqwen.records import store
 from slimqwen.roofline.bounds import ServedModel
 from slimqwen.roofline.cost import bound_decode_step
 from slimqwen.serving import flags as vllm_flags
-from slimqwen.serving import spawner
 from slimqwen.serving.command import ServerCommand
 from slimqwen.serving.server import run_server
 from slimqwen.variant import Variant
@@ -67,7 +66,7 @@ def time_group(here: Here, names: Sequence[str]) -> dict[str, Any]:
     if here.gpu is None:
         workload = workload.model_copy(update={"rounds": 2})
     folders = [here.records / name for name in names]
-    with spawner.share_spawner(), ExitStack() as stack:
+    with ExitStack() as stack:
         start_all(sides, here.root / "logs", stack)
         paths = measure_latency(
             sides,
@@ -88,10 +87,9 @@ def time_group(here: Here, names: Sequence[str]) -> dict[str, Any]:
         for ratio in (compare_latency(paths[0], path) if is_quiet else ())
         if ratio.measure in ("ttft_ms", "tpot_ms")
     }
-    line = f"{names[0]} {describe(figures[names[0]])}" + "".join(
-        f", {side.name} {describe(figures[side.name])} (TPOT {speedups.get(f'{side.name}, one, tpot_ms', 'of a busy host')})"
-        for side in sides[1:]
-    )
+    lines = [f"{name} {describe(each)}" for name, each in figures.items()]
+    ratios = [f"{key} {ratio}" for key, ratio in speedups.items() if "tpot_ms" in key]
+    line = "; ".join([*lines, *(ratios or ["the host was busy: nothing is compared"])])
     return {"line": line, "figures": figures, "speedups": speedups, "records": [path.name for path in paths]}
 
 
@@ -126,14 +124,16 @@ def published_length(shaped: Variant, depth: int) -> float:
 
 
 def start_all(sides: Sequence[Variant], logs: Path, stack: ExitStack) -> None:
-    """Start the servers of all sides at once; they end with the stack."""
+    """Start the servers of all sides at once; they end with the stack.
+
+    No fork of a process that has imported vLLM is found again as a running server, so these are none.
+    """
     commands = [ServerCommand.resolve(side) for side in sides]
 
     def start(command: ServerCommand) -> None:
         stack.enter_context(run_server(command, log=logs / f"gpu-check-{command.variant.name}.log"))
 
-    # On a CPU the first start makes the process of which both servers are forks.
-    with ThreadPoolExecutor(len(sides) if commands[0].platform == "cuda" else 1) as pool:
+    with ThreadPoolExecutor(len(sides)) as pool:
         starts = [pool.submit(start, command) for command in commands]
         importlib.import_module("vllm.benchmarks.serve")  # the client's, which takes as long as a start
         for each in starts:
