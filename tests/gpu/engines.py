@@ -5,9 +5,9 @@ lengths from two blocks on, cold and again from the cache, all together, one of 
 generated, and the turns of concurrent sessions. A plain engine of the same device says what is right.
 """
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -75,12 +75,11 @@ def check(here: Here, runner: str, depths: Sequence[int]) -> None:
         def run(function: Callable[..., Any], task: Any, title: str) -> Any:
             return processes.run(function, task, title, silent)
 
-        def compare(depth: int) -> dict[str, Any]:
-            engines = check_depth(subject, depth, settings, run)
+        def compare() -> dict[str, Any]:
+            engines = check_depths(subject, depths, settings, run)
             return {"engines": [{**engine, "title": f"{runner}, {engine['title']}"} for engine in engines]}
 
-        for depth in depths:
-            here.part(f"{runner}, K={depth}", partial(compare, depth))
+        here.part(f"{runner}, K={', '.join(map(str, depths))}", compare)
 
 
 def rehearsed(root: Path) -> tuple[Variant, EngineSettings]:
@@ -90,25 +89,28 @@ def rehearsed(root: Path) -> tuple[Variant, EngineSettings]:
     return variants.load("tiny", root).with_lines({"VLLM_MAX_MODEL_LEN": "640"}), settings
 
 
-def check_depth(subject: Variant, depth: int, settings: EngineSettings, run: Run) -> list[dict[str, Any]]:
-    """Compare an engine with and one without the prefix cache, at K = `depth`, with the plain engine.
+def check_depths(
+    subject: Variant, depths: Sequence[int], settings: EngineSettings, run: Run
+) -> list[dict[str, Any]]:
+    """Compare engines with and without the prefix cache, at each K of `depths`, with the plain engine.
 
     Raises:
         AssertionError: the plain engine does not run.
     """
     assert has_mtp_head(subject.weights)
     server = ServerCommand.resolve(subject.with_lines({"VLLM_MAX_NUM_SEQS": str(settings.concurrency)}))
-    drafts = {"speculative-config": {"method": "mtp", "num_speculative_tokens": depth}} if depth else {}
-    made: dict[bool, EngineRun | str] = {}
+    made: dict[str, tuple[bool, Mapping[str, Any], EngineRun | str]] = {}
     requests: list[Request] | None = None
-    flags = {cache: {**server.flags, **drafts, "enable-prefix-caching": cache} for cache in WAYS}
-    for cache, ways in WAYS.items():
-        task = (settings, flags[cache], ways, requests, subject.root)
-        made[cache] = each = run(run_engine, task, title(depth, cache))
-        if isinstance(each, EngineRun):
-            requests = each.requests
-    assert requests is not None, f"no engine runs: {made}"
-    runs = [each for each in made.values() if isinstance(each, EngineRun)]
+    for depth, (cache, ways) in itertools.product(depths, WAYS.items()):
+        drafts = {"speculative-config": {"method": "mtp", "num_speculative_tokens": depth}} if depth else {}
+        flags = {**server.flags, **drafts, "enable-prefix-caching": cache}
+        name = f"K={depth}, prefix cache {'on' if cache else 'off'}"
+        answered = run(run_engine, (settings, flags, ways, requests, subject.root), name)
+        made[name] = cache, flags, answered
+        if isinstance(answered, EngineRun):
+            requests = answered.requests
+    assert requests is not None, f"no engine runs: {[answered for *_, answered in made.values()]}"
+    runs = [answered for *_, answered in made.values() if isinstance(answered, EngineRun)]
     asked = list(dict.fromkeys([*requests, *(request for each in runs for _, request in each.responses)]))
     reference = run(run_reference, (reference_flags(server), asked), "plain")
     assert not isinstance(reference, str), f"the plain engine does not run: {reference}"
@@ -116,18 +118,11 @@ def check_depth(subject: Variant, depth: int, settings: EngineSettings, run: Run
     right = dict(zip(asked, responses, strict=True))
     near_tie_nats = settings.noise_factor * noise_nats
     found = []
-    for cache, each in made.items():
-        name = "with prefix cache" if cache else "without prefix cache"
-        engine, _ = compare_engine(name, flags[cache], each, right, near_tie_nats, 0.0)
-        found.append(
-            {**engine.model_dump(mode="json"), "verdict": engine.verdict, "title": title(depth, cache)}
-        )
+    for name, (cache, flags, answered) in made.items():
+        kind = "with prefix cache" if cache else "without prefix cache"
+        engine, _ = compare_engine(kind, flags, answered, right, near_tie_nats, 0.0)
+        found.append({**engine.model_dump(mode="json"), "verdict": engine.verdict, "title": name})
     return found
-
-
-def title(depth: int, cache: bool) -> str:
-    """An engine in a few words."""
-    return f"K={depth}, prefix cache {'on' if cache else 'off'}"
 
 
 def in_this_process(weights: Path, folder: Path) -> Run:
