@@ -20,7 +20,7 @@ from slimqwen.serving.errors import ServingError
 from slimqwen.serving.server import free_port, run_server
 from slimqwen.vllm_plugin import compile_watch
 from tests.checkpoints import TINY
-from tests.gpu.baked import start_elsewhere
+from tests.gpu.baked import start_from_archive
 from tests.recipe.workshop import CONFIG, repository_of_v
 
 
@@ -78,11 +78,9 @@ def test_the_stage_publishes_the_checkpoint_with_a_cache_that_hit(repository: Pa
 
 
 @pytest.mark.engine
-def test_a_start_elsewhere_that_requires_archive_and_plan_finds_both(
-    repository: Path, tmp_path: Path
-) -> None:
+def test_a_start_that_requires_archive_and_plan_finds_both(repository: Path) -> None:
     """The rehearsal of step e of `make gpu-check`."""
-    started = start_elsewhere(repository, tmp_path / "elsewhere", None)
+    started = start_from_archive(repository, None)
     assert (started["loaded"], started["facts"] > 20) == (2, True)
 
 
