@@ -5,9 +5,9 @@ lengths from two blocks on, cold and again from the cache, all together, one of 
 generated, and the turns of concurrent sessions. A plain engine of the same device says what is right.
 """
 
-import itertools
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -75,11 +75,12 @@ def check(here: Here, runner: str, depths: Sequence[int]) -> None:
         def run(function: Callable[..., Any], task: Any, title: str) -> Any:
             return processes.run(function, task, title, silent)
 
-        def compare() -> dict[str, Any]:
-            engines = check_depths(subject, depths, settings, run)
+        def compare(depth: int) -> dict[str, Any]:
+            engines = check_depth(subject, depth, settings, run)
             return {"engines": [{**engine, "title": f"{runner}, {engine['title']}"} for engine in engines]}
 
-        here.part(f"{runner}, K={', '.join(map(str, depths))}", compare)
+        for depth in depths:
+            here.part(f"{runner}, K={depth}", partial(compare, depth))
 
 
 def rehearsed(root: Path) -> tuple[Variant, EngineSettings]:
@@ -89,10 +90,8 @@ def rehearsed(root: Path) -> tuple[Variant, EngineSettings]:
     return variants.load("tiny", root).with_lines({"VLLM_MAX_MODEL_LEN": "640"}), settings
 
 
-def check_depths(
-    subject: Variant, depths: Sequence[int], settings: EngineSettings, run: Run
-) -> list[dict[str, Any]]:
-    """Compare engines with and without the prefix cache, at each K of `depths`, with the plain engine.
+def check_depth(subject: Variant, depth: int, settings: EngineSettings, run: Run) -> list[dict[str, Any]]:
+    """Compare an engine with and one without the prefix cache, at K = `depth`, with the plain engine.
 
     Raises:
         AssertionError: the plain engine does not run.
@@ -101,8 +100,8 @@ def check_depths(
     server = ServerCommand.resolve(subject.with_lines({"VLLM_MAX_NUM_SEQS": str(settings.concurrency)}))
     made: dict[str, tuple[bool, Mapping[str, Any], EngineRun | str]] = {}
     requests: list[Request] | None = None
-    for depth, (cache, ways) in itertools.product(depths, WAYS.items()):
-        drafts = {"speculative-config": {"method": "mtp", "num_speculative_tokens": depth}} if depth else {}
+    drafts = {"speculative-config": {"method": "mtp", "num_speculative_tokens": depth}} if depth else {}
+    for cache, ways in WAYS.items():
         flags = {**server.flags, **drafts, "enable-prefix-caching": cache}
         name = f"K={depth}, prefix cache {'on' if cache else 'off'}"
         answered = run(run_engine, (settings, flags, ways, requests, subject.root), name)

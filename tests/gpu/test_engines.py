@@ -5,13 +5,13 @@ from pathlib import Path
 import pytest
 
 from slimqwen import variant
-from tests.gpu.engines import check_depths, in_this_process, rehearsed
+from tests.gpu.engines import check_depth, in_this_process, rehearsed
 
 
 @pytest.mark.engine
 def test_one_draft_and_a_prefix_cache_change_no_token(tmp_path: Path) -> None:
     subject, settings = rehearsed(variant.repository_root())
-    cached, plain = check_depths(subject, (1,), settings, in_this_process(subject.weights, tmp_path))
+    cached, plain = check_depth(subject, 1, settings, in_this_process(subject.weights, tmp_path))
     assert [cached["verdict"], plain["verdict"]] == ["pass", "pass"], (cached, plain)
     assert (cached["title"], plain["title"]) == ("K=1, prefix cache on", "K=1, prefix cache off")
     assert cached["cached_tokens"] > 0
