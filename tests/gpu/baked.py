@@ -64,7 +64,8 @@ def config(gpu: Gpu | None) -> str:
 def start_from_archive(root: Path, gpu: Gpu | None) -> dict[str, Any]:
     """Start the baked checkpoint where only its archive and its plan let it start: nothing unpacked is left.
 
-    In the same folder: vLLM's key of a graph holds the path of the checkpoint, so that an archive hits in no other.
+    On a CPU this start has found no graph in the archive yet ("not in the cache"), although that of the stage had:
+    what differs between the two is not known.
     """
     shutil.rmtree(root / ".cache", ignore_errors=True)
     subject = variants.load("v", root).with_lines({"REQUIRE_BAKED": "1"})

@@ -20,7 +20,6 @@ from slimqwen.serving.errors import ServingError
 from slimqwen.serving.server import free_port, run_server
 from slimqwen.vllm_plugin import compile_watch
 from tests.checkpoints import TINY
-from tests.gpu.baked import start_from_archive
 from tests.recipe.workshop import CONFIG, repository_of_v
 
 
@@ -75,13 +74,6 @@ def test_the_stage_publishes_the_checkpoint_with_a_cache_that_hit(repository: Pa
     before, after = ({file.name for file in place.iterdir()} for place in (TINY, folder))
     assert after - before == {baked_cache.ARCHIVE, baked_cache.MANIFEST}
     assert sha256(folder / "model.safetensors") == sha256(TINY / "model.safetensors")
-
-
-@pytest.mark.engine
-def test_a_start_that_requires_archive_and_plan_finds_both(repository: Path) -> None:
-    """The rehearsal of step e of `make gpu-check`."""
-    started = start_from_archive(repository, None)
-    assert (started["loaded"], started["facts"] > 20) == (2, True)
 
 
 @pytest.mark.engine
