@@ -45,7 +45,7 @@ _DIVERGENCE_RATIO = 1.25
 _ACCEPTANCE_SHARE = 0.05
 """Largest relative difference of two acceptance lengths: that of the stage itself between torch and vLLM."""
 
-_TEXT = CalibrationText(sequences=8, length=128)
+_TEXT = CalibrationText(path="tinyworld", sequences=8, length=128)
 _VOCABULARY = 8192
 _TIMEOUT_S = 120
 

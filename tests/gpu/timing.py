@@ -19,11 +19,12 @@ from slimqwen.bench.latency.rounds import measure_latency
 from slimqwen.bench.latency.speedups import compare_latency
 from slimqwen.bench.workload import Workload
 from slimqwen.checkpoint import read_config
+from slimqwen.checkpoint.tensors import list_tensors
+from slimqwen.fit.architecture import read_model
+from slimqwen.fit.cost import bound_decode_step
 from slimqwen.models.families import find_family
 from slimqwen.plan.devices import Gpu
 from slimqwen.records import store
-from slimqwen.roofline.bounds import ServedModel
-from slimqwen.roofline.cost import bound_decode_step
 from slimqwen.serving import flags as vllm_flags
 from slimqwen.serving.command import ServerCommand
 from slimqwen.serving.server import run_server
@@ -156,11 +157,16 @@ def summarise(side: Variant, record: Latency, gpu: Gpu | None) -> dict[str, Any]
 
 def share_of_limit(side: Variant, figures: ClassFigures, gpu: Gpu) -> float:
     """Time in which the memory could move the bytes of a decode step, over the step's time by the median TPOT."""
-    served = ServedModel.load(side)
+    flags = ServerCommand.resolve(side).flags
+    dtypes = {
+        "kv_cache_dtype": str(flags.get("kv-cache-dtype", "auto")),
+        "state_dtype": str(flags.get("mamba-ssm-cache-dtype", "auto")),
+    }
+    model = read_model(list_tensors(side.weights), read_config(side.weights), **dtypes)
+    depth = (flags.get("speculative-config") or {}).get("num_speculative_tokens", 0)
     length = figures.acceptance.length if figures.acceptance else 1.0
     context = figures.prompt_tokens + figures.output_tokens // 2
-    depth, sequences = served.num_speculative_tokens, figures.concurrency or 1
-    step = bound_decode_step(served.model, gpu, sequences, context, depth)
+    step = bound_decode_step(model, gpu, figures.concurrency or 1, context, depth)
     return step.bytes / gpu.bandwidth / (figures.tpot_ms.median * 1e-3 * length)
 
 
