@@ -75,6 +75,11 @@ def run_variant_recipe(
             f"{outcome.bytes_after / 1e6:.1f} MB",
         )
     console.print(rows)
+    if any(outcome.outdated for outcome in outcomes):
+        say(
+            "outputs that an earlier version of slimqwen made were made anew, for their keys left out code on which "
+            "they depend; `slimqwen recipe clean` deletes them"
+        )
     is_complete = len(outcomes) == len(variant_recipe.read_recipe(variant).steps)
     weights = variant.root / "weights" / variant.name
     say(f"checkpoint: {relative(weights if is_complete else outcomes[-1].folder)}")

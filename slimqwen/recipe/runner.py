@@ -1,13 +1,13 @@
 """The runner: runs each stage of a recipe once per content key and publishes its output, for every variant to reuse.
 
 The store is weights/store/<key>/; weights/<variant> is a link to the output of the variant's last stage. A content key
-is a SHA-256 over the digest of the input checkpoint, the parameters, the outside data, the stage's code and the
-versions of its tools. A stage is therefore reused if its input is the same, even if an earlier stage has changed.
+is a SHA-256 over the digest of the input checkpoint, the parameters, the outside data, the environment, and the code
+that the stage reaches with the versions of the packages that this code imports (`slimqwen.identity.source`). A stage is
+therefore reused if its input is the same, even if an earlier stage has changed.
 """
 
 import functools
 import hashlib
-import importlib.metadata
 import json
 import os
 import platform
@@ -24,13 +24,17 @@ from slimqwen.checkpoint import Manifest
 from slimqwen.checkpoint.files import COMPILE_CACHE, MANIFEST, bytes_on_disk, file_records, publish, withdraw
 from slimqwen.errors import SlimqwenError
 from slimqwen.file_lock import hold_lock, take_lock
+from slimqwen.identity.source import reach
 from slimqwen.models.outline import Outline
 from slimqwen.progress import Progress, progress_of, silent
 from slimqwen.recipe import worker
 from slimqwen.recipe.inspection import OPERATIONS, inspect_steps, lacking_space
 from slimqwen.recipe.recipe_file import Recipe, RecipeError, Step
-from slimqwen.recipe.stage import Facts, source_digest
+from slimqwen.recipe.stage import Facts
 from slimqwen.serving import spawner
+
+_SCHEME = "2"
+"""Version of the way in which content keys are made: an output with a key of another version proves nothing here."""
 
 _REMOVE_AND_RERUN = "delete that folder and run the recipe again"
 
@@ -42,6 +46,7 @@ class Outcome:
     Attributes:
         folder: the stage's output in the store.
         reused: whether the store had the output already.
+        outdated: whether it had one with a key of an earlier version, which was not trusted.
         manifest: manifest of the output; wall time and peak memory are those of the run that made it.
         bytes_before: size of the input, bytes.
         bytes_after: size of the output, bytes.
@@ -51,6 +56,7 @@ class Outcome:
     stage: str
     folder: Path
     reused: bool
+    outdated: bool
     manifest: Manifest
     bytes_before: int
     bytes_after: int
@@ -138,7 +144,6 @@ def forecast_recipe(recipe: Recipe, weights: Path, resolve: Callable[[str], Path
     """Tell for each stage whether a run would reuse its output or run it, and which ingredients have changed.
 
     Raises:
-        RecipeError: a package that a stage needs is not installed.
         SlimqwenError: the base, the data of a stage or a manifest of the store is missing or damaged.
     """
     store = weights / "store"
@@ -159,6 +164,9 @@ def forecast_recipe(recipe: Recipe, weights: Path, resolve: Callable[[str], Path
         nearest = _nearest_entry(name, ingredients, store)
         if nearest is None:
             forecasts.append(Forecast(name, key, False, "never run"))
+            continue
+        if _is_earlier(nearest):
+            forecasts.append(Forecast(name, key, False, "its output has a key of an earlier version"))
             continue
         changes = _changes(nearest.ingredients, ingredients)
         names = ", ".join(change.ingredient for change in changes)
@@ -232,6 +240,10 @@ def _ensure(step: Step, source: Path, store: Path, progress: Progress) -> Outcom
     key = _key(ingredients)
     entry, log = store / key, store / ".logs" / f"{stage.name}-{key[:16]}.log"
     reused = entry.is_dir()
+    nearest = None if reused else _nearest_entry(stage.name, ingredients, store)
+    outdated = (
+        nearest is not None and _is_earlier(nearest) and nearest.recipe_key == _recipe_key(step, source)
+    )
     if not reused:
         reason = f"another run is at work on {stage.name}"
         with hold_lock(store / ".locks" / key, reason=reason, progress=progress):
@@ -252,7 +264,11 @@ def _ensure(step: Step, source: Path, store: Path, progress: Progress) -> Outcom
                         files=file_records(staging),
                         wall_seconds=round(time.monotonic() - started, 3),
                         peak_memory_bytes=peak,
-                        versions=_versions(stage.packages),
+                        versions={
+                            name.removeprefix("version."): value
+                            for name, value in ingredients.items()
+                            if name.startswith("version.")
+                        },
                         facts=facts | ({OPERATIONS: needs.operations} if needs.operations else {}),
                     ).write(staging)
                 shutil.rmtree(unfinished, ignore_errors=True)
@@ -262,18 +278,26 @@ def _ensure(step: Step, source: Path, store: Path, progress: Progress) -> Outcom
     if not manifest.recipe_key:
         manifest = _add_recipe_key(manifest, _recipe_key(step, source), entry)
     before, after = bytes_on_disk(source), bytes_on_disk(entry)
-    return Outcome(stage.name, entry, reused, manifest, before, after, log)
+    return Outcome(stage.name, entry, reused, outdated, manifest, before, after, log)
 
 
 def _ingredients(step: Step, input_digest: str) -> dict[str, str]:
     """Everything that affects the stage's output, by dotted name."""
     stage = step.stage
-    parameters = _flat("parameters", step.parameters.model_dump(mode="json"))
-    data = {f"data.{name}": digest for name, digest in stage.data(step.parameters).items()}
-    modules = dict.fromkeys((stage.run.__module__, *stage.code))
-    code = {f"code.{module}": source_digest(module) for module in modules}
-    versions = {f"version.{name}": version for name, version in _versions(stage.packages).items()}
-    return {"stage": stage.name, "input": input_digest} | parameters | data | code | versions
+    source = reach(f"{stage.run.__module__}.{stage.run.__qualname__}")
+    named = {
+        "data": stage.data(step.parameters),
+        "environment": stage.environment,
+        "code": source.digests,
+        "version": {"python": platform.python_version(), **source.versions()},
+    }
+    return {
+        "scheme": _SCHEME,
+        "stage": stage.name,
+        "input": input_digest,
+        **_flat("parameters", step.parameters.model_dump(mode="json")),
+        **{f"{kind}.{name}": value for kind, values in named.items() for name, value in values.items()},
+    }
 
 
 def _recipe_key(step: Step, source: Path) -> str:
@@ -310,21 +334,16 @@ def _flat(prefix: str, value: Any) -> dict[str, str]:
     return {prefix: json.dumps(value)}
 
 
-def _versions(packages: Iterable[str]) -> dict[str, str]:
-    versions = {"python": platform.python_version()}
-    for package in packages:
-        try:
-            versions[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            raise RecipeError(f"{package} is not installed; run `make install`") from None
-    return versions
-
-
 def _nearest_entry(stage: str, ingredients: Mapping[str, str], store: Path) -> Manifest | None:
     """Manifest of the same stage with the fewest different ingredients; the newest of several such manifests."""
     files = sorted(store.glob(f"[!.]*/{MANIFEST}"), key=lambda file: file.stat().st_mtime_ns, reverse=True)
     entries = [manifest for file in files if (manifest := Manifest.read(file.parent)).stage == stage]
     return min(entries, key=lambda manifest: len(_changes(manifest.ingredients, ingredients)), default=None)
+
+
+def _is_earlier(manifest: Manifest) -> bool:
+    """Whether an output was made by an earlier version, which knew less of what it depends on."""
+    return manifest.ingredients.get("scheme") != _SCHEME
 
 
 def _changes(before: Mapping[str, str], after: Mapping[str, str]) -> tuple[IngredientChange, ...]:

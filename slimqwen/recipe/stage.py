@@ -1,4 +1,4 @@
-"""The interface of a recipe stage: a pure function from one checkpoint folder to another, and its content key."""
+"""The interface of a recipe stage: a pure function from one checkpoint folder to another."""
 
 import ast
 import functools
@@ -126,8 +126,6 @@ class Stage:
         reshape: (shape, parameters) -> dimensions of the output, for the stages after it, plans and rooflines.
         follows: stages that write a file which this stage reads; one of them has to come right before it.
         data: parameters -> digest of every outside input by name.
-        code: modules whose source affects the result beside the module of `run`; comments and docstrings do not count.
-        packages: distributions whose versions affect the result.
         environment: variables of the stage's process.
         last: whether no stage may follow, because a change of the checkpoint would invalidate the result.
         summarise: facts -> one sentence about what the stage decided; None if it decides nothing.
@@ -142,8 +140,6 @@ class Stage:
     reshape: Reshape = unchanged_shape
     follows: tuple[str, ...] = ()
     data: Callable[[Any], Mapping[str, str]] = lambda parameters: {}
-    code: tuple[str, ...] = ()
-    packages: tuple[str, ...] = ()
     environment: Mapping[str, str] = field(default_factory=dict)
     resumes: bool = False
     last: bool = False

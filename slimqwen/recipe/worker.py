@@ -118,6 +118,8 @@ def perform(job: Any, runner: Connection) -> None:
         text = explain_os_error(error) or f"{type(error).__name__}: {' '.join(str(error).split())}"
         if is_full(destination) and "disk space" not in text:  # as torch.save, which does not say so
             text = explain_full_disk(text)
+        if isinstance(error, ModuleNotFoundError):
+            text += "; run `make install`"
         _log_traceback()
         runner.send(("failed", text))
 

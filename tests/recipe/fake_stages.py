@@ -1,5 +1,6 @@
 """Cheap stages for tests of the runner: importable, because a stage runs in a process of its own."""
 
+import importlib
 import os
 import signal
 import sys
@@ -83,6 +84,12 @@ def break_down(source: Path, destination: Path, parameters: Parameters, progress
     raise OSError(28, "No space left on device")
 
 
+def lack(source: Path, destination: Path, parameters: Parameters, progress: Progress) -> Facts:
+    """Need a package that is not installed."""
+    importlib.import_module("no_such_package")
+    return {}
+
+
 def die(source: Path, destination: Path, parameters: Parameters, progress: Progress) -> Facts:
     """Be killed as the kernel kills what takes too much memory."""
     os.kill(os.getpid(), signal.SIGKILL)
@@ -109,18 +116,18 @@ def bake(source: Path, destination: Path, parameters: BakeParameters, progress: 
     return {}
 
 
-_ADD = Stage("add", AddParameters, add, _needs(), data=_data, packages=("pydantic",))
+_ADD = Stage("add", AddParameters, add, _needs(), data=_data)
 STAGES = {
     stage.name: stage
     for stage in (
         _ADD,
-        replace(_ADD, name="add_with_more_code", code=("more_code",)),
         replace(_ADD, name="endless_disk", needs=_needs(disk_bytes=2**60)),
         replace(_ADD, name="endless_memory", needs=_needs(memory_bytes=2**60)),
         Stage("bake", BakeParameters, bake, _needs(), last=True),
         Stage("refuse", Parameters, refuse, _needs()),
         Stage("refuse_unseen", Parameters, refuse, _needs(), find_no_wings),
         Stage("break_down", Parameters, break_down, _needs()),
+        Stage("lack", Parameters, lack, _needs()),
         Stage("die", Parameters, die, _needs()),
         Stage("forget", Parameters, forget, _needs()),
     )

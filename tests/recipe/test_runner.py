@@ -5,8 +5,12 @@ import fcntl
 import importlib.metadata
 import itertools
 import os
+import platform
 import random
+import sys
 import time
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,10 +18,12 @@ import pytest
 from slimqwen import checkpoint
 from slimqwen.checkpoint import CorruptCheckpointError, Manifest, MissingCheckpointError
 from slimqwen.checkpoint.files import bytes_on_disk, file_records
+from slimqwen.identity import source
 from slimqwen.recipe import runner
 from slimqwen.recipe.recipe_file import RecipeError
+from tests.recipe import fake_stages
 from tests.recipe.drive import start_run
-from tests.recipe.fake_stages import RefusedError
+from tests.recipe.fake_stages import STAGES, RefusedError
 from tests.recipe.workshop import Workshop, first_byte
 
 
@@ -37,7 +43,8 @@ def test_the_manifest_says_key_ingredients_files_time_and_memory(workshop: Works
     assert manifest.ingredients["parameters.amount"] == "7"
     assert manifest.files == file_records(outcome.folder)
     assert manifest.facts == {"amount": 7}
-    assert manifest.versions.keys() == {"python", "pydantic"}
+    assert manifest.versions["python"] == platform.python_version()
+    assert manifest.versions["pydantic"] == importlib.metadata.version("pydantic")
     assert 2**20 < manifest.peak_memory_bytes < 2**30
     assert manifest.wall_seconds > 0
     assert outcome.bytes_before == outcome.bytes_after == bytes_on_disk(workshop.base)
@@ -132,36 +139,43 @@ def test_a_missing_base_leaves_nothing_behind(workshop: Workshop) -> None:
 
 
 @pytest.fixture
-def more_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A module that a stage declares as a part of its code."""
-    folder = tmp_path / "modules"
-    folder.mkdir()
-    monkeypatch.syspath_prepend(folder)
-    (folder / "more_code.py").write_text("X = 1\n")
-    return folder / "more_code.py"
+def edited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The module of a stage `edited`."""
+    file = tmp_path / "modules" / "edited.py"
+    file.parent.mkdir()
+    file.write_text(Path(fake_stages.__file__).read_text())
+    monkeypatch.syspath_prepend(file.parent)
+    run = importlib.import_module(file.stem).add
+    monkeypatch.setitem(STAGES, file.stem, replace(STAGES["add"], name=file.stem, run=run))
+    yield file
+    del sys.modules[file.stem]
 
 
 @pytest.mark.parametrize(
-    "ingredient", ["input", "parameters.limit", "data.file", "code.more_code", "version.pydantic"]
+    "ingredient", ["input", "parameters.limit", "data.file", "environment.X", "code.edited", "version.torch"]
 )
 def test_every_ingredient_changes_the_key(
-    workshop: Workshop, more_code: Path, monkeypatch: pytest.MonkeyPatch, ingredient: str
+    workshop: Workshop, edited: Path, monkeypatch: pytest.MonkeyPatch, ingredient: str
 ) -> None:
     data = workshop.root / "data.txt"
     data.write_text("data")
     parameters = {"amount": 1, "data": str(data)}
+    real_version = source._version
 
     def forecast() -> runner.Forecast:
-        return workshop.status(workshop.recipe({"add_with_more_code": parameters}))[0]
+        return workshop.status(workshop.recipe({"edited": parameters}))[0]
 
-    before = workshop.run(workshop.recipe({"add_with_more_code": parameters}))[0].manifest.key
+    before = workshop.run(workshop.recipe({"edited": parameters}))[0].manifest.key
     assert (forecast().key, forecast().reused) == (before, True)
     change = {
         "input": lambda: (workshop.base / "tokenizer.json").write_text("[]"),
         "parameters.limit": lambda: parameters.update(limit=254),
         "data.file": lambda: data.write_text("Data"),
-        "code.more_code": lambda: more_code.write_text("X = 2\n"),
-        "version.pydantic": lambda: monkeypatch.setattr(importlib.metadata, "version", lambda name: "99"),
+        "environment.X": lambda: STAGES.update(edited=replace(STAGES["edited"], environment={"X": "1"})),
+        "code.edited": lambda: edited.write_text(edited.read_text().replace("adding", "now adding")),
+        "version.torch": lambda: monkeypatch.setattr(
+            source, "_version", lambda name: "99" if name == "torch" else real_version(name)
+        ),
     }
     change[ingredient]()
     after = forecast()
@@ -170,18 +184,19 @@ def test_every_ingredient_changes_the_key(
     assert ingredient in after.reason
 
 
-def test_comments_and_docstrings_do_not_change_the_key(workshop: Workshop, more_code: Path) -> None:
-    def key() -> str:
-        return workshop.status(workshop.recipe({"add_with_more_code": {"amount": 1}}))[0].key
-
-    more_code.write_text("X = 1\n\n\ndef double():\n    return 2 * X\n")
-    before = key()
-    more_code.write_text(
-        '"""A module."""\nX = 1  # one\n"""A value."""\n\ndef double():\n    """Its double."""\n    return 2 * X\n'
-    )
-    assert key() == before
-    more_code.write_text("X = 1\n\n\ndef double():\n    return 3 * X\n")
-    assert key() != before
+def test_an_output_of_an_earlier_version_is_made_anew_and_said(workshop: Workshop) -> None:
+    recipe = workshop.recipe(workshop.add(1))
+    [outcome] = workshop.run(recipe)
+    earlier = outcome.folder.with_name("e" * 64)
+    outcome.folder.rename(earlier)
+    manifest = Manifest.read(earlier)
+    left = {name: value for name, value in manifest.ingredients.items() if name != "scheme"}
+    manifest.model_copy(update={"ingredients": left, "key": earlier.name}).write(earlier)
+    assert workshop.status(recipe)[0].reason == "its output has a key of an earlier version"
+    assert [each.outdated for each in workshop.run(recipe)] == [True]
+    assert [each.outdated for each in workshop.run(recipe)] == [False]
+    assert runner.clean_store(workshop.weights, keep=[]) > 0
+    assert workshop.entries() == [outcome.folder.name]
 
 
 def test_where_a_data_file_lies_does_not_change_the_key(workshop: Workshop) -> None:
@@ -232,6 +247,11 @@ def test_what_a_later_stage_says_of_the_base_is_said_before_an_earlier_one_works
             "break_down",
             RecipeError,
             r"break_down failed: No space left on device; free some disk space; read more in its log",
+        ),
+        (
+            "lack",
+            RecipeError,
+            "lack failed: .*No module named 'no_such_package'; run `make install`; read more in",
         ),
         ("die", RecipeError, r"die died \(SIGKILL, as when memory runs out\); read why in its log"),
         ("forget", CorruptCheckpointError, r'has no "architectures"; the stage forget is defective'),

@@ -233,15 +233,4 @@ STAGE = Stage(
     inspect=inspect_config,
     data=data,
     last=True,
-    code=(
-        "slimqwen.serving.baked_cache",
-        "slimqwen.serving.command",
-        "slimqwen.serving.http_client",
-        "slimqwen.serving.server",
-        "slimqwen.vllm_plugin.compile_watch",
-        "slimqwen.vllm_plugin.engine_fixes.unpacked_prompts",
-        "slimqwen.vllm_plugin.engine_fixes.w4a16_linear",
-        "slimqwen.vllm_plugin.engine_fixes.w8a16_linear",
-    ),
-    packages=("vllm", "torch"),
 )

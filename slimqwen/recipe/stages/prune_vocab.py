@@ -359,18 +359,6 @@ STAGE = Stage(
         + (f", which cover {facts['coverage']:.1%} of the held-out text" if "coverage" in facts else "")
     ),
     data=data,
-    code=(
-        "slimqwen.models.vocabulary",
-        "slimqwen.checkpoint.draft_head",
-        "slimqwen.checkpoint.tensors",
-        "slimqwen.text.chat_styles",
-        "slimqwen.text.chats",
-        "slimqwen.text.corpus",
-        "slimqwen.text.documents",
-        "slimqwen.text.files",
-        "slimqwen.text.tables",
-    ),
     reshape=reshape,
     changes=lambda _: (_TABLE.pattern, re.escape(draft_head.PREFIX)),
-    packages=("tokenizers", "numpy"),
 )

@@ -183,18 +183,5 @@ STAGE = Stage(
     needs=needs,
     inspect=inspect_prompts,
     data=data,
-    code=(
-        "slimqwen.serving.in_process",
-        "slimqwen.text.chat_styles",
-        "slimqwen.text.chats",
-        "slimqwen.text.corpus",
-        "slimqwen.text.documents",
-        "slimqwen.text.files",
-        "slimqwen.text.tables",
-        # Matrix products of our engine fixes: their rounding affects the sampled outputs.
-        "slimqwen.vllm_plugin.engine_fixes.w4a16_linear",
-        "slimqwen.vllm_plugin.engine_fixes.w8a16_linear",
-    ),
-    packages=("vllm", "torch", "transformers", "tokenizers"),
     environment=TORCH_ENVIRONMENT,
 )

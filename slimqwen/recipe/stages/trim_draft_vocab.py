@@ -235,13 +235,4 @@ STAGE = Stage(
     reshape=reshape,
     follows=("sample_outputs",),
     changes=lambda _: (re.escape(draft_head.PREFIX),),
-    code=(
-        "slimqwen.checkpoint.draft_head",
-        "slimqwen.checkpoint.packing",
-        "slimqwen.checkpoint.tensors",
-        "slimqwen.checkpoint.weights",
-        "slimqwen.recipe.stages.prune_vocab",
-        "slimqwen.recipe.sampled_outputs",
-    ),
-    packages=("numpy", "torch", "compressed-tensors"),
 )

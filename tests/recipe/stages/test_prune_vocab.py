@@ -240,6 +240,7 @@ def test_rows_of_a_packed_lm_head(by_hand: Callable[..., Path], prune: Prune, bi
     assert all(torch.equal(after[name], tensor) for name, tensor in expected.items())
 
 
+@pytest.mark.usefixtures("keys_cover_what_stages_execute")
 def test_the_runner_makes_it_verifies_it_and_repeats_it_to_the_byte(tmp_path: Path, source: Path):
     file = tmp_path / "recipe.yaml"
     file.write_text(

@@ -260,6 +260,7 @@ def test_a_pruned_checkpoint_can_be_trimmed(source: Path) -> None:
     assert torch.equal(tensors[draft_head.WEIGHT], tensors["model.embed_tokens.weight"][ids])
 
 
+@pytest.mark.usefixtures("keys_cover_what_stages_execute")
 def test_the_runner_makes_it_verifies_it_and_repeats_it_to_the_byte(source: Path, tmp_path: Path) -> None:
     file = tmp_path / "recipe.yaml"
     file.write_text(RECIPE)

@@ -1,0 +1,1 @@
+"""What a result depends on, and whether it would be the same again: derived in one place, asked everywhere else."""
