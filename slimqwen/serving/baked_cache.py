@@ -26,6 +26,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationError
 from slimqwen.checkpoint.files import COMPILE_CACHE, Manifest, sha256
 from slimqwen.checkpoint.files import MANIFEST as CHECKPOINT_MANIFEST
 from slimqwen.file_lock import hold_lock
+from slimqwen.identity import source
 from slimqwen.serving import gpu
 from slimqwen.serving import platform as machine
 from slimqwen.serving.errors import ServingError
@@ -126,8 +127,7 @@ def describe_machine(platform: machine.Platform) -> dict[str, str]:
         "python": system.python_version(),
         # The build commands of kernels contain the paths of headers.
         "environment": sys.prefix,
-        # The fixes replace functions that vLLM traces into its graphs.
-        "engine fixes": _engine_fixes(),
+        "engine fixes": digest_fixes(platform),
     }
     if platform == "cpu":
         return facts | {"instruction set": _cpu_flags()}
@@ -142,6 +142,11 @@ def describe_machine(platform: machine.Platform) -> dict[str, str]:
         "GPU": device.name if device else "none",
         "compute capability": device.capability if device else "none",
     }
+
+
+def digest_fixes(platform: machine.Platform) -> str:
+    """Digest of the code that replaces functions which vLLM traces into its graphs: the fixes of one platform."""
+    return source.reach("slimqwen.vllm_plugin.engine_fixes.register", device=platform).digest[:12]
 
 
 def decisive_flags(flags: Mapping[str, Any]) -> dict[str, str]:
@@ -324,13 +329,6 @@ def _is_whole(root: Path, baked: BakedCache) -> bool:
 
 def _is(file: Path, digest: str) -> bool:
     return file.is_file() and sha256(file) == digest
-
-
-def _engine_fixes() -> str:
-    digest = hashlib.sha256()
-    for file in sorted((Path(__file__).parents[1] / "vllm_plugin" / "engine_fixes").glob("*.py")):
-        digest.update(file.read_bytes())
-    return digest.hexdigest()[:12]
 
 
 def _version(package: str) -> str:
