@@ -10,8 +10,6 @@ the words of an expected error do not count.
 
 import ast
 import functools
-import hashlib
-import json
 import re
 import sys
 from collections.abc import Collection, Iterable, Mapping
@@ -20,6 +18,7 @@ from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
 
+from slimqwen.identity import digest_of
 from slimqwen.vllm_plugin.engine_fixes import FIXES
 
 _PACKAGE = Path(__file__).parents[1]
@@ -66,7 +65,7 @@ class Source:
     @property
     def digest(self) -> str:
         """SHA-256 over all modules."""
-        return _sha256(self.digests)
+        return digest_of(self.digests)
 
     def versions(self) -> dict[str, str]:
         """Versions of the packages, and of those that compute for them, as far as they are installed."""
@@ -122,7 +121,7 @@ def reach(*starts: str, device: str | None = None, package: Path = _PACKAGE) -> 
     return Source(
         names={module: frozenset(parts) for module, parts in reached.items()},
         digests={
-            module: _sha256({name: part.digest for name, part in parts.items()})
+            module: digest_of({name: part.digest for name, part in parts.items()})
             for module, parts in reached.items()
         },
         packages=frozenset(packages - sys.stdlib_module_names),
@@ -132,11 +131,7 @@ def reach(*starts: str, device: str | None = None, package: Path = _PACKAGE) -> 
 def _fixes_on(device: str) -> _Part:
     """The rows of the table of engine fixes for one platform: those of another one change nothing here."""
     modules = [f"{_ENGINE_FIXES}.{name}" for name, platforms in FIXES.items() if device in platforms]
-    return _Part(_sha256(modules), frozenset(modules))
-
-
-def _sha256(value: object) -> str:
-    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
+    return _Part(digest_of(modules), frozenset(modules))
 
 
 def _own_modules(package: Path) -> dict[str, Path]:
@@ -240,7 +235,7 @@ class _Reader(ast.NodeTransformer):
             self._inner_imports = _imports_in(statement, inside_functions=True)
             if (kept := self.visit(statement)) is not None:
                 texts.append("" if isinstance(kept, ast.Import | ast.ImportFrom) else ast.dump(kept))
-        return _Part(_sha256([texts, sorted(self._uses)]), frozenset(self._uses)) if texts else None
+        return _Part(digest_of([texts, sorted(self._uses)]), frozenset(self._uses)) if texts else None
 
     def visit_Expr(self, node: ast.Expr) -> ast.AST | None:
         """A string that stands as a statement is a docstring: a better one must not make hours of calibration anew."""

@@ -24,10 +24,10 @@ from pydantic import BaseModel, ConfigDict
 from slimqwen import variant as variants
 from slimqwen.checkpoint.files import sha256
 from slimqwen.errors import SlimqwenError
+from slimqwen.identity import effects
 from slimqwen.plan import jit_modules, resolution, shapes, simulated_gpu
 from slimqwen.plan.devices import CPU, Gpu
 from slimqwen.plan.facts import EngineConfig, Plan
-from slimqwen.serving import baked_cache
 from slimqwen.serving.command import ServerCommand
 from slimqwen.serving.server_log import find_last_cause
 from slimqwen.variant import Variant
@@ -85,7 +85,7 @@ def rehearse_variant(variant: Variant, gpu: Gpu | None, *, log: Path) -> Plan:
 
 def decisive_flags(command: ServerCommand) -> dict[str, str]:
     """The flags (values as JSON) and environment variables of a server on which its plan depends, by name."""
-    return baked_cache.decisive_flags(command.flags) | dict(command.variables)
+    return effects.decisive_flags(command.flags) | dict(command.variables)
 
 
 def digest_inputs(variant: Variant, gpu: Gpu | None) -> dict[str, str]:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from importlib.metadata import version
 
 from slimqwen.errors import SlimqwenError
+from slimqwen.identity import changed_names
 from slimqwen.plan import devices, rehearsal, resolution, trouble
 from slimqwen.plan.facts import Plan
 from slimqwen.plan.record import is_of_installed_vllm, list_recorded_plans
@@ -160,9 +161,7 @@ def _misfit(plan: Plan, flags: Mapping[str, str], inputs: Mapping[str, str]) -> 
     edited = [name for name, digest in plan.inputs.items() if inputs.get(name, digest) != digest]
     if edited:
         return f"the recorded one is of another {' and another '.join(edited)}"
-    changed = sorted(
-        name for name in flags.keys() | plan.flags.keys() if flags.get(name) != plan.flags.get(name)
-    )
+    changed = changed_names(plan.flags, flags)
     if not changed:
         return None
     others = f" and {len(changed) - _LISTED_NAMES} more" if len(changed) > _LISTED_NAMES else ""

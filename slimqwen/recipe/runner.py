@@ -7,7 +7,6 @@ therefore reused if its input is the same, even if an earlier stage has changed.
 """
 
 import functools
-import hashlib
 import json
 import os
 import platform
@@ -24,6 +23,7 @@ from slimqwen.checkpoint import Manifest
 from slimqwen.checkpoint.files import COMPILE_CACHE, MANIFEST, bytes_on_disk, file_records, publish, withdraw
 from slimqwen.errors import SlimqwenError
 from slimqwen.file_lock import hold_lock, take_lock
+from slimqwen.identity import changed_names, digest_of
 from slimqwen.identity.source import reach
 from slimqwen.models.outline import Outline
 from slimqwen.progress import Progress, progress_of, silent
@@ -155,7 +155,7 @@ def forecast_recipe(recipe: Recipe, weights: Path, resolve: Callable[[str], Path
             forecasts.append(Forecast(name, None, False, "its input will be made first"))
             continue
         ingredients = _ingredients(step, checkpoint.digest(source))
-        key = _key(ingredients)
+        key = digest_of(ingredients)
         source = store / key
         if source.is_dir():
             forecasts.append(Forecast(name, key, True, "no ingredient has changed"))
@@ -237,7 +237,7 @@ def _ensure(step: Step, source: Path, store: Path, progress: Progress) -> Outcom
     """Return the step's output from the store, after making it if necessary."""
     stage = step.stage
     ingredients = _ingredients(step, checkpoint.digest(source, progress))
-    key = _key(ingredients)
+    key = digest_of(ingredients)
     entry, log = store / key, store / ".logs" / f"{stage.name}-{key[:16]}.log"
     reused = entry.is_dir()
     nearest = None if reused else _nearest_entry(stage.name, ingredients, store)
@@ -312,7 +312,7 @@ def _recipe_key(step: Step, source: Path) -> str:
         return before
     said = _flat("parameters", parameters.model_dump(mode="json", exclude_defaults=True))
     data = {f"data.{name}": digest for name, digest in stage.data(parameters).items()}
-    return _key({"stage": stage.name, "input": before} | said | data)
+    return digest_of({"stage": stage.name, "input": before} | said | data)
 
 
 def _add_recipe_key(manifest: Manifest, recipe_key: str, entry: Path) -> Manifest:
@@ -322,10 +322,6 @@ def _add_recipe_key(manifest: Manifest, recipe_key: str, entry: Path) -> Manifes
     keyed.write(entry)
     os.utime(entry / MANIFEST, ns=(times.st_atime_ns, times.st_mtime_ns))
     return keyed
-
-
-def _key(ingredients: Mapping[str, str]) -> str:
-    return hashlib.sha256(json.dumps(ingredients, sort_keys=True).encode()).hexdigest()
 
 
 def _flat(prefix: str, value: Any) -> dict[str, str]:
@@ -347,12 +343,8 @@ def _is_earlier(manifest: Manifest) -> bool:
 
 
 def _changes(before: Mapping[str, str], after: Mapping[str, str]) -> tuple[IngredientChange, ...]:
-    names = sorted(before.keys() | after.keys())
-    return tuple(
-        IngredientChange(name, before.get(name), after.get(name))
-        for name in names
-        if before.get(name) != after.get(name)
-    )
+    names = changed_names(before, after)
+    return tuple(IngredientChange(name, before.get(name), after.get(name)) for name in names)
 
 
 def _run_in_process(

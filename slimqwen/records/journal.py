@@ -1,6 +1,5 @@
 """Journal of an unfinished run: the results so far, from which the same command continues."""
 
-import hashlib
 import io
 import json
 import os
@@ -12,6 +11,7 @@ from typing import Any
 from slimqwen import checkpoint
 from slimqwen.errors import SlimqwenError
 from slimqwen.file_lock import take_lock
+from slimqwen.identity import digest_of
 from slimqwen.records import provenance
 from slimqwen.serving.command import ServerCommand
 from slimqwen.text.files import read_json_lines
@@ -43,14 +43,14 @@ class Journal:
         Args:
             request: everything that affects the answer, as JSON.
         """
-        key = _digest(request)
+        key = digest_of(request)
         if key in self._answers:
             self._reused.add(key)
         return self._answers.get(key, self._added.get(key))
 
     def add(self, request: Any, answer: Any) -> None:
         """Append the answer to a request, both as JSON; from now on `get` returns it."""
-        key = _digest(request)
+        key = digest_of(request)
         line = json.dumps([key, answer], ensure_ascii=False) + "\n"
         self._stream.write(line.encode())
         self._added[key] = answer
@@ -86,7 +86,7 @@ def journal_file(kind: str, command: ServerCommand, *inputs: Any) -> Path:
         provenance.package_versions(),
         provenance.hardware().as_json(),
     ]
-    return variant.root / ".cache" / kind / f"{variant.name}_{_digest(parts)[:16]}.jsonl"
+    return variant.root / ".cache" / kind / f"{variant.name}_{digest_of(parts)[:16]}.jsonl"
 
 
 @contextmanager
@@ -116,8 +116,3 @@ def locked(file: Path) -> Iterator[Journal]:
         stream.truncate()
         responses = (pair for _, pair in read_json_lines(io.BytesIO(complete_lines), file))
         yield Journal(file, stream, dict(responses))
-
-
-def _digest(value: Any) -> str:
-    text = json.dumps(value, sort_keys=True, ensure_ascii=False, default=str)
-    return hashlib.sha256(text.encode()).hexdigest()

@@ -18,6 +18,7 @@ from slimqwen import checkpoint, redaction
 from slimqwen.checkpoint.files import bytes_on_disk
 from slimqwen.errors import SlimqwenError
 from slimqwen.host_load import HostLoad
+from slimqwen.identity.effects import Effect, affecting
 from slimqwen.progress import Progress, silent
 from slimqwen.records.record import (
     Git,
@@ -204,9 +205,8 @@ def _paths(value: Any, root: Path, name: str = "") -> Iterator[tuple[str, Path]]
 
 
 def deciding(flags: Mapping[str, Any]) -> dict[str, Any]:
-    """Flags that can affect a figure: all but the server's address and the tool parser, which quality switches on."""
-    others = ("host", "port", "uds", "enable-auto-tool-choice", "tool-call-parser")
-    return {name: value for name, value in flags.items() if name not in others}
+    """Flags that may affect a figure."""
+    return affecting(Effect.FIGURES, flags)
 
 
 def portable(value: Any, root: Path) -> Any:

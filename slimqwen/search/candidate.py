@@ -16,8 +16,8 @@ import yaml
 
 from slimqwen import checkpoint
 from slimqwen import variant as variants
+from slimqwen.identity import digest_of
 from slimqwen.recipe.stages.prune_vocab import stored_rows
-from slimqwen.search.executors import content_key
 from slimqwen.search.space import Point, Space
 from slimqwen.variant import Variant, scaffold
 
@@ -157,7 +157,7 @@ class Candidate:
 
     def name(self, base: Variant, space: Space) -> str:
         """Name of the candidate's variant: the base's name, and a digest of the candidate's recipe and `lines`."""
-        return f"{base.name}-search-{content_key(self.recipe(base, space), self.lines(base))[:10]}"
+        return f"{base.name}-search-{digest_of([self.recipe(base, space), self.lines(base)])[:10]}"
 
     def scaffold(self, base: Variant, space: Space, hypothesis: str, root: Path) -> Variant:
         """Write the candidate's folder into experiments/ of the repository `root` if it is missing, and load it."""

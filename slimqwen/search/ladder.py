@@ -24,13 +24,14 @@ from slimqwen.checkpoint.tensors import tensor_bytes
 from slimqwen.fit import cost
 from slimqwen.fit.architecture import shape_model
 from slimqwen.fit.memory import fitting_batch
+from slimqwen.identity import digest_of
 from slimqwen.models.shape import Shape
 from slimqwen.plan.devices import Gpu
 from slimqwen.recipe.recipe_file import read_recipe
 from slimqwen.recipe.registry import STAGES
 from slimqwen.records import provenance
 from slimqwen.search.candidate import Candidate
-from slimqwen.search.executors import ENGINE_BYTES, Resources, Task, content_key
+from slimqwen.search.executors import ENGINE_BYTES, Resources, Task
 from slimqwen.search.rungs import Budget, RungInput, compare_distributions, measure_acceptance
 from slimqwen.search.space import Space
 from slimqwen.text.corpus import resolve_text
@@ -131,17 +132,19 @@ class Ladder:
         settings = self.budget.fidelity if is_fidelity else self.budget.acceptance
         recipe = variant.recipe.read_text(encoding="utf-8") if variant.recipe else None
         steps = read_recipe(variant.recipe).steps if variant.recipe else ()
-        key = content_key(
-            recipe,
-            [dict(step.stage.data(step.parameters)) for step in steps],
-            {name: setting.value for name, setting in variant.settings.items() if name != "VLLM_MODEL"},
-            *self._circumstances,
-            # The size of the proof's sample does not affect this measurement.
-            settings.model_dump(mode="json", exclude={"proof_prompts"}),
-            str(self.budget.split),
-            self.deepest,
-            depths,
-        )
+        key = digest_of(
+            [
+                recipe,
+                [dict(step.stage.data(step.parameters)) for step in steps],
+                {name: setting.value for name, setting in variant.settings.items() if name != "VLLM_MODEL"},
+                *self._circumstances,
+                # The size of the proof's sample does not affect this measurement.
+                settings.model_dump(mode="json", exclude={"proof_prompts"}),
+                str(self.budget.split),
+                self.deepest,
+                depths,
+            ]
+        )[:24]
         return Task(
             f"{key}-{rung}",
             f"{rung} of {variant.name}",

@@ -16,12 +16,13 @@ from slimqwen import variant as variants
 from slimqwen.captured_log import capture_logger
 from slimqwen.evals.acceptance import summarise_items
 from slimqwen.fit import FitError
+from slimqwen.identity import digest_of
 from slimqwen.progress import Progress, silent
 from slimqwen.records.journal import Journal, locked
 from slimqwen.records.record import Estimate
 from slimqwen.search import SearchError
 from slimqwen.search.candidate import Candidate
-from slimqwen.search.executors import Executor, Failure, Outcome, Result, Task, content_key
+from slimqwen.search.executors import Executor, Failure, Outcome, Result, Task
 from slimqwen.search.ladder import Ladder
 from slimqwen.search.record import Incumbent, Rung, SearchTrial
 from slimqwen.search.rungs import LimitShares
@@ -171,7 +172,7 @@ class Study:
         space = self._ladder.space
         study = optuna.create_study(
             storage=JournalStorage(JournalFileBackend(str(self._folder / "study.log"))),
-            study_name=content_key(space.as_text(), self._ladder.gpu.name, self.incumbent.as_json()),
+            study_name=digest_of([space.as_text(), self._ladder.gpu.name, self.incumbent.as_json()])[:24],
             directions=("minimize", "minimize", "minimize"),
             load_if_exists=True,
         )

@@ -26,7 +26,8 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationError
 from slimqwen.checkpoint.files import COMPILE_CACHE, Manifest, sha256
 from slimqwen.checkpoint.files import MANIFEST as CHECKPOINT_MANIFEST
 from slimqwen.file_lock import hold_lock
-from slimqwen.identity import source
+from slimqwen.identity import changed_names, source
+from slimqwen.identity.effects import decisive_flags
 from slimqwen.serving import gpu
 from slimqwen.serving import platform as machine
 from slimqwen.serving.errors import ServingError
@@ -43,27 +44,6 @@ _PACKED = ("vllm/torch_compile_cache", "vllm/modelinfos", LIBRARIES, KERNELS)
 """The packed parts of a cache root: compiled graphs, their kernels, the autotuner's results, and vLLM's facts about the
 model class. Without the facts a start has to import vLLM in one more process to find them (`_ModelInfo` in
 vllm/model_executor/models/registry.py)."""
-
-FLAGS_WITHOUT_EFFECT = frozenset(
-    {
-        "host",
-        "port",
-        "uds",
-        "model",
-        "served-model-name",
-        "override-generation-config",
-        "chat-template",
-        "default-chat-template-kwargs",
-        "reasoning-parser",
-        "enable-auto-tool-choice",
-        "tool-call-parser",
-        "max-num-queued-reqs",
-        "max-num-queued-tokens",
-        "shutdown-timeout",
-    }
-)
-"""Flags that no graph depends on; every other flag has to be the same, even if vLLM's own cache key leaves it out."""
-
 
 _READ_OF_KERNELS = frozenset({".json", ".cubin"})
 """Endings of the files that Triton reads of a compiled kernel; the others, half of its cache, are only intermediate."""
@@ -149,15 +129,6 @@ def digest_fixes(platform: machine.Platform) -> str:
     return source.reach("slimqwen.vllm_plugin.engine_fixes.register", device=platform).digest[:12]
 
 
-def decisive_flags(flags: Mapping[str, Any]) -> dict[str, str]:
-    """The flags that a compiled graph may depend on, each value as JSON."""
-    return {
-        name: json.dumps(value, sort_keys=True, default=str)
-        for name, value in sorted(flags.items())
-        if name not in FLAGS_WITHOUT_EFFECT
-    }
-
-
 def read_manifest(folder: Path) -> BakedCache | None:
     """Read the manifest beside a checkpoint; None if no cache was baked.
 
@@ -203,8 +174,7 @@ def list_differences(
     return [
         f"{sign}{name} was {was.get(name, 'not set')} and is {now.get(name, 'not set')}"
         for sign, was, now in pairs
-        for name in sorted(was.keys() | now.keys())
-        if was.get(name) != now.get(name)
+        for name in changed_names(was, now)
     ]
 
 

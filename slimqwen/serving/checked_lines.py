@@ -5,7 +5,6 @@ not need otherwise. The name of a cached file is the digest of all inputs of the
 """
 
 import functools
-import hashlib
 import importlib.metadata
 import json
 import tempfile
@@ -14,6 +13,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from slimqwen.identity import digest_of
+from slimqwen.identity.source import reach
 from slimqwen.serving import flags, platform
 from slimqwen.serving.flags import Flag, Resolved
 from slimqwen.variant import OWN_KEYS, Variant
@@ -77,11 +78,11 @@ def _digest(variant: Variant) -> str:
         platform.detect(),
         _check(),
     ]
-    return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
+    return digest_of(facts)
 
 
 @functools.cache
 def _check() -> list[str]:
-    """What identifies the check itself: versions of the packages, this project's own keys, and its code."""
+    """What identifies the check itself: versions of the packages, and its code."""
     versions = [importlib.metadata.version(package) for package in _PACKAGES]
-    return [*versions, *sorted(OWN_KEYS), Path(flags.__file__).read_text(encoding="utf-8")]
+    return [*versions, reach(f"{flags.__name__}.resolve").digest]

@@ -5,8 +5,6 @@ same server. No process stands between a client and vLLM: `slimqwen serve` repla
 """
 
 import dataclasses
-import hashlib
-import json
 import os
 import shlex
 import sys
@@ -16,6 +14,8 @@ from types import MappingProxyType
 from typing import Any
 
 from slimqwen.checkpoint.tensors import computed_dtype
+from slimqwen.identity import digest_of
+from slimqwen.identity.effects import decisive_flags
 from slimqwen.serving import baked_cache, checked_lines, cuda_toolkit
 from slimqwen.serving import flags as vllm_flags
 from slimqwen.serving import platform as machine
@@ -285,8 +285,7 @@ def _compile_cache(
     baked = baked_cache.read_manifest(variant.weights)
     differences: tuple[str, ...] = ()
     # vLLM's own cache key has left out flags (num_speculative_tokens), so each set of flags has its own root.
-    key = json.dumps({"model": str(variant.weights), **baked_cache.decisive_flags(flags)}, sort_keys=True)
-    name = f"{variant.name}-{hashlib.sha256(key.encode()).hexdigest()[:16]}"
+    name = f"{variant.name}-{digest_of({'model': str(variant.weights), **decisive_flags(flags)})[:16]}"
     if baked is not None:
         facts = baked_cache.describe_machine(platform)
         differences = tuple(baked_cache.list_differences(baked, facts, flags, variables))

@@ -8,6 +8,7 @@ import pytest
 
 from slimqwen import checkpoint, variant
 from slimqwen.checkpoint.files import file_records, sha256
+from slimqwen.identity.effects import decisive_flags
 from slimqwen.image import ImageError, context
 from slimqwen.plan.record import PlanRecord
 from slimqwen.records import provenance
@@ -109,7 +110,7 @@ def imported(repository: Path, add_variant, tmp_path) -> Path:
         other,
         machine=baked_cache.describe_machine("cpu")
         | {"python": "3.12.1", "environment": "/home/one/.venv", "cores": "64"},
-        flags=baked_cache.decisive_flags(command.flags),
+        flags=decisive_flags(command.flags),
         environment=dict(command.variables),
         graphs={"backbone": 1.0},
     )

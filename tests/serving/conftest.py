@@ -5,6 +5,7 @@ import shutil
 import pytest
 
 from slimqwen import variant
+from slimqwen.identity.effects import decisive_flags
 from slimqwen.serving import baked_cache
 from slimqwen.serving.command import ServerCommand
 from slimqwen.serving.server import free_port
@@ -33,7 +34,7 @@ def baked_for(monkeypatch, servable, tmp_path):
         command = servable("VLLM_ENFORCE_EAGER=0")
         manifest = baked_cache.BakedCache(
             machine=baked_cache.describe_machine("cpu") | (machine or {}),
-            flags=baked_cache.decisive_flags({**command.flags, **(flags or {})}),
+            flags=decisive_flags({**command.flags, **(flags or {})}),
             environment=dict(command.variables),
             graphs={"backbone": 1.0},
             files={},

@@ -7,6 +7,7 @@ import pytest
 
 from slimqwen import variant
 from slimqwen.checkpoint.files import FileRecord, Manifest
+from slimqwen.identity.effects import decisive_flags
 from slimqwen.serving import baked_cache, platform
 from slimqwen.serving.command import ServerCommand
 from slimqwen.serving.errors import ServingError
@@ -40,7 +41,7 @@ def pack(root, folder, **made_by):
 def packed(root, tmp_path):
     folder = tmp_path / "checkpoint"
     environment = {"VLLM_CPU_KVCACHE_SPACE": "1"}
-    return folder, pack(root, folder, flags=baked_cache.decisive_flags(FLAGS), environment=environment)
+    return folder, pack(root, folder, flags=decisive_flags(FLAGS), environment=environment)
 
 
 def contents(root):

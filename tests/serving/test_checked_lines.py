@@ -2,13 +2,13 @@
 
 import importlib.metadata
 import json
-from pathlib import Path
 
 import pytest
 
 from slimqwen import variant
+from slimqwen.identity.source import reach
 from slimqwen.serving import checked_lines, flags, platform
-from slimqwen.variant import OWN_KEYS, ConfigError
+from slimqwen.variant import ConfigError
 
 _LINES = (
     "VLLM_MODEL=weights/v\nVLLM_MAX_NUM_SEQS=8\nVLLM_ENFORCE_EAGER=0\nOMP_NUM_THREADS=2\n"
@@ -81,7 +81,9 @@ def test_the_check_is_of_the_installed_versions_of_own_keys_and_of_its_code(monk
     monkeypatch.setattr(importlib.metadata, "version", lambda name: "0" if name == package else version(name))
     changed = checked_lines._check.__wrapped__()
     assert [now for now, was in zip(changed, before, strict=True) if now != was] == ["0"]
-    assert {*OWN_KEYS, Path(flags.__file__).read_text()} < set(changed)
+    checked = reach("slimqwen.serving.flags.resolve")
+    assert changed[-1] == checked.digest
+    assert "OWN_KEYS" in checked.names["slimqwen.variant.config_env"]
 
 
 def test_a_changed_or_unset_line_is_checked_again(resolve, checks):

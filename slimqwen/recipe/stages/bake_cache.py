@@ -25,6 +25,7 @@ from slimqwen import checkpoint
 from slimqwen import variant as variants
 from slimqwen.checkpoint.files import carry_all
 from slimqwen.errors import SlimqwenError
+from slimqwen.identity.effects import Effect, decisive_flags, may_affect
 from slimqwen.models.outline import Outline
 from slimqwen.progress import Progress
 from slimqwen.recipe.stage import Facts, Fault, Needs, Parameters, Stage
@@ -36,7 +37,7 @@ from slimqwen.serving.http_client import open_client
 from slimqwen.serving.platform import Platform
 from slimqwen.serving.server import RunningServer, free_port, run_server
 from slimqwen.text.corpus import RecipePath
-from slimqwen.variant import OWN_KEYS, Variant
+from slimqwen.variant import Variant
 
 _ENGINE_BYTES = 4 * 2**30
 """Resident memory of a server that compiles, bytes, without weights; measured: 2.6 GiB for a small model."""
@@ -45,10 +46,6 @@ _ARCHIVE_BYTES = 2**30
 """Upper bound of an archive's size, bytes; measured: 2 MB for the embedded model on a CPU."""
 
 _DEFAULT_CONCURRENCY = 16
-
-_IRRELEVANT_KEYS = OWN_KEYS.keys() - {"PLATFORM"} | {
-    f"VLLM_{flag.upper().replace('-', '_')}" for flag in baked_cache.FLAGS_WITHOUT_EFFECT
-}
 
 
 class BakeCacheParameters(Parameters):
@@ -109,7 +106,7 @@ def bake_compile_cache(
             Path(folder),
             destination,
             machine=baked_cache.describe_machine(command.platform),
-            flags=baked_cache.decisive_flags(command.flags),
+            flags=decisive_flags(command.flags),
             environment=dict(command.variables),
             graphs={graph.name: graph.seconds for graph in compiled},
         )
@@ -149,7 +146,7 @@ def data(parameters: BakeCacheParameters) -> dict[str, str]:
         ConfigError: the config.env is missing or malformed.
     """
     settings = _variant(parameters).settings
-    lines = {f"config.{key}": settings[key].value for key in sorted(settings.keys() - _IRRELEVANT_KEYS)}
+    lines = {f"config.{key}": settings[key].value for key in settings if may_affect(Effect.GRAPHS, key)}
     platform: Platform = "cuda" if machine.has_nvidia_driver() else "cpu"
     facts = baked_cache.describe_machine(platform)
     return lines | {f"machine.{name}": fact for name, fact in facts.items()}

@@ -8,5 +8,4 @@ from slimqwen.search.executors.task import Outcome as Outcome
 from slimqwen.search.executors.task import Resources as Resources
 from slimqwen.search.executors.task import Result as Result
 from slimqwen.search.executors.task import Task as Task
-from slimqwen.search.executors.task import content_key as content_key
 from slimqwen.search.executors.task import run_tasks as run_tasks

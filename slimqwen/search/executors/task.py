@@ -8,8 +8,6 @@ its own, so a crash of vLLM is a failure of the task and never of the search.
         outcome = executor.wait()  # Result or Failure
 """
 
-import hashlib
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -55,12 +53,6 @@ class Task:
     argument: Any
     resources: Resources = Resources()
     urgent: bool = False
-
-
-def content_key(*ingredients: Any) -> str:
-    """Content key of a task: a digest of the JSON of everything that affects its value."""
-    text = json.dumps(ingredients, sort_keys=True, default=str)
-    return hashlib.sha256(text.encode()).hexdigest()[:24]
 
 
 @dataclass(frozen=True)
