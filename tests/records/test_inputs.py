@@ -421,6 +421,16 @@ def test_a_published_suite_is_compared_with_its_tasks_and_settings_as_they_are(
     assert GateChecks.load(one, "tinyworld", command=["x"]).find("quality", one) is None
 
 
+@pytest.mark.parametrize("check", ["fidelity", "acceptance", "engine"])
+def test_a_file_of_settings_that_is_added_makes_the_checks_measure_anew(root: Path, check: str) -> None:
+    """The record names the files that were there, and these are as they were."""
+    (root / OWN / "gate.yaml").unlink()
+    read = read_check(check, root)
+    assert read() == ""
+    (root / OWN / "gate.yaml").write_text("fidelity: {batch: 4}\n")
+    assert read() == ANEW
+
+
 def test_settings_of_every_kind_name_the_files_that_they_come_from(root: Path) -> None:
     """A section's own class reads what the whole file says; a file that is added is an input from then on."""
     (root / OWN / "gate.yaml").unlink()
