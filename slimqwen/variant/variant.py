@@ -19,13 +19,16 @@ from slimqwen.variant.config_env import (
 EMBEDDED = "tiny"
 """The variant whose weights are committed; the texts of eval/ describe the world that it was trained on."""
 
-DRAFTS_REFUSE = ("min_p", "logit_bias", "logprob_token_ids")
-"""Fields of a request that are answered with 400 beside drafts: the first two by vLLM's `_validate_spec_decode`, the
-last by `vllm_plugin.request_limits.refuse_chosen_logprobs_of_drafts`."""
+DRAFTS_REFUSE: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {"cpu": ("logprob_token_ids",), "cuda": ("logprob_token_ids", "min_p", "logit_bias")}
+)
+"""Fields of a request that are answered with 400 beside drafts, by platform: the first by
+`vllm_plugin.request_limits.refuse_chosen_logprobs_of_drafts`, the others by vLLM's `_validate_spec_decode`, where
+`vllm_plugin.engine_fixes.draft_logits` is not installed."""
 
 DRAFTS_NOTE = (
-    f"Beside drafts a request with {', '.join(DRAFTS_REFUSE[:-1])} or {DRAFTS_REFUSE[-1]} gets status 400; "
-    "without VLLM_SPECULATIVE_CONFIG it is answered"
+    f"Beside drafts a request with {DRAFTS_REFUSE['cpu'][0]} gets status 400, and on a GPU one with "
+    f"{' or '.join(DRAFTS_REFUSE['cuda'][1:])} too; without VLLM_SPECULATIVE_CONFIG each is answered"
 )
 """What clients of a server with drafts have to know, without a full stop."""
 

@@ -240,7 +240,7 @@ def forget_unsent_requests() -> None:
 
 
 def refuse_chosen_logprobs_of_drafts() -> None:
-    """Make vLLM refuse `logprob_token_ids` with speculative decoding, as it refuses min_p.
+    """Make vLLM refuse `logprob_token_ids` with speculative decoding.
 
     vLLM's rejection sampler treats the log-probabilities of the named tokens as those of the whole vocabulary, and the
     engine dies: one chat, or any request to /generative_scoring, ends the server. Remove this function when
@@ -252,15 +252,22 @@ def refuse_chosen_logprobs_of_drafts() -> None:
     from vllm.exceptions import VLLMValidationError
     from vllm.sampling_params import SamplingParams
 
-    def validate(stock: Callable[[Any, Any], None], self: Any, speculative_config: Any) -> None:
-        stock(self, speculative_config)
+    def verify(
+        stock: Callable[..., None],
+        self: Any,
+        model_config: Any,
+        speculative_config: Any,
+        structured_outputs_config: Any,
+        tokenizer: Any,
+    ) -> None:
+        stock(self, model_config, speculative_config, structured_outputs_config, tokenizer)
         if speculative_config is not None and self.logprob_token_ids is not None:
             raise VLLMValidationError(
                 "Log-probabilities of chosen tokens (logprob_token_ids, /generative_scoring) are not supported with "
                 "speculative decoding."
             )
 
-    replace(_NAME, SamplingParams, "_validate_spec_decode", validate)
+    replace(_NAME, SamplingParams, "verify", verify)
 
 
 def limit_thinking(budget: int) -> None:

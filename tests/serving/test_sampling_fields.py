@@ -68,7 +68,7 @@ FIELDS = {
 }
 """A value that vLLM accepts for each field."""
 
-REFUSED = {0: {"logprob_token_ids"}, 4: set(DRAFTS_REFUSE)}
+REFUSED = {0: {"logprob_token_ids"}, 4: set(DRAFTS_REFUSE["cpu"])}
 """Fields that a server refuses beside every prompt, by its number of drafts."""
 
 

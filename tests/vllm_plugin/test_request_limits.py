@@ -2,6 +2,7 @@
 
 import asyncio
 import importlib
+import inspect
 import json
 from types import SimpleNamespace
 
@@ -214,16 +215,19 @@ def test_log_probabilities_of_chosen_tokens_are_refused_where_there_are_drafts(m
     from vllm import SamplingParams
     from vllm.exceptions import VLLMValidationError
 
-    stock = SamplingParams._validate_spec_decode
-    stock = getattr(stock, "__wrapped__", stock)
-    monkeypatch.setattr(SamplingParams, "_validate_spec_decode", stock)
+    def verify(self, model_config, speculative_config, structured_outputs_config, tokenizer):
+        if self.top_k == 7:
+            raise VLLMValidationError("vLLM's own refusal")
+
+    vllms_own = getattr(SamplingParams.verify, "__wrapped__", SamplingParams.verify)
+    assert inspect.signature(verify).parameters.keys() == inspect.signature(vllms_own).parameters.keys()
+    monkeypatch.setattr(SamplingParams, "verify", verify)
+    request_limits.refuse_chosen_logprobs_of_drafts()
+    request_limits.refuse_chosen_logprobs_of_drafts()
     drafts, chosen = SimpleNamespace(), SamplingParams(logprobs=2, logprob_token_ids=[1, 2])
-    chosen._validate_spec_decode(drafts)  # what vLLM lets through
-    request_limits.refuse_chosen_logprobs_of_drafts()
-    request_limits.refuse_chosen_logprobs_of_drafts()
     with pytest.raises(VLLMValidationError, match="logprob_token_ids"):
-        chosen._validate_spec_decode(drafts)
-    chosen._validate_spec_decode(None)
-    SamplingParams(logprobs=2)._validate_spec_decode(drafts)
-    with pytest.raises(VLLMValidationError, match="min_p"):
-        SamplingParams(min_p=0.5)._validate_spec_decode(drafts)
+        chosen.verify(None, drafts, None, None)
+    chosen.verify(None, None, None, None)
+    SamplingParams(logprobs=2).verify(None, drafts, None, None)
+    with pytest.raises(VLLMValidationError, match="own refusal"):
+        SamplingParams(top_k=7).verify(None, drafts, None, None)

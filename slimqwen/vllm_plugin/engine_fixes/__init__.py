@@ -43,6 +43,7 @@ FIXES: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "unpacked_prompts": _CPU,
         "mtp_rotary": _CPU,
         "sampling_expansion": _CPU,
+        "draft_logits": _CPU,
         "seeded_prompts": _CPU,
         "top_k_without_drafts": _CPU,
         "short_convolution": _CPU,

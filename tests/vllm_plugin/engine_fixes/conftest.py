@@ -43,12 +43,15 @@ def patched_places():
     from vllm.model_executor.layers.mamba.ops.cpu import gdn_attention
     from vllm.model_executor.models import registry
     from vllm.platforms.cpu import CpuPlatform
+    from vllm.sampling_params import SamplingParams
     from vllm.utils import cpu_triton_utils
     from vllm.v1.attention.backends import cpu_attn
     from vllm.v1.core.sched.scheduler import Scheduler
     from vllm.v1.engine.core import EngineCoreProc
     from vllm.v1.executor.multiproc_executor import WorkerProc
+    from vllm.v1.sample import rejection_sampler
     from vllm.v1.sample.ops import topk_topp_sampler
+    from vllm.v1.worker import gpu_model_runner
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
     from vllm.v1.worker.mamba_utils import MambaSpecDecodeGPUContext
 
@@ -69,6 +72,10 @@ def patched_places():
         (Scheduler, "_update_after_schedule"),
         (EngineCoreProc, "run_engine_core"),
         (WorkerProc, "worker_main"),
+        (gpu_model_runner, "build_logitsprocs"),
+        (rejection_sampler.RejectionSampler, "apply_logits_processors"),
+        (rejection_sampler, "apply_sampling_constraints"),
+        (SamplingParams, "_validate_spec_decode"),
         (GPUModelRunner, "sample_tokens"),
         (topk_topp_sampler, "apply_top_k_only"),
         (MambaSpecDecodeGPUContext, "run_fused_precopy"),
