@@ -142,6 +142,8 @@ def cut_class_tokens(
     max_tokens: int,
     root: Path,
     split: Split | None = None,
+    *,
+    skips_faults: bool = False,
 ) -> dict[str, list[prompts.Tokens]]:
     """Cut prompts of each class from the settings' documents, in token ids of the tokenizer that cuts.
 
@@ -149,18 +151,25 @@ def cut_class_tokens(
         tokenize: function from a text to token ids.
         max_tokens: longest prompt, tokens.
         split: side of the split whose documents are used; None for both sides.
+        skips_faults: leave out malformed documents, to count what is there; for checks alone.
 
     Raises:
-        CorpusError: the documents are missing, malformed or too few.
+        CorpusError: the documents are missing, malformed or too few; then it says for each class what is missing.
     """
-    documents = prompts.documents(settings.documents, settings.seed, root)
+    documents = prompts.documents(settings.documents, settings.seed, root, skips_faults=skips_faults)
     cutter = prompts.PromptCutter(
         documents if split is None else filter(split.has, documents), tokenize, settings.documents
     )
-    return {
-        name: cutter.cut(settings.prompt_count(split), min(length, max_tokens))
-        for name, length in settings.classes.items()
-    }
+    classes: dict[str, list[prompts.Tokens]] = {}
+    lacking: dict[str, int] = {}
+    for name, length in settings.classes.items():
+        try:
+            classes[name] = cutter.cut(settings.prompt_count(split), min(length, max_tokens))
+        except prompts.UsedUpError as error:
+            lacking |= {f"{wanted} ({name})": tokens for wanted, tokens in error.lacking.items()}
+    if lacking:
+        raise prompts.UsedUpError(settings.documents, lacking)
+    return classes
 
 
 def measure_drafts(

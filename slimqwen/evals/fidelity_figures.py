@@ -121,7 +121,7 @@ class FidelitySettings(Settings):
             side = (
                 f" are on the {split}; add texts, or change proof_share of the suite"
                 if split
-                else "; add texts"
+                else ", but fidelity compares at least two; add texts"
             )
             raise EvalError(f"{root / self.texts}: {len(side_texts)} of {len(texts)} texts{side}")
         return side_texts

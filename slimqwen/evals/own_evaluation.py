@@ -12,13 +12,14 @@ from slimqwen.evals.drafting import AcceptanceSettings, cut_class_tokens
 from slimqwen.evals.gate_checks import GateSettings
 from slimqwen.evals.suites.suite import Suite
 from slimqwen.models.vocabulary import read_tokenizer
-from slimqwen.text.prompts import parse_own_prompts
+from slimqwen.text.prompts import documents, parse_own_prompts
 from slimqwen.variant import Variant
 
 
 def list_faults(variant: Variant, folder: Path, further: Iterable[Callable[[], object]] = ()) -> list[str]:
     """List the faults of an own evaluation, a line each, in its settings, texts, questions and prompts.
 
+    Each file is read to its end, and each check says what it lacks of what can be read, so that one look finds all.
     No engine is started, and the variant's own checkpoint need not exist.
 
     Args:
@@ -36,6 +37,8 @@ def list_faults(variant: Variant, folder: Path, further: Iterable[Callable[[], o
     else:
         checks += [
             lambda: gate.fidelity.read_texts(root),
+            lambda: list(documents(gate.acceptance.documents, gate.acceptance.seed, root)),
+            lambda: list(documents(gate.engine.text, gate.engine.seed, root)),
             lambda: _cut_prompts_of_drafts(variant, gate.acceptance),
             lambda: Suite.load(gate.quality, root).require_questions(root),
         ]
@@ -67,4 +70,5 @@ def _cut_prompts_of_drafts(variant: Variant, settings: AcceptanceSettings) -> No
         lambda text: list(tokenizer.encode(text, add_special_tokens=False).ids),
         max(1, context - settings.tokens),
         variant.root,
+        skips_faults=True,  # the faults of the documents are those of another check
     )

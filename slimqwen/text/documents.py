@@ -104,16 +104,21 @@ _DIVISION_WORDS: Final = {
 
 
 def read_documents(
-    path: Path, division: Division = "blocks", understanding: Understanding | None = None
+    path: Path,
+    division: Division = "blocks",
+    understanding: Understanding | None = None,
+    *,
+    goes_on: bool = False,
 ) -> Iterator[Document]:
     """Yield the documents of a file or of a folder's files, blank ones too; files of each format of `files.FORMATS`.
 
-    After the first fault nothing is yielded any more; what follows is searched for more faults.
+    After the first fault nothing is yielded any more, unless the caller wants it; what follows is searched for more.
 
     Args:
         path: a file or a folder.
         division: how .txt files are divided.
         understanding: is filled meanwhile.
+        goes_on: whether to yield sound documents behind a fault, too, so that they can be counted.
 
     Raises:
         CorpusError: a file cannot be read, or documents are malformed; it has all faults found, each with its line.
@@ -125,7 +130,7 @@ def read_documents(
         understanding.division = division
     faults = Faults()
     for file in files:
-        for document in _documents_of(file, division, faults):
+        for document in _documents_of(file, division, faults, goes_on=goes_on):
             understanding.add(document)
             yield document
         if faults.is_full:
@@ -134,8 +139,8 @@ def read_documents(
         raise faults.error()
 
 
-def _documents_of(file: Path, division: Division, faults: Faults) -> Iterator[Document]:
-    """The documents of a file before the first fault."""
+def _documents_of(file: Path, division: Division, faults: Faults, *, goes_on: bool) -> Iterator[Document]:
+    """The documents of a file before the first fault, or all sound ones."""
     if file_format(file) == ".txt":
         if not faults:
             with open_bytes(file) as stream:
@@ -151,7 +156,7 @@ def _documents_of(file: Path, division: Division, faults: Faults) -> Iterator[Do
             faults.add(row, str(error))
             first_fault = row.position if first_fault is None else first_fault
         else:
-            if not faults:
+            if goes_on or not faults:
                 yield document
         if faults.is_full or (first_fault is not None and row.position > first_fault + _BYTES_AFTER_FAULT):
             return

@@ -3,40 +3,68 @@
 import hashlib
 import json
 import random
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from slimqwen.text.chats import ChatRenderer
 from slimqwen.text.corpus import resolve_text
 from slimqwen.text.documents import read_documents
-from slimqwen.text.files import CorpusError, file_format, read_json_lines, reading
+from slimqwen.text.files import CorpusError, file_format, parse_json, reading
 
 Tokens = list[int]
 
+_MOST_FAULTS = 20
+"""Faults of a prompts.jsonl that are named."""
 
-def documents(source: str, seed: int, root: Path) -> Iterator[str]:
+
+class UsedUpError(CorpusError):
+    """A text is too short for the prompts that are cut from it.
+
+    Attributes:
+        source: name of the text.
+        lacking: tokens that are missing, by the prompts that lack them, such as "24 prompts of 256 tokens".
+    """
+
+    def __init__(self, source: str, lacking: Mapping[str, int]) -> None:
+        parts = [f"{prompts} lack {tokens:,} tokens" for prompts, tokens in lacking.items()]
+        whole = f", {sum(lacking.values()):,} in all" if len(parts) > 1 else ""
+        super().__init__(
+            f"{source} is used up: {', '.join(parts)}{whole}; add text, or ask for fewer or shorter prompts"
+        )
+        self.source, self.lacking = source, lacking
+
+    def __reduce__(self) -> tuple[type["UsedUpError"], tuple[str, Mapping[str, int]]]:
+        return type(self), (self.source, self.lacking)
+
+
+def documents(source: str, seed: int, root: Path, *, skips_faults: bool = False) -> Iterator[str]:
     """The documents of a workload's text, each once: in file order, beginning at a document that the seed chooses.
 
     Args:
         source: path of a file of texts, of a .txt file with empty lines between documents; or the name of a text in
             eval/texts.
         root: folder that the path is relative to.
+        skips_faults: leave out what is malformed, to count what is there; for checks alone.
 
     Raises:
         CorpusError: the file cannot be read or is malformed, or a document is a chat or a prompt.
     """
     file = resolve_text(source, root)
     texts: list[str] = []
-    for document in read_documents(file):
-        if document.text is None and not document.is_blank:
-            raise CorpusError(
-                f"{document.location}: a chat or a prompt instead of a text; write a text, or render "
-                "chats with `slimqwen recipe corpus`"
-            )
-        texts.append(document.text or "")
+    try:
+        for document in read_documents(file, goes_on=skips_faults):
+            if document.text is None and not document.is_blank and not skips_faults:
+                raise CorpusError(
+                    f"{document.location}: a chat or a prompt instead of a text; write a text, or render "
+                    "chats with `slimqwen recipe corpus`"
+                )
+            texts.append(document.text or "")
+    except CorpusError:
+        if not skips_faults:
+            raise
     if file.is_file() and file_format(file) == ".txt":
         texts = "".join(texts).split("\n\n")
     texts = [text.strip() for text in texts if text.strip()]
@@ -47,7 +75,9 @@ def documents(source: str, seed: int, root: Path) -> Iterator[str]:
 class OwnPrompt(BaseModel):
     """One line of prompts.jsonl of an own evaluation."""
 
-    model_config = ConfigDict(extra="ignore", frozen=True)
+    model_config = ConfigDict(
+        extra="allow", frozen=True
+    )  # lines may be whole requests, of which the rest is not sent
 
     prompt: str | None = Field(default=None, min_length=1)
     messages: list[Any] | None = Field(default=None, min_length=1)
@@ -101,7 +131,7 @@ class PromptCutter:
         """Cut the next `count` prompts of `length` tokens each; all differ from each other and from earlier ones.
 
         Raises:
-            CorpusError: the text is used up.
+            UsedUpError: the text is used up.
         """
         prompts: list[Tokens] = []
         while len(prompts) < count:
@@ -110,10 +140,7 @@ class PromptCutter:
                 text = next(self._texts, None)
                 if text is None:
                     lacking = (count - len(prompts)) * length - len(tokens)
-                    raise CorpusError(
-                        f"{self._source} is used up: {count} prompts of {length} tokens lack {lacking:,} tokens; add "
-                        "text, or ask for fewer or shorter prompts"
-                    )
+                    raise UsedUpError(self._source, {f"{count} prompts of {length} tokens": lacking})
                 self.documents_used += 1
                 tokens += self.tokenize(f"{text}\n")
             prompt = tokens[:length]
@@ -127,18 +154,22 @@ def parse_own_prompts(file: Path) -> list[OwnPrompt]:
     """Read the lines of a prompts.jsonl.
 
     Raises:
-        CorpusError: the file cannot be read, a line is neither {"prompt": text} nor {"messages": […], "tools": […]}, or
-            there are fewer than two lines.
+        CorpusError: the file cannot be read, lines are neither {"prompt": text} nor {"messages": […], "tools": […]},
+            each of which it names, or there are fewer than two lines.
     """
     parsed: list[OwnPrompt] = []
+    faults: list[str] = []
     with reading(file), file.open("rb") as stream:
-        for number, (_, line) in enumerate(read_json_lines(stream, file), start=1):
+        for number, line in enumerate(filter(bytes.strip, stream), start=1):
             try:
-                parsed.append(OwnPrompt.model_validate(line))
-            except ValidationError as error:
-                raise _unusable_prompt(file, number, error) from None
-    if len(parsed) < 2:
-        raise CorpusError(f"{file}: {len(parsed)} prompts are too few for an interval; write 2 or more")
+                parsed.append(OwnPrompt.model_validate(parse_json(line, is_first=number == 1)))
+            except ValueError as error:  # among them pydantic's
+                faults += _unusable_prompt(file, number, error).faults
+    if len(parsed) + len(faults) < 2:
+        found = len(parsed) + len(faults)
+        faults.append(f"{file}: {found} prompts are too few for an interval; write 2 or more")
+    if faults:
+        raise CorpusError(*faults[:_MOST_FAULTS])
     return parsed
 
 
@@ -148,18 +179,22 @@ def read_own_prompts(file: Path, weights: Path) -> list[tuple[Tokens, int | None
     The checkpoint's chat template renders messages.
 
     Raises:
-        CorpusError: as `parse_own_prompts`, or a chat cannot be rendered.
+        CorpusError: as `parse_own_prompts`, or chats cannot be rendered, each of which it names.
     """
     renderer = ChatRenderer(weights)
     prompts: list[tuple[Tokens, int | None]] = []
+    faults: list[str] = []
     for number, own in enumerate(parse_own_prompts(file), start=1):
         try:
             text = own.prompt or renderer.render(own.messages or [], own.tools, to_continue=True)
         # Templates raise exceptions of any type.
         except Exception as error:
-            raise _unusable_prompt(file, number, error) from None
+            faults += _unusable_prompt(file, number, error).faults
+            continue
         tokens = list(renderer.tokenizer(text, add_special_tokens=False)["input_ids"])
         prompts.append((tokens, own.output_tokens))
+    if faults:
+        raise CorpusError(*faults[:_MOST_FAULTS])
     return prompts
 
 

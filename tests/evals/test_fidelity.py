@@ -254,8 +254,8 @@ def test_no_more_texts_are_read_than_the_settings_say(settings):
         (['{"id": "a"}'], "line 1: neither a text nor a chat"),
         (['{"id": "a", "text": "A boat."}', '{"id": "b", "text": ""}'], "line 2: no text"),
         (["A boat."], "line 1: not JSON"),
-        (['{"text": "A boat."}'], "1 of 1 texts; add texts"),
-        ([], "0 of 0 texts; add texts"),
+        (['{"text": "A boat."}'], "1 of 1 texts, but fidelity compares at least two; add texts"),
+        ([], "0 of 0 texts, but fidelity compares at least two; add texts"),
         (
             [f'{{"id": "{n}", "text": "{"a boat " * 2000}"}}' for n in "ab"],
             "text a has .* the context holds 1400",

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -75,19 +76,29 @@ def faults_of(root: Path, **lines: str) -> list[str]:
 def test_an_evaluation_without_its_files_lacks_each_once(root: Path) -> None:
     assert faults_of(root) == [
         "eval/own/mine/texts.jsonl: cannot be read (No such file or directory); put a readable file there",
+        "eval/own/mine/texts.jsonl is used up: 24 prompts of 32 tokens (short) lack 768 tokens, 24 prompts of 256 "
+        "tokens (medium) lack 6,144 tokens, 24 prompts of 1024 tokens (long) lack 24,576 tokens, 31,488 in all; add "
+        "text, or ask for fewer or shorter prompts",
         "eval/own/mine/questions.jsonl: cannot be read (No such file or directory); put the questions there",
     ]
 
 
 def test_every_file_of_an_evaluation_is_checked_at_once(root: Path) -> None:
     write_questions(root, [{"prompt": "?"}, {"prompt": "?", "answer": True}])
-    (root / OWN / "prompts.jsonl").write_text('{"prompt": "?"}\n{"text": "?"}\n')
-    (root / OWN / "texts.jsonl").write_text("".join(PASSAGES[:9]) + '{"txt": ""}\n')
-    first, second, third, fourth = faults_of(root)
+    (root / OWN / "prompts.jsonl").write_text('{"prompt": "?"}\n{"text": "?"}\n{"prompt"}\n')
+    (root / OWN / "texts.jsonl").write_text("".join(PASSAGES[:9]) + '{"txt": ""}\n' + "".join(PASSAGES[9:18]))
+    first, second, third, lacking, fourth, fifth = faults_of(root, VLLM_MAX_MODEL_LEN="96")
     assert "prompts.jsonl, prompt 2: unusable (" in first
-    assert second.startswith("eval/own/mine/texts.jsonl, line 10: neither a text nor a chat")
-    assert "questions.jsonl, line 1: answer: Field required" in third
-    assert "questions.jsonl, line 2: answer: write it as text" in fourth
+    assert "prompts.jsonl, prompt 3: unusable (not JSON" in second
+    assert third.startswith("eval/own/mine/texts.jsonl, line 10: neither a text nor a chat")
+    assert "questions.jsonl, line 1: answer: Field required" in fourth
+    assert "questions.jsonl, line 2: answer: write it as text" in fifth
+    # What is missing is counted behind the fault, too.
+    (root / OWN / "texts.jsonl").write_text("".join(PASSAGES[:18]))
+    assert lacking in faults_of(root, VLLM_MAX_MODEL_LEN="96")
+    assert re.fullmatch(
+        r"eval/own/mine/texts\.jsonl is used up: 24 prompts of 32 tokens \(.* tokens.*; add text, .*", lacking
+    )
 
 
 def test_a_sound_evaluation_has_no_fault(root: Path) -> None:
@@ -110,7 +121,7 @@ def test_too_few_texts_for_the_drafts_are_told_as_the_gate_tells_it(root: Path) 
     write_questions(root, ASKED)
     (root / OWN / "texts.jsonl").write_text("".join(PASSAGES[:80]))
     settings, tiny = AcceptanceSettings.load("mine", root), variant.load("tiny", root)
-    with pytest.raises(CorpusError, match=r"24 prompts of \d+ tokens lack [\d,]+ tokens") as caught:
+    with pytest.raises(CorpusError, match=r"24 prompts of \d+ tokens \(\w+\) lack [\d,]+ tokens") as caught:
         drafting.cut_prompts(settings, tiny, tiny, 256 - settings.tokens)
     assert faults_of(root, VLLM_MAX_MODEL_LEN="256") == [str(caught.value)]
     assert faults_of(root, VLLM_MAX_MODEL_LEN="1024") != [str(caught.value)]
