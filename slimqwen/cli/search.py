@@ -105,7 +105,7 @@ def tune(
     Each way takes turns with the undrafted server; wrong responses end it. The same command continues.
     """
     from slimqwen.search.tune import tune_variant
-    from slimqwen.variant import scaffold
+    from slimqwen.variant import DRAFTS_NOTE, scaffold
 
     if load is not None and not re.fullmatch(r"[1-9]\d*(,[1-9]\d*)*", load):
         raise typer.BadParameter(f"--load {load}: give numbers of concurrent requests, such as 1,4,16")
@@ -123,6 +123,8 @@ def tune(
             progress=progress,
         )
     record = show_record(path)
+    if any(arm.speculation for arm in record.arms if arm.name == record.chosen):
+        say(f"{DRAFTS_NOTE}.")
     if apply is None:
         return
     if not record.lines:

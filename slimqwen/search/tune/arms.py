@@ -12,10 +12,14 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from slimqwen.bench.workload import Workload
 from slimqwen.checkpoint.weights import has_mtp_head
 from slimqwen.plan import resolution
 from slimqwen.progress import Progress
 from slimqwen.serving.command import ServerCommand
+from slimqwen.serving.platform import Platform
+from slimqwen.text.prompts import parse_own_prompts
+from slimqwen.variant import DRAFTS_REFUSE
 
 KEY = "VLLM_SPECULATIVE_CONFIG"
 _SEQUENCES, _GRAPH_SIZES = "VLLM_MAX_NUM_SEQS", "VLLM_CUDAGRAPH_CAPTURE_SIZES"
@@ -123,6 +127,25 @@ def list_arms(served: ServerCommand) -> list[Arm]:
     for settings in (*([own] if own else []), *by_depth, *lookups, adaptive):
         arms.setdefault(Arm(settings).name, Arm(settings))
     return [UNDRAFTED, *arms.values()]
+
+
+def find_refused_fields(workload: Workload, root: Path, platform: Platform) -> str:
+    """Why requests of an evaluation would be refused by a server with drafts, in one line; empty if none would.
+
+    A line of prompts.jsonl may be a whole request, as a client sends it: its fields are what the client needs, even
+    though the workload sends those of `sampling` alone.
+
+    Raises:
+        CorpusError: as `parse_own_prompts`.
+    """
+    own = parse_own_prompts(root / workload.prompts) if workload.prompts else []
+    reasons = []
+    for name in DRAFTS_REFUSE[platform]:
+        number = sum(bool((each.model_extra or {}).get(name)) for each in own)
+        if workload.sampling.get(name) or number:
+            counted = "all requests" if workload.sampling.get(name) else f"{number} of {len(own)} prompts"
+            reasons.append(f"{counted} of {workload.name} have {name}")
+    return f"{'; '.join(reasons)}, which drafts refuse here (status 400)" if reasons else ""
 
 
 def vary_sampling(arm: Arm) -> list[Arm]:

@@ -32,7 +32,14 @@ from slimqwen.records import provenance, store
 from slimqwen.records.journal import Journal, journal_file, locked
 from slimqwen.report import choice
 from slimqwen.search import SearchError
-from slimqwen.search.tune.arms import UNDRAFTED, Arm, list_arms, probe_configurations, vary_sampling
+from slimqwen.search.tune.arms import (
+    UNDRAFTED,
+    Arm,
+    find_refused_fields,
+    list_arms,
+    probe_configurations,
+    vary_sampling,
+)
 from slimqwen.search.tune.contest import Contest, LoadTurn, Turn
 from slimqwen.search.tune.record import Tune
 from slimqwen.search.tune.responses import SETTINGS, PlainResponses, WrongResponsesError
@@ -193,7 +200,11 @@ class _Tuner:
         subject, undrafted = self._subject, self._subject.resolve(UNDRAFTED)
         refused: dict[str, str] = {}
         argvs: dict[str, Sequence[str]] = {}
+        needed = find_refused_fields(subject.workload, subject.variant.root, undrafted.platform)
         for arm in arms:
+            if arm.speculation and needed:
+                refused[arm.name] = needed
+                continue
             try:
                 command = subject.resolve(arm)
                 checks.check_weights(command)

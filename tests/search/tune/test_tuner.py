@@ -9,11 +9,12 @@ import pytest
 
 from slimqwen import host_load
 from slimqwen.bench import BenchError
+from slimqwen.bench.workload import Workload
 from slimqwen.host_load import HostBusyError
 from slimqwen.records import store
 from slimqwen.search import SearchError
 from slimqwen.search.tune import Tune, tune_variant, tuner
-from slimqwen.search.tune.arms import KEY, UNDRAFTED, Arm
+from slimqwen.search.tune.arms import KEY, UNDRAFTED, Arm, find_refused_fields
 from slimqwen.search.tune.responses import WrongResponsesError
 from slimqwen.stats.verdict import Verdict
 from slimqwen.variant import Variant
@@ -106,6 +107,33 @@ def test_an_arm_is_out_whose_responses_differ_that_dies_or_that_vllm_refuses(
     assert servers.starts == ["none", "MTP K=2", "MTP K=4"]
     assert (record.verdict, record.chosen, record.fastest) == (Verdict.FAIL, "none", None)
     assert all(not arm.loads for arm in record.arms if arm.speculation)
+
+
+def test_drafts_are_out_where_the_prompts_have_fields_that_they_refuse(
+    run: Run, servers: Servers, subject: Variant
+) -> None:
+    file = subject.root / "eval" / "own" / "mine" / "prompts.jsonl"
+    first, *others = map(json.loads, file.read_text().splitlines())
+    lines = [{**first, "logprob_token_ids": [5], "min_p": 0.1}, *others]
+    file.write_text("".join(json.dumps(each) + "\n" for each in lines))
+    servers.add(UNDRAFTED)
+    record, _ = run(UNDRAFTED, K2)
+    (drafted,) = (arm for arm in record.arms if arm.speculation)
+    assert (
+        drafted.ended
+        == "1 of 4 prompts of mine have logprob_token_ids, which drafts refuse here (status 400)"
+    )
+    assert servers.starts == ["none"]
+    assert (record.verdict, record.chosen) == (Verdict.FAIL, "none")
+
+
+def test_what_drafts_refuse_depends_on_the_platform(subject: Variant) -> None:
+    workload = Workload.load("mine", subject.root)
+    sampled = workload.model_copy(update={"sampling": {"temperature": 1.0, "min_p": 0.1}})
+    assert find_refused_fields(workload, subject.root, "cuda") == ""
+    assert find_refused_fields(sampled, subject.root, "cpu") == ""
+    refused = find_refused_fields(sampled, subject.root, "cuda")
+    assert refused == "all requests of mine have min_p, which drafts refuse here (status 400)"
 
 
 def test_an_arm_with_failed_requests_is_out(run: Run, servers: Servers) -> None:
