@@ -10,6 +10,7 @@ from typing import Any
 from slimqwen import checkpoint
 from slimqwen.checkpoint import draft_head
 from slimqwen.checkpoint.weights import holds_mtp_head
+from slimqwen.models.families import LINEAR_ATTENTION
 from slimqwen.models.outline import Outline
 from slimqwen.serving.chat_template import find_tool_parser, thinks_by_default
 from slimqwen.text.chats import read_chat_templates
@@ -24,16 +25,24 @@ _DRAIN_S = 120
 _DEPTH = 3
 """Initial number of tokens drafted at a time."""
 
+_MATCH_UNIT = 16
+"""Tokens to which hits of the prefix cache are exact in hybrid models, whose blocks have 128 to 2,048: the smallest
+block of vLLM, of which each is a multiple."""
+
 REASONS: Mapping[str, str] = MappingProxyType(
     {
         "VLLM_HOST": "This machine alone; another address needs VLLM_API_KEY in the shell.",
         "VLLM_CPU_KVCACHE_SPACE": "GiB for the KV cache on a CPU.",
+        "VLLM_ENABLE_PREFIX_CACHING=0": "Off: beside MTP drafts, wrong answers after prefix hits are reported for this "
+        "kind of model (vLLM 53912, 47194). It costs the time to compute a known beginning again: of each turn of a "
+        "chat, all turns before. `slimqwen eval engine NAME` tries 1.",
+        "VLLM_PREFIX_MATCH_UNIT": "The second request with a beginning finds it already; by blocks, only long ones do.",
         "VLLM_SHUTDOWN_TIMEOUT": "Seconds for running requests to end after SIGTERM; unset: they are cut at once.",
         "VLLM_REASONING_PARSER": "The model thinks unless asked not to: thoughts come in a field of their own.",
         "VLLM_ENABLE_AUTO_TOOL_CHOICE": "The chat template takes tools: calls are read in the form that it shows.",
     }
 )
-"""Reasons of lines of `CheckpointFacts.settings`, by key."""
+"""Reasons of lines of `CheckpointFacts.settings`, by key, or by key and value."""
 
 
 @dataclass(frozen=True)
@@ -133,7 +142,7 @@ class CheckpointFacts:
             "VLLM_PORT": "8080",
             "VLLM_MAX_MODEL_LEN": str(self.context),
             "VLLM_MAX_NUM_SEQS": "8",
-            "VLLM_ENABLE_PREFIX_CACHING": "0",
+            **self._prefix_cache_lines(),
             "VLLM_CPU_KVCACHE_SPACE": "2",
             "VLLM_SHUTDOWN_TIMEOUT": str(_DRAIN_S),
         }
@@ -147,6 +156,16 @@ class CheckpointFacts:
             drafts = json.dumps({"method": "mtp", "num_speculative_tokens": _DEPTH})
             lines["VLLM_SPECULATIVE_CONFIG"] = f"'{drafts}'"
         return lines
+
+    def _prefix_cache_lines(self) -> dict[str, str]:
+        """On, but for drafts beside recurrent states."""
+        is_hybrid = (
+            LINEAR_ATTENTION in self.text.get("layer_types", ()) or "linear_num_value_heads" in self.text
+        )
+        if is_hybrid and self.mtp_head:
+            return {"VLLM_ENABLE_PREFIX_CACHING": "0"}
+        unit = {"VLLM_PREFIX_MATCH_UNIT": str(_MATCH_UNIT)} if is_hybrid else {}
+        return {"VLLM_ENABLE_PREFIX_CACHING": "1", **unit}
 
 
 def _stored_form(outline: Outline) -> str:

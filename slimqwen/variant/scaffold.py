@@ -43,7 +43,7 @@ def create(
         hypothesis: expected result, one sentence that a measurement can refute.
         recipe: content of recipe.yaml; None for a variant that serves the checkpoint of its base.
         lines: key -> value of the lines of config.env that differ from those of `base`.
-        reasons: key -> comment that stands before the line of that key.
+        reasons: key, or key=value -> comment that stands before such a line.
 
     Returns:
         The folder.
@@ -125,7 +125,7 @@ def _config(
 ) -> str:
     weights = f"VLLM_MODEL=weights/{name}\n" if with_weights else ""
     written = "".join(
-        f"# {reasons[key]}\n{key}={value}\n" if key in reasons else f"{key}={value}\n"
+        f"{_comment(reasons.get(f'{key}={value}') or reasons.get(key, ''))}{key}={value}\n"
         for key, value in lines.items()
     )
     if base is None:
@@ -136,6 +136,12 @@ def _config(
         f"BASE={base.name}\n{weights}"
         f"# A line for each flag of vLLM that is to differ from {base.name}: VLLM_MAX_NUM_SEQS=8 is --max-num-seqs 8.\n"
     )
+
+
+def _comment(text: str) -> str:
+    """Lines of a comment; none for an empty text."""
+    lines = textwrap.wrap(text, _WIDTH - 2, break_long_words=False, break_on_hyphens=False)
+    return "".join(f"# {line}\n" for line in lines)
 
 
 def _readme(name: str, hypothesis: str, base: Variant | None, with_weights: bool, *, drafts: bool) -> str:

@@ -1,5 +1,6 @@
 """A baseline of a checkpoint: what is found in it, and how it is served."""
 
+import dataclasses
 import shutil
 from pathlib import Path
 
@@ -8,7 +9,7 @@ import pytest
 from slimqwen import variant
 from slimqwen.checkpoint import MissingCheckpointError
 from slimqwen.recipe.base_variant import REASONS, CheckpointFacts
-from slimqwen.serving import flags
+from slimqwen.serving import flags, in_process
 from slimqwen.variant import DRAFTS_NOTE, scaffold
 from tests.zoo.animals import ANIMALS
 
@@ -34,6 +35,9 @@ def test_what_is_found_in_a_checkpoint(
     settings = facts.settings()
     assert ("VLLM_LANGUAGE_MODEL_ONLY" in settings) == (animal == "multimodal")
     assert ("VLLM_SPECULATIVE_CONFIG" in settings) == (animal != "no-mtp")
+    # Prefix hits beside drafts are known trouble for models with recurrent states.
+    assert settings["VLLM_ENABLE_PREFIX_CACHING"] == ("1" if animal == "no-mtp" else "0")
+    assert ("VLLM_PREFIX_MATCH_UNIT" in settings) == (animal == "no-mtp")
 
 
 def test_the_context_is_the_checkpoints_own_where_that_is_short_and_tools_are_those_of_its_template(
@@ -90,8 +94,42 @@ def test_vllm_takes_the_lines_of_a_baseline(tmp_path: Path) -> None:
     text = (made / "config.env").read_text()
     for key in ("VLLM_HOST", "VLLM_SHUTDOWN_TIMEOUT"):
         assert f"# {REASONS[key]}\n{key}=" in text
+    comment, _, _ = text.partition("VLLM_ENABLE_PREFIX_CACHING=0\n")
+    assert " ".join(comment.split("\n# ")[-2:]).strip().endswith("`slimqwen eval engine NAME` tries 1.")
+    assert max(map(len, text.splitlines())) <= 120
     assert DRAFTS_NOTE in " ".join((made / "README.md").read_text().split())
     base = variant.load("base", tmp_path)
     assert (base.baseline, base.lineage, base.weights) == (None, ("base",), folder)
     assert flags.resolve(base)
     shutil.rmtree(folder)
+
+
+def test_attention_alone_needs_no_unit_of_hits(tmp_path: Path) -> None:
+    facts = CheckpointFacts.read(ANIMALS["no-mtp"].build(tmp_path / "dense"))
+    text = {key: value for key, value in facts.text.items() if not key.startswith(("linear_", "layer_types"))}
+    settings = dataclasses.replace(facts, text=text).settings()
+    assert settings["VLLM_ENABLE_PREFIX_CACHING"] == "1"
+    assert "VLLM_PREFIX_MATCH_UNIT" not in settings
+
+
+@pytest.mark.engine
+def test_the_second_request_with_a_beginning_finds_it(tmp_path: Path) -> None:
+    """By whole blocks of this model nothing of a prompt of 60 tokens would be found."""
+    from vllm import SamplingParams
+
+    folder = ANIMALS["no-mtp"].build(tmp_path / "no-mtp")
+    unit = int(CheckpointFacts.read(folder).settings()["VLLM_PREFIX_MATCH_UNIT"])
+    prompts = [
+        {"prompt_token_ids": [300 + number * 7 % 900 for number in range(60)] + [last]} for last in (5, 6, 7)
+    ]
+    greedy, found = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True), {}
+    for caches in (False, True):
+        more = {"enable_prefix_caching": caches, **({"prefix_match_unit": unit} if caches else {})}
+        with in_process.engine(folder, **more) as llm:
+            responses = [
+                llm.generate(prompt, greedy, use_tqdm=False)[0].outputs[0].token_ids for prompt in prompts
+            ]
+            found[caches] = responses, in_process.counter(llm, "vllm:prefix_cache_hits")
+    assert found[False][1] == 0
+    assert found[True][1] > 0
+    assert found[True][0] == found[False][0]
