@@ -114,10 +114,13 @@ class Choice:
             assert row.timed is not None
             assert row.timed.speed is not None
             worst = f"; worst task {row.worst.task} {margins(row.worst)} margins" if row.worst else ""
-            workload = row.timed.latency.record.workload
+            workload, tries = row.timed.latency.record.workload, row.timed.tries
+            said = (
+                f" (timing {tries} of this pair, interval widened for {tries} timings)" if tries > 1 else ""
+            )
             sentences = [
                 f"Serve {row.variant} {where}: {row.timed.speed.ratio} as fast over the workload {workload}"
-                f"{f' (timing {row.timed.tries} of this pair)' if row.timed.tries > 1 else ''}{worst}.",
+                f"{said}{worst}.",
                 *(f"{row.variant}: {each.caution}." for each in row.evidence if each.caution),
                 *(f"{row.variant}: {each}." for each in row.other_builds),
             ]

@@ -391,6 +391,10 @@ def leaderboard_table(rows: Sequence[Row]) -> Table:
     has_suites = len({suite for suite, _ in tasks}) > 1
     columns: dict[str, Callable[[Row], object]] = {
         "variant": lambda row: row.variant,
+        "speed-up [95 %]": _speed_text,
+        "worst task, in margins [95 %]": lambda row: (
+            margins(row.worst) + f" {row.worst.task}" if row.worst else None
+        ),
         "verdict": lambda row: "; ".join([row.standing, *row.doubts]),
         "evidence": lambda row: ", ".join(
             f"{each.kind.replace('_', ' ')} {each.verdict}{' (earlier checkpoint)' if each.is_stale else ''}"
@@ -398,10 +402,6 @@ def leaderboard_table(rows: Sequence[Row]) -> Table:
             if each.verdict != "missing"
         ),
         "hardware": lambda row: row.hardware,
-        "speed-up [95 %]": _speed_text,
-        "worst task, in margins [95 %]": lambda row: (
-            margins(row.worst) + f" {row.worst.task}" if row.worst else None
-        ),
     }
     for suite, task in tasks:
         columns[f"{task} ({suite})" if has_suites else task] = partial(_score_text, (suite, task))
@@ -414,7 +414,7 @@ def leaderboard_table(rows: Sequence[Row]) -> Table:
         "is shown where both servers were timed in turns.",
         provenance.CPU_NOTE,
     )
-    return Table.from_rows("Leaderboard", rows, columns, *notes, text_columns=4)
+    return Table.from_rows("Leaderboard", rows, columns, *notes, text_columns=6)
 
 
 def _speed_text(row: Row) -> str | None:
@@ -422,8 +422,9 @@ def _speed_text(row: Row) -> str | None:
         return None
     if row.timed.speed is None:
         return "not timed in turns" if row.baseline else None
-    tries = f", timing {row.timed.tries}" if row.timed.tries > 1 else ""
-    return f"{row.timed.speed.ratio} ({row.timed.latency.record.workload}{tries})"
+    tries = row.timed.tries
+    said = f", timing {tries}, interval widened for {tries} timings" if tries > 1 else ""
+    return f"{row.timed.speed.ratio} ({row.timed.latency.record.workload}{said})"
 
 
 def _score_text(key: tuple[str, str], row: Row) -> str | None:

@@ -134,8 +134,13 @@ def mcnemar(first: Sequence[bool], second: Sequence[bool]) -> Discordance:
     return Discordance(only_first, only_second, p_value)
 
 
-def ratio_of_medians(numerator: ArrayLike, denominator: ArrayLike) -> Ratio:
+def ratio_of_medians(
+    numerator: ArrayLike, denominator: ArrayLike, *, level: float = CONFIDENCE_LEVEL
+) -> Ratio:
     """median(numerator) / median(denominator), resampling the two sides independently.
+
+    Args:
+        level: confidence level of the interval.
 
     Raises:
         TooFewItemsError: fewer than two values on a side.
@@ -146,7 +151,7 @@ def ratio_of_medians(numerator: ArrayLike, denominator: ArrayLike) -> Ratio:
     def ratio(x: Floats, y: Floats, axis: int) -> Floats:
         return np.asarray(np.median(x, axis=axis) / np.median(y, axis=axis))
 
-    low, high = bootstrap_interval((a, b), ratio)
+    low, high = bootstrap_interval((a, b), ratio, level=level)
     return Ratio(float(np.median(a) / np.median(b)), low, high)
 
 
@@ -156,7 +161,11 @@ def student_half_width(standard_error: float, degrees_of_freedom: float) -> floa
 
 
 def ratio_by_round(
-    numerator: Mapping[int, Sequence[float]], denominator: Mapping[int, Sequence[float]], *, in_turns: bool
+    numerator: Mapping[int, Sequence[float]],
+    denominator: Mapping[int, Sequence[float]],
+    *,
+    in_turns: bool,
+    level: float = CONFIDENCE_LEVEL,
 ) -> tuple[Ratio, int]:
     """The ratio of two medians of observations that were made in rounds, with an interval over rounds.
 
@@ -166,6 +175,7 @@ def ratio_by_round(
     Args:
         numerator, denominator: number of a round -> its observations.
         in_turns: whether rounds of the same number were measured next to each other, so that they are paired.
+        level: confidence level of the interval.
 
     Returns:
         The ratio, and the number of rounds that its interval is over; 0 if the interval is over requests.
@@ -183,12 +193,14 @@ def ratio_by_round(
     rounds = min(map(len, sides))
     if rounds < 2:
         observations = (np.concatenate(list(side.values())) for side in (numerator, denominator))
-        return ratio_of_medians(*observations), 0
+        return ratio_of_medians(*observations, level=level), 0
     first, second = ([side[n] for n in sorted(side)] for side in sides)
-    return ratio_of_rounds(first, second, in_turns=in_turns), rounds
+    return ratio_of_rounds(first, second, in_turns=in_turns, level=level), rounds
 
 
-def ratio_of_rounds(numerator: ArrayLike, denominator: ArrayLike, *, in_turns: bool) -> Ratio:
+def ratio_of_rounds(
+    numerator: ArrayLike, denominator: ArrayLike, *, in_turns: bool, level: float = CONFIDENCE_LEVEL
+) -> Ratio:
     """Ratio of geometric means of one figure per round, with Student's t interval on the logarithms.
 
     A round corresponds to a restart in Kalibera and Jones, Rigorous Benchmarking in Reasonable Time (ISMM 2013). Over
@@ -196,6 +208,7 @@ def ratio_of_rounds(numerator: ArrayLike, denominator: ArrayLike, *, in_turns: b
 
     Args:
         in_turns: whether rounds are paired by their order; otherwise the interval is Welch's.
+        level: confidence level of the interval.
 
     Raises:
         TooFewItemsError: fewer than two rounds on a side.
@@ -211,7 +224,7 @@ def ratio_of_rounds(numerator: ArrayLike, denominator: ArrayLike, *, in_turns: b
     log_ratio = low = high = float(a.mean() - b.mean())
     if a.std() or b.std():  # if all rounds agree, the interval has no width
         test = scipy.stats.ttest_1samp(a, 0) if in_turns else scipy.stats.ttest_ind(a, b, equal_var=False)
-        low, high = map(float, test.confidence_interval(CONFIDENCE_LEVEL))
+        low, high = map(float, test.confidence_interval(level))
     return Ratio(math.exp(log_ratio), math.exp(low), math.exp(high))
 
 
@@ -283,13 +296,15 @@ def bootstrap_interval(
     *,
     paired: bool = False,
     batch: int = _RESAMPLES_AT_ONCE,
+    level: float = CONFIDENCE_LEVEL,
 ) -> tuple[float, float]:
-    """The percentile bootstrap interval of a statistic at `CONFIDENCE_LEVEL`, with a fixed seed.
+    """The percentile bootstrap interval of a statistic, with a fixed seed.
 
     Args:
         statistic: function that takes the arrays of `samples` and the keyword `axis`.
         paired: whether the samples are resampled together.
         batch: resamples computed at once, which decides memory and the order of draws.
+        level: confidence level of the interval.
     """
     interval = scipy.stats.bootstrap(
         samples,
@@ -297,7 +312,7 @@ def bootstrap_interval(
         paired=paired,
         n_resamples=BOOTSTRAP_RESAMPLES,
         batch=batch,
-        confidence_level=CONFIDENCE_LEVEL,
+        confidence_level=level,
         method="percentile",
         rng=np.random.default_rng(BOOTSTRAP_SEED),
     ).confidence_interval

@@ -1,6 +1,8 @@
-"""Several tests at once: p-values that hold for all of them together."""
+"""Several tests at once, or tries one after the other: p-values and levels that hold for all of them together."""
 
 from collections.abc import Sequence
+
+from slimqwen.stats.sequential import ALPHA, FIRST_LOOK_SHARE
 
 
 def holm(p_values: Sequence[float]) -> list[float]:
@@ -19,3 +21,18 @@ def holm(p_values: Sequence[float]) -> list[float]:
         lower_bound = max(lower_bound, min(1.0, (len(p_values) - rank) * p_values[number]))
         adjusted[number] = lower_bound
     return adjusted
+
+
+def confidence_of_try(number: int) -> float:
+    """Confidence level of the interval of one try, with which the intervals of all tries together miss by 5 % at most.
+
+    Whoever measures again until the interval lies where it should is wrong more often than one interval says. So the
+    tries share the error, however many there will be: the first has `FIRST_LOOK_SHARE` of it, because most figures are
+    measured once, and try k has 1 / ((k - 1) k) of the rest, which over all later tries sums to 1. By the union bound
+    no independence is assumed.
+
+    Args:
+        number: of the try, from 1.
+    """
+    share = FIRST_LOOK_SHARE if number == 1 else (1 - FIRST_LOOK_SHARE) / ((number - 1) * number)
+    return 1 - 2 * ALPHA * share

@@ -8,7 +8,7 @@ import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 import numpy as np
 
@@ -22,8 +22,8 @@ from slimqwen.records.pairing import (
     require_same,
 )
 from slimqwen.records.provenance import deciding
-from slimqwen.stats import intervals
-from slimqwen.stats.estimates import Ratio
+from slimqwen.stats import intervals, multiplicity
+from slimqwen.stats.estimates import CONFIDENCE_LEVEL, Ratio
 
 ALL_CLASSES = "all classes"
 LATENCY_MEASURES = ("ttft_ms", "tpot_ms", "e2el_ms")
@@ -46,7 +46,8 @@ class Speedup:
         speedup: above 1 if the second is better. Times: first over second; rates: second over first. With several
             rounds it is the ratio of the geometric means of the rounds' figures, so it differs from the ratio of
             `first` and `second`. None if the first figure is 0.
-        interval: 95 % interval of the speed-up; None if neither rounds nor requests give one.
+        interval: interval of the speed-up, which holds at 95 % for all timings in turns of the pair together
+            (`multiplicity.confidence_of_try`); None if neither rounds nor requests give one.
         rounds: number of rounds that the interval is over; 0 for an interval over requests.
     """
 
@@ -129,6 +130,8 @@ def latency_basis(record: Latency) -> dict[str, Any]:
 def compare_latency(first: Path, second: Path) -> list[Speedup]:
     """Compute the speed-ups of `second` over `first`: median times and rates by class, and the time of all classes.
 
+    The intervals of a timing in turns are wider the more often the same was timed before (`count_tries`).
+
     Raises:
         NotComparableError: requests or hardware differ.
         RecordError: a record or its items are damaged.
@@ -136,7 +139,11 @@ def compare_latency(first: Path, second: Path) -> list[Speedup]:
     a, b = store.read_record(first, Latency), store.read_record(second, Latency)
     require_quiet(a, b)
     require_same(first, second, latency_basis(a), latency_basis(b), _command(b.variant, a))
-    return class_speedups((a, b), [by_class_and_round(store.read_items(path)) for path in (first, second)])
+    level = CONFIDENCE_LEVEL
+    if a.run == b.run:
+        level = multiplicity.confidence_of_try(count_tries(first, second))
+    sides = [by_class_and_round(store.read_items(path)) for path in (first, second)]
+    return class_speedups((a, b), sides, level)
 
 
 def count_tries(first: Path, second: Path) -> int:
@@ -171,24 +178,27 @@ def _has_recipe_of(other: Latency, record: Latency) -> bool:
     return other.provenance.checkpoint.has_recipe_of(record.provenance.checkpoint)
 
 
-def class_speedups(records: tuple[Latency, Latency], sides: Sequence[Mapping[str, Rounds]]) -> list[Speedup]:
+def class_speedups(
+    records: tuple[Latency, Latency], sides: Sequence[Mapping[str, Rounds]], level: float
+) -> list[Speedup]:
     """Speed-ups of the second of two records over the first, for each class of which both have requests.
 
     Args:
         sides: successful requests of each record, by class and round.
+        level: confidence level of the intervals.
     """
     a, b = records
-    in_turns = a.run == b.run
+    form = _Form(in_turns=a.run == b.run, level=level)
     rows = []
     for name, figures in a.classes.items():
         if not all(side.get(name) for side in sides) or name not in b.classes:
             continue
         pair = figures, b.classes[name]
         rounds = sides[0][name], sides[1][name]
-        rows += [_time(name, measure, pair, rounds, in_turns=in_turns) for measure in LATENCY_MEASURES]
+        rows += [_time(name, measure, pair, rounds, form) for measure in LATENCY_MEASURES]
         if figures.concurrency != 1 and figures.durations_s:
-            rows += _rates(name, pair, rounds, in_turns=in_turns)
-    return [*rows, *_all_classes((a, b), sides)]
+            rows += _rates(name, pair, rounds, form)
+    return [*rows, *_all_classes((a, b), sides, level)]
 
 
 def by_class_and_round(items: Sequence[Mapping[str, Any]]) -> dict[str, Rounds]:
@@ -205,22 +215,24 @@ def by_round(rounds: Rounds, measure: str) -> dict[int, list[float]]:
     return {number: [float(request[measure]) for request in requests] for number, requests in rounds.items()}
 
 
+class _Form(TypedDict):
+    """What the interval of a ratio depends on beside the figures."""
+
+    in_turns: bool
+    level: float
+
+
 def _time(
-    name: str,
-    measure: str,
-    pair: tuple[ClassFigures, ClassFigures],
-    rounds: Sequence[Rounds],
-    *,
-    in_turns: bool,
+    name: str, measure: str, pair: tuple[ClassFigures, ClassFigures], rounds: Sequence[Rounds], form: _Form
 ) -> Speedup:
-    ratio, count = intervals.ratio_by_round(*(by_round(side, measure) for side in rounds), in_turns=in_turns)
+    ratio, count = intervals.ratio_by_round(*(by_round(side, measure) for side in rounds), **form)
     first, second = (getattr(figures, measure).median for figures in pair)
     shape = name, pair[0].prompt_tokens, pair[0].output_tokens
     return Speedup(*shape, measure, first, second, ratio.value, (ratio.low, ratio.high), count)
 
 
 def _rates(
-    name: str, pair: tuple[ClassFigures, ClassFigures], rounds: Sequence[Rounds], *, in_turns: bool
+    name: str, pair: tuple[ClassFigures, ClassFigures], rounds: Sequence[Rounds], form: _Form
 ) -> list[Speedup]:
     """Speed-ups in output tokens and good requests per second, for a class whose requests overlap.
 
@@ -244,14 +256,16 @@ def _rates(
         first, second = means
         speedup, interval, count = second / first if first else None, None, min(map(len, rates))
         if count > 1 and min(*rates[0], *rates[1]) > 0:
-            ratio = intervals.ratio_of_rounds(rates[1], rates[0], in_turns=in_turns)
+            ratio = intervals.ratio_of_rounds(rates[1], rates[0], **form)
             speedup, interval = ratio.value, (ratio.low, ratio.high)
         shape = name, pair[0].prompt_tokens, pair[0].output_tokens
         rows.append(Speedup(*shape, measure, first, second, speedup, interval, count if interval else 0))
     return rows
 
 
-def _all_classes(records: tuple[Latency, Latency], sides: Sequence[Mapping[str, Rounds]]) -> list[Speedup]:
+def _all_classes(
+    records: tuple[Latency, Latency], sides: Sequence[Mapping[str, Rounds]], level: float
+) -> list[Speedup]:
     """Speed-up over all classes; empty if requests overlapped or a class has no success on a side."""
     figures = [row for record in records for row in record.classes.values()]
     if any(row.concurrency != 1 for row in figures) or any(
@@ -284,11 +298,11 @@ def _all_classes(records: tuple[Latency, Latency], sides: Sequence[Mapping[str, 
             [total(side, [rounds[number] for rounds in times[side]]) for number in sorted(complete[side])]
             for side in (0, 1)
         ]
-        ratio = intervals.ratio_of_rounds(*totals, in_turns=in_turns)
+        ratio = intervals.ratio_of_rounds(*totals, in_turns=in_turns, level=level)
     else:
         count = 0
         low, high = intervals.bootstrap_interval(
-            (*samples[0], *samples[1]), ratio_of_totals, batch=intervals.BOOTSTRAP_RESAMPLES
+            (*samples[0], *samples[1]), ratio_of_totals, batch=intervals.BOOTSTRAP_RESAMPLES, level=level
         )
         ratio = Ratio(first / second, low, high)
     interval = ratio.low, ratio.high

@@ -11,6 +11,7 @@ from slimqwen.records import store
 from slimqwen.records.pairing import NotComparableError
 from slimqwen.records.provenance import cpu_notes, hardware_name, source_note
 from slimqwen.records.table import Table
+from slimqwen.stats.estimates import CONFIDENCE_LEVEL
 
 
 def comparison(first: Path, second: Path) -> Table:
@@ -46,9 +47,7 @@ def comparison(first: Path, second: Path) -> Table:
         f"On {hardware_name(a.provenance.hardware)}, {order}. {_speed_up_note(rows, a.variant, b.variant)}"
     ]
     if in_turns and (tries := speedups.count_tries(first, second)) > 1:
-        notes.append(
-            f"{_say_try(tries)} The interval is that of one timing: of several, the luckiest proves less."
-        )
+        notes.append(f"{_say_try(tries)} More rounds (`--rounds`) narrow it; a further timing widens it.")
     if not in_ms:
         notes.append("Medians of TTFT, TPOT and E2EL in ms; rates over all rounds.")
     if any(row.interval is None for row in rows):
@@ -83,7 +82,10 @@ def give_verdict(first: Path, second: Path) -> str | None:
 
 
 def _say_try(tries: int) -> str:
-    return f"This is timing {tries} of this pair, with the same workload, flags and checkpoints."
+    return (
+        f"This is timing {tries} of this pair, with the same workload, flags and checkpoints: its interval is widened "
+        f"for {tries} timings, so that all of them together hold at {CONFIDENCE_LEVEL:.0%}."
+    )
 
 
 def comparisons(first: Path, second: Path) -> list[Table]:

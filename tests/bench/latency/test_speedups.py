@@ -1,13 +1,16 @@
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
+from scipy import stats
 
 from slimqwen.bench.latency import speedups
 from slimqwen.bench.latency.speedups import LATENCY_MEASURES
 from slimqwen.bench.latency.tables import comparison, give_verdict
 from slimqwen.records import store
 from slimqwen.records.pairing import NotComparableError
+from slimqwen.stats import multiplicity
 from tests import record_files
 
 DATA = Path(__file__).parents[2] / "records" / "data"
@@ -129,14 +132,44 @@ def of_recipe(key):
 
 def test_each_further_timing_of_a_pair_is_counted_and_said(write):
     def timed(run):
-        pair = [write(name, run=run, interleaved_with=["a", "b"], change=one_at_a_time) for name in "ab"]
+        pair = [
+            write(name, scale, run=run, interleaved_with=["a", "b"], change=one_at_a_time, rounds=5)
+            for name, scale in (("a", 1.0), ("b", 0.9 if run == "one" else 0.5))
+        ]
         return speedups.count_tries(*pair), pair
 
     assert timed("one")[0] == 1
     tries, pair = timed("two")
     assert tries == 2
-    assert any("This is timing 2 of this pair" in note for note in comparison(*pair).notes)
-    assert "This is timing 2 of this pair" in give_verdict(*pair)
+    said = "This is timing 2 of this pair, with the same workload, flags and checkpoints: its interval is widened"
+    assert any(said in note for note in comparison(*pair).notes)
+    assert said in give_verdict(*pair)
+
+
+def test_the_interval_of_a_further_timing_is_wider(write):
+    def shaky(body):
+        overlapping([4.0, 4.4, 4.1, 4.7, 4.2])(body)
+
+    def steady(body):
+        overlapping([2.0, 2.0, 2.0, 2.0, 2.0])(body)
+
+    found = []
+    for run in ("one", "two", "three"):
+        sides = (("a", shaky), ("b", steady))
+        pair = [
+            write(name, run=run, interleaved_with=["a", "b"], rounds=5, change=change)
+            for name, change in sides
+        ]
+        (row,) = (
+            row for row in speedups.compare_latency(*pair) if row.measure == "output_throughput_tokens_per_s"
+        )
+        found.append(row)
+    assert len({row.speedup for row in found}) == 1
+    ratios = np.log([4.0, 4.4, 4.1, 4.7, 4.2]) - np.log(2.0)
+    for number, row in enumerate(found, start=1):
+        level = multiplicity.confidence_of_try(number)
+        half = stats.t.ppf((1 + level) / 2, 4) * ratios.std(ddof=1) / np.sqrt(5)
+        assert np.log(row.interval) == pytest.approx([ratios.mean() - half, ratios.mean() + half])
 
 
 @pytest.mark.parametrize("part", ["workload", "checkpoint", "flags"])
