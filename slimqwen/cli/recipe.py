@@ -10,9 +10,13 @@ import typer
 from slimqwen import variant as variants
 from slimqwen.cli.console import console, progress_bar, relative, say, table
 from slimqwen.cli.options import VariantOption
+from slimqwen.errors import SlimqwenError
 from slimqwen.variant import Variant
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from slimqwen.recipe import runner
     from slimqwen.text.calibration_mix import Source
     from slimqwen.text.documents import Understanding
 
@@ -53,7 +57,8 @@ def run_variant_recipe(
             folder = shapes.write_variant_shape(variant, progress)
         say(
             f"{relative(folder)}: the dimensions of {variant.name}, without weights. To time them, add a variant whose "
-            f"config.env says BASE={variant.name}, VLLM_MODEL={relative(folder)} and VLLM_LOAD_FORMAT=dummy."
+            f"config.env says BASE={variant.name}, VLLM_MODEL={folder.relative_to(variant.root)} and "
+            "VLLM_LOAD_FORMAT=dummy."
         )
         return
     from slimqwen.recipe import variant_recipe
@@ -86,11 +91,26 @@ def run_variant_recipe(
     for outcome in outcomes:
         if decision := STAGES[outcome.stage].summarise(outcome.manifest.facts):
             say(f"{outcome.stage}: {decision}")
+    if compared := _compare_with_baseline(variant, outcomes):
+        say(f"redistill_mtp: {compared}")
     for outcome in outcomes:
         if not outcome.reused:
             say(f"log of {outcome.stage}: {relative(outcome.log)}")
     if is_complete and variant.baseline:
         say(f"next: `slimqwen gate {variant.name}`")
+
+
+def _compare_with_baseline(variant: Variant, outcomes: "Sequence[runner.Outcome]") -> str | None:
+    """What a trained head is worth beside the served baseline's; a failure says why, for the checkpoint is made."""
+    from slimqwen.captured_log import capture_output
+    from slimqwen.recipe import served_baseline
+
+    log = variant.root / "logs" / f"baseline-of-{variant.name}.log"
+    try:
+        with progress_bar() as progress, capture_output(log):
+            return served_baseline.compare_drafts(variant, outcomes, progress)
+    except SlimqwenError as error:
+        return f"not compared with the served baseline: {error} (log: {relative(log)})"
 
 
 @app.command()
@@ -123,8 +143,14 @@ def clean() -> None:
     """Delete the recipe outputs that no variant uses."""
     from slimqwen.recipe import variant_recipe
 
-    freed = variant_recipe.clean(variants.repository_root())
+    root = variants.repository_root()
+    freed = variant_recipe.clean(root)
     say(f"freed {freed / 1e6:.1f} MB of weights/store")
+    for link, size in variant_recipe.list_orphaned_links(root).items():
+        say(
+            f"{relative(link)} keeps {size / 1e6:.1f} MB, though no variant is called {link.name}; "
+            f"`rm {relative(link)}` and another `slimqwen recipe clean` free what nothing else uses"
+        )
 
 
 @app.command()

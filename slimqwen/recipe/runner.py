@@ -316,12 +316,22 @@ def _recipe_key(step: Step, source: Path) -> str:
 
 
 def _add_recipe_key(manifest: Manifest, recipe_key: str, entry: Path) -> Manifest:
-    """Give an output of before there were recipe keys its own; `digest` trusts the manifest's time, so it stays."""
-    keyed = manifest.model_copy(update={"recipe_key": recipe_key})
+    """Give an output of before there were recipe keys its own."""
+    return _rewrite(manifest.model_copy(update={"recipe_key": recipe_key}), entry)
+
+
+def add_facts(entry: Path, facts: Facts) -> Manifest:
+    """Add facts to the manifest of an output, such as those that its stage could not know."""
+    manifest = Manifest.read(entry)
+    return _rewrite(manifest.model_copy(update={"facts": {**manifest.facts, **facts}}), entry)
+
+
+def _rewrite(manifest: Manifest, entry: Path) -> Manifest:
+    """Replace the manifest of an output with its time kept, which `digest` trusts."""
     times = (entry / MANIFEST).stat()
-    keyed.write(entry)
+    manifest.write(entry)
     os.utime(entry / MANIFEST, ns=(times.st_atime_ns, times.st_mtime_ns))
-    return keyed
+    return manifest
 
 
 def _flat(prefix: str, value: Any) -> dict[str, str]:

@@ -9,6 +9,7 @@ from pathlib import Path
 from slimqwen import checkpoint
 from slimqwen import variant as variants
 from slimqwen.checkpoint import draft_head
+from slimqwen.checkpoint.files import bytes_on_disk
 from slimqwen.checkpoint.weights import changed_weights
 from slimqwen.errors import SlimqwenError
 from slimqwen.models.outline import Outline
@@ -127,6 +128,17 @@ def clean(root: Path) -> int:
         except checkpoint.MissingCheckpointError:
             continue
     return runner.clean_store(root / "weights", keep)
+
+
+def list_orphaned_links(root: Path) -> dict[Path, int]:
+    """Links of weights/ that keep an output of a recipe although no variant has their name, with its bytes on disk."""
+    store = (root / "weights" / "store").resolve()
+    known = variants.names(root)
+    return {
+        link: bytes_on_disk(link.resolve())
+        for link in sorted((root / "weights").glob("*"))
+        if link.is_symlink() and link.name not in known and link.is_dir() and link.resolve().parent == store
+    }
 
 
 def _named_entries(variant: Variant) -> Iterator[str]:

@@ -84,7 +84,14 @@ def variants_table(root: Path, *, with_weights: bool = False) -> Table:
     """
     rows = []
     for name in variants.names(root) if with_weights else provenance.shipped_variants(root):
-        variant = variants.load(name, root)
+        try:
+            variant = variants.load(name, root)
+        except variants.ConfigError as error:
+            if not with_weights:
+                raise
+            # Such as one whose base was removed: the others are listed all the same.
+            rows.append((name, f"cannot be read: {error}", "-", "unreadable", "-", "-", "-"))
+            continue
         claims = store.read_measurements(variant.folder)
         decided = claims.status in ("promoted", "rejected")
         cited = store.list_only(f"{name}/{record}" for record in claims.records)

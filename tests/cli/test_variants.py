@@ -93,9 +93,12 @@ def test_what_will_judge_a_variant_is_checked_with_its_recipe(root: Path, how: s
     with pytest.raises(RecipeError) as caught:
         said_by(f"recipe run --variant mine {how}")
     assert time.process_time() - started < 3
-    corpus, prompts, texts, questions, lengths = caught.value.faults
+    corpus, prompts, texts, lacking, questions, lengths = caught.value.faults
     assert "corpus.path is not filled in" in corpus
     assert "eval/own/judge/texts.jsonl: cannot be read" in texts
+    assert lacking.startswith(
+        "eval/own/judge/texts.jsonl is used up: 24 prompts of 32 tokens (short) lack 768 tokens"
+    )
     assert "eval/own/judge/questions.jsonl: cannot be read" in questions
     assert prompts.endswith(
         "eval/own/judge/prompts.jsonl: 1 prompts are too few for an interval; write 2 or more"

@@ -8,6 +8,7 @@ import pytest
 
 from slimqwen import variant
 from slimqwen.checkpoint import Manifest
+from slimqwen.checkpoint.files import bytes_on_disk
 from slimqwen.recipe import variant_recipe
 from slimqwen.recipe.recipe_file import RecipeError, find_base_variant
 from tests.checkpoints import edited_tensors
@@ -127,3 +128,16 @@ def test_a_checkpoint_that_a_variant_serves_survives_cleaning(repository, line):
     variant_recipe.clean(repository)
     left = [path.name for path in (repository / "weights" / "store").iterdir() if path.name[0] != "."]
     assert left == [kept]
+
+
+def test_what_a_removed_variant_left_is_named_with_its_size(repository):
+    kept = "a" * 64
+    folder = shutil.copytree(repository / "weights" / "tiny", repository / "weights" / "store" / kept)
+    Manifest.read(folder).model_copy(update={"ingredients": {"input": "no entry"}}).write(folder)
+    link = repository / "weights" / "gone"
+    link.symlink_to(Path("store") / kept)
+    assert variant_recipe.clean(repository) == 0
+    assert variant_recipe.list_orphaned_links(repository) == {link: bytes_on_disk(folder)}
+    link.unlink()
+    assert variant_recipe.list_orphaned_links(repository) == {}
+    assert variant_recipe.clean(repository) > 0

@@ -206,6 +206,13 @@ def test_the_variants_table_has_hypotheses_and_latest_figures(repository, add_va
     assert len(tables.variants_table(repository).columns) == 6
 
 
+def test_a_variant_whose_base_was_removed_leaves_the_others_listed(repository, add_variant):
+    add_variant("orphan", "BASE=removed\n")
+    a, b, orphan = tables.variants_table(repository, with_weights=True).rows
+    assert (a[0], b[0], orphan[0], orphan[3]) == ("a", "b", "orphan", "unreadable")
+    assert "removed" in orphan[1]
+
+
 @pytest.fixture
 def readme(repository):
     file = repository / "experiments" / "b" / "README.md"
