@@ -199,9 +199,8 @@ def command() -> list[str]:
 
 
 def relative(path: Path) -> Path:
-    """The path relative to the repository if it lies in it, else unchanged."""
-    root = variant.repository_root()
-    return path.relative_to(root) if path.is_relative_to(root) else path
+    """The path as it is named from the working folder if it lies in the repository, else unchanged."""
+    return Path(os.path.relpath(path)) if path.is_relative_to(variant.repository_root()) else path
 
 
 def show_record(path: Path, log: Path | None = None) -> Any:
@@ -288,11 +287,13 @@ def _lines() -> Iterator[progress.Progress]:
         at, before = lines.setdefault(activity, (now, done))
         if done < before or done >= total:  # the activity begins again, or has ended
             lines[activity] = now, done
-        elif done > before and now - at >= _LINE_S:
+        elif done > before and (not before or now - at >= _LINE_S):
+            # Until the first step is done, time passes for the start, such as loading a model: it foretells nothing.
             lines[activity] = now, done
             left_s = (now - at) * (total - done) / (done - before)
             share = f"{done:g}/{total:g}" if total <= _COUNTED else f"{done / total:.0%}"
-            say(f"{activity} {share}, about {left_s / 60:.0f} min left")
+            if now - at >= _LINE_S:
+                say(f"{activity} {share}{f', about {left_s / 60:.0f} min left' if before else ''}")
 
     yield show
 

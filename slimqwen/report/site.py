@@ -1,9 +1,12 @@
-"""The report: one page, readable offline, with the demo's result, what to serve, the leaderboard and every variant."""
+"""The report: one page, readable offline, with the demo's result, what to serve, the leaderboard and every variant.
+
+Variants that git does not track are the user's own, and come before those that are shipped.
+"""
 
 import contextlib
 import os
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,12 +16,13 @@ import jinja2
 from slimqwen import variant as variants
 from slimqwen.evals.changed_items import changed_items_table
 from slimqwen.progress import Progress, silent
-from slimqwen.records import collection, registry
+from slimqwen.records import collection, provenance, registry
 from slimqwen.records.collection import Collection, Problem, StoredRecord
 from slimqwen.records.record import Record
 from slimqwen.records.table import Table
 from slimqwen.report import choice, leaderboard, quality_pairs, tables
 from slimqwen.report.choice import DEMO as DEMO
+from slimqwen.report.choice import Choice
 from slimqwen.report.leaderboard import Row
 from slimqwen.report.pareto_chart import draw_front
 from slimqwen.report.unproven import list_unproven
@@ -47,21 +51,22 @@ def build_page(root: Path, destination: Path, progress: Progress = silent) -> Si
     """
     records = collection.collect(root, demo=DEMO)
     problems = {problem.location: problem for problem in records.problems}
-    names = variants.names(root)
+    own = set(variants.names(root)) - set(provenance.shipped_variants(root))
+    names = sorted(variants.names(root), key=lambda name: (name not in own, name))
     rows: list[Row] = []
     for done, name in enumerate(names):
         progress("pair the records", done, len(names))
         variant_rows, unusable = leaderboard.rows_of(records, name)
         rows += variant_rows
         problems |= {problem.location: problem for problem in unusable}
-    rows = leaderboard.sort_rows(rows)
+    rows = sorted(leaderboard.sort_rows(rows), key=lambda row: row.variant not in own)
     demo = _demo_tables(records, problems)
     left_out = tuple(problems[location] for location in sorted(problems))
     content = {
         "demo": demo,
-        "choices": choice.choose_variants(rows),
+        "choices": _put_first(choice.choose_variants(rows), rows, own),
         "leaderboard": leaderboard.leaderboard_table([row for row in rows if row.is_measured]),
-        "front": _draw_largest_front(rows),
+        "front": _draw_largest_front(rows, own),
         "sections": [_variant_section(records, name, rows) for name in names],
         "problems": left_out,
         "record_count": len(records.records),
@@ -87,6 +92,12 @@ def build_page(root: Path, destination: Path, progress: Progress = silent) -> Si
     return Site(index, len(names), len(records.records), left_out)
 
 
+def _put_first(choices: Sequence[Choice], rows: Sequence[Row], own: Set[str]) -> list[Choice]:
+    """The choices among one's own variants, or variants of one's own baselines, before those of shipped ones."""
+    baselines = {row.baseline for row in rows if row.variant in own} | own
+    return sorted(choices, key=lambda each: each.baseline not in baselines)
+
+
 def _demo_tables(records: Collection, problems: dict[str, Problem]) -> list[Table]:
     """Summary of each variant in demo/ whose baseline is there, too; unusable records are added to `problems`."""
     summaries = []
@@ -102,12 +113,16 @@ def _demo_tables(records: Collection, problems: dict[str, Problem]) -> list[Tabl
     return summaries
 
 
-def _draw_largest_front(rows: Sequence[Row]) -> str | None:
-    """Chart of the baseline and hardware whose chart has the most points."""
+def _draw_largest_front(rows: Sequence[Row], own: Set[str]) -> str | None:
+    """Chart of the baseline and hardware with the most points, of those with one's own variants if there are any."""
     groups: dict[tuple[str, str], list[Row]] = {}
     for row in rows:
         groups.setdefault(row.group, []).append(row)
-    for members in sorted(groups.values(), key=len, reverse=True):
+    for members in sorted(
+        groups.values(),
+        key=lambda each: (not own.isdisjoint(row.variant for row in each), len(each)),
+        reverse=True,
+    ):
         if chart := draw_front(members):
             return chart
     return None

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import pytest
 from rich.console import Console
 
+from slimqwen import variant
 from slimqwen.cli import console, gate, unexpected
 from slimqwen.evals import gate as evaluation
 from slimqwen.serving.errors import ServingError
@@ -135,10 +136,32 @@ def test_a_file_gets_a_line_a_minute_with_the_time_left(monkeypatch, unit, share
 
 
 def test_an_activity_that_begins_anew_has_the_time_left_of_its_present_run(monkeypatch):
-    lines, clock = [], iter([0.0, 50.0, 500.0, 560.0])
+    lines, clock = [], iter([0.0, 50.0, 500.0, 560.0, 620.0])
     monkeypatch.setattr(console, "say", lines.append)
     monkeypatch.setattr(console.time, "monotonic", lambda: next(clock))
     with console._lines() as show:
-        for done in (0, 100, 0, 50):
+        for done in (0, 100, 0, 25, 62.5):
             show("reading texts", done, 100)
-    assert lines == ["reading texts …", "reading texts 50/100, about 1 min left"]
+    assert lines == ["reading texts …", "reading texts 25/100", "reading texts 62.5/100, about 1 min left"]
+
+
+def test_the_time_of_the_start_foretells_nothing(monkeypatch):
+    lines, clock = [], iter([0.0, 200.0, 210.0, 265.0])
+    monkeypatch.setattr(console, "say", lines.append)
+    monkeypatch.setattr(console.time, "monotonic", lambda: next(clock))
+    with console._lines() as show:
+        for done in (0, 1, 2, 7):
+            show("texts", done, 18)
+    assert lines == ["texts …", "texts 1/18", "texts 7/18, about 2 min left"]
+
+
+def test_files_are_named_from_the_working_folder(monkeypatch):
+    root = variant.repository_root()
+    file = root / "experiments" / "tiny" / "config.env"
+    for folder, shown in (
+        (root, "experiments/tiny/config.env"),
+        (root / "experiments" / "tiny", "config.env"),
+    ):
+        monkeypatch.chdir(folder)
+        assert str(console.relative(file)) == shown
+    assert console.relative(Path("/elsewhere/file")) == Path("/elsewhere/file")

@@ -1,10 +1,12 @@
 """The deployment examples, held against what they talk about: schemas, the server's routes, the variants, the image."""
 
 import asyncio
+import importlib.util
 import re
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import kubernetes_validate
 import pytest
@@ -163,3 +165,17 @@ def test_every_config_of_the_guide_is_one_that_vllm_takes(snippet, tmp_path):
     result = flags.resolve(variant.load("mine", tmp_path))
     said = {line.partition("=")[0] for line in snippet.splitlines()} - {"BASE"}
     assert said <= {flag.setting.key for flag in result.flags.values()} | result.environment.keys()
+
+
+def test_the_metrics_to_watch_are_those_of_vllm():
+    package = importlib.util.find_spec("vllm")
+    assert package
+    assert package.origin
+    sources = (Path(package.origin).parent / "v1").rglob("*.py")
+    known = {
+        name for file in sources for name in re.findall(r'"(vllm:[a-z_]+)"', file.read_text(encoding="utf-8"))
+    }
+    named = set(re.findall(r"vllm:[a-z_]+", GUIDE))
+    assert len(named) > 8
+    # Prometheus' client adds these endings to counters and histograms.
+    assert {name.removesuffix("_total").removesuffix("_bucket") for name in named} <= known

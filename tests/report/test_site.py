@@ -70,6 +70,14 @@ def test_the_page_loads_nothing_from_elsewhere(small, tmp_path):
     assert set(addresses) == {"data:,"}
 
 
+def test_ones_own_variants_come_first(small, tmp_path, monkeypatch):
+    monkeypatch.setattr(site.provenance, "shipped_variants", lambda root: ["base", ODD])
+    page = Page(site.build_page(tmp_path, tmp_path / "report").index)
+    shown = [attributes.get("id") for tag, attributes in page.elements if tag == "details"]
+    assert shown[0] == "quick"
+    assert set(shown[1:]) == {"base", ODD}
+
+
 def test_the_page_begins_with_the_run_of_the_demo(small, tmp_path):
     assert "Your run of the demo" not in Page(site.build_page(tmp_path, tmp_path / "report").index).words
     for name in ("base", "quick"):

@@ -46,6 +46,8 @@ def comparison(first: Path, second: Path) -> Table:
     notes = [
         f"On {hardware_name(a.provenance.hardware)}, {order}. {_speed_up_note(rows, a.variant, b.variant)}"
     ]
+    if in_turns:
+        notes[0] += f" It holds at {CONFIDENCE_LEVEL:.0%} for all timings of the pair together."
     if in_turns and (tries := speedups.count_tries(first, second)) > 1:
         notes.append(f"{_say_try(tries)} More rounds (`--rounds`) narrow it; a further timing widens it.")
     if not in_ms:
