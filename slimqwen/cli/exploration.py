@@ -1,4 +1,4 @@
-"""Run an exploration of a variant's checkpoint: print a table, and write explorations/<name>_<variant>.json."""
+"""Run an exploration of a variant's checkpoint: print a table, and write results/explorations/<name>_<variant>.json."""
 
 import argparse
 import json
@@ -33,7 +33,7 @@ def run_exploration(
     except SlimqwenError as error:
         typer.echo(f"error: {error}", err=True)
         sys.exit(2)
-    file = variant.root / "explorations" / f"{name}_{variant.name}.json"
+    file = variant.root / "results" / "explorations" / f"{name}_{variant.name}.json"
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(json.dumps({"provenance": block, **figures}, indent=1) + "\n", encoding="utf-8")
     typer.echo(table.as_markdown())

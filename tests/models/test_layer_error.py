@@ -17,14 +17,14 @@ from tests.zoo.specimen import multimodal, read_specimen
 ROOT = variant.repository_root()
 TINY = ROOT / "weights" / "tiny"
 LAYERS = [0, 1, 2, 3]
-LIMIT = calibrate.CalibrateParameters().layer_error_ratio
+LIMIT = calibrate.CalibrateParameters.model_fields["layer_error_ratio"].default
 
 
 @pytest.fixture(scope="module")
 def quantised(tmp_path_factory):
     """tiny with 4-bit MLPs, calibrated on little text."""
     folder = tmp_path_factory.mktemp("quantised")
-    corpus = calibrate.CalibrationText(sequences=8, length=64)
+    corpus = calibrate.CalibrationText(path="tinyworld", sequences=8, length=64)
     parameters = calibrate.CalibrateParameters(group_size=32, corpus=corpus)
     calibrate.calibrate_weights(TINY, folder, parameters, progress.silent)
     return folder

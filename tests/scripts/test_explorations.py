@@ -60,7 +60,7 @@ def test_an_exploration_prints_its_table_and_writes_its_figures(
     exploration.run_exploration(
         "sizes", argparse.ArgumentParser(), lambda *_: (table, {"sizes": [3]}), ["--variant", "tiny"]
     )
-    file = tiny.root / "explorations" / "sizes_tiny.json"
+    file = tiny.root / "results" / "explorations" / "sizes_tiny.json"
     content = json.loads(file.read_text())
     assert content["sizes"] == [3]
     assert len(content["provenance"]["checkpoint"]["digest"]) == 64
@@ -75,7 +75,7 @@ def test_an_expected_error_of_an_exploration_is_one_line(
             "sizes", argparse.ArgumentParser(), lambda *_: ({}, {}), ["--variant", "none"]
         )
     assert capsys.readouterr().err.startswith("error: ")
-    assert not (tiny.root / "explorations").exists()
+    assert not (tiny.root / "results").exists()
 
 
 def test_smaller_heads_have_the_errors_and_scores_of_the_changed_matrices(monkeypatch: pytest.MonkeyPatch):

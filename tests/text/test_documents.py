@@ -58,9 +58,9 @@ TWO_OF_EACH = [
     ("sep.csv", b"sep=|\n" + table("|", *[("Nula.", ASKED)] * 2, names=("output", "Instruction"), mark=False)),
     ("tabs.tsv", table("\t", *[[json.dumps(CHAT)]] * 2, names=["messages"])),
     ("share.parquet", parquet_bytes(SHARE_GPT, SHARE_GPT)),
-    ("openai.jsonl.gz", gzip.compress(json_lines(OPENAI, OPENAI))),
+    ("openai.jsonl.gz", gzip.compress(json_lines(OPENAI, OPENAI), mtime=0)),
     ("alpaca.json.zst", zstd(json.dumps([ALPACA, ALPACA]).encode())),
-    ("alpaca.csv.gz", gzip.compress(table(";", (ASKED, "", "Nula."), (ASKED, "", "Nula.")))),
+    ("alpaca.csv.gz", gzip.compress(table(";", (ASKED, "", "Nula."), (ASKED, "", "Nula.")), mtime=0)),
 ]  # fmt: skip
 
 

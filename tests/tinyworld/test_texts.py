@@ -23,7 +23,9 @@ def test_committed_texts_equal_their_regeneration(tmp_path):
 
 def test_calibration_reads_what_training_read():
     world = World()
-    read = "".join(calibrate.calibration_documents(calibrate.CalibrationText(seed=0), FOLDER))
+    read = "".join(
+        calibrate.calibration_documents(calibrate.CalibrationText(path="tinyworld", seed=0), FOLDER)
+    )
     documents = DocumentSampler(world, left_out_texts(world), LONG_MIX).stream(0)
     assert read.startswith("".join(document.text for document in islice(documents, 1_000)))
 

@@ -11,6 +11,7 @@ Remove this fix when vLLM's CPU platform leaves the start method to its user, or
 
 import gc
 import os
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -52,6 +53,10 @@ def install() -> bool:
     def check_and_fork(stock: Callable[..., None], cls: type, vllm_config: Any) -> None:
         stock(cls, vllm_config)
         os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
+        # vLLM has just set this variable. A fork of a process with all imports has inductor's settings of before; they
+        # are part of the compile key, so a compile cache would fit one way of starting alone.
+        if settings := sys.modules.get("torch._inductor.config"):
+            settings.cpp.dynamic_threads = os.environ.get("TORCHINDUCTOR_CPP_DYNAMIC_THREADS") == "1"
 
     def run_engine(stock: Callable[..., None], *arguments: Any, **keywords: Any) -> None:
         close_listening_sockets()

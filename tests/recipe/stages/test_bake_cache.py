@@ -90,6 +90,17 @@ def moved(repository: Path, tmp_path: Path) -> Iterator[Path]:
 
 
 @pytest.mark.engine
+def test_graphs_that_a_forked_server_baked_are_loaded_by_a_server_that_is_no_fork(
+    moved: Path, tmp_path: Path
+) -> None:
+    required = variant.load("v", moved).with_lines({"REQUIRE_BAKED": "1"})
+    log = tmp_path / "vllm.log"
+    with run_server(ServerCommand.resolve(required, port=free_port()), log=log, timeout_s=300):
+        graphs = baked_cache.read_graphs(log.read_text())
+    assert {graph.name: graph.loaded for graph in graphs} == {"backbone": True, "eagle_head": True}
+
+
+@pytest.mark.engine
 def test_a_graph_that_is_not_in_the_cache_ends_a_start_that_requires_it(moved: Path, tmp_path: Path) -> None:
     folder = moved / "weights" / "v"
     command = ServerCommand.resolve(
