@@ -199,8 +199,11 @@ def command() -> list[str]:
 
 
 def relative(path: Path) -> Path:
-    """The path as it is named from the working folder if it lies in the repository, else unchanged."""
-    return Path(os.path.relpath(path)) if path.is_relative_to(variant.repository_root()) else path
+    """The path as it is named from the working folder if both lie in the repository, else unchanged."""
+    root = variant.repository_root()
+    return (
+        Path(os.path.relpath(path)) if {root} <= {*path.parents} & {Path.cwd(), *Path.cwd().parents} else path
+    )
 
 
 def show_record(path: Path, log: Path | None = None) -> Any:

@@ -165,3 +165,5 @@ def test_files_are_named_from_the_working_folder(monkeypatch):
         monkeypatch.chdir(folder)
         assert str(console.relative(file)) == shown
     assert console.relative(Path("/elsewhere/file")) == Path("/elsewhere/file")
+    monkeypatch.chdir("/")
+    assert console.relative(file) == file

@@ -17,6 +17,7 @@ from slimqwen.report import checks, site
 def repository(tmp_path, monkeypatch):
     """A repository whose README says that nothing is measured, and whose list of commands is old."""
     monkeypatch.setattr(variant, "repository_root", lambda: tmp_path)
+    monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(site, "build_page", lambda *_: pytest.fail("the page was built"))
     (tmp_path / "docs").mkdir()
     (tmp_path / "docs" / "commands.md").write_text("old")

@@ -29,6 +29,7 @@ def asked(
     add_variant("v", "VLLM_MODEL=weights/v\n")
     monkeypatch.setattr(variant, "repository_root", lambda: tmp_path)
     monkeypatch.setattr(variant.variant, "repository_root", lambda: tmp_path)
+    monkeypatch.chdir(tmp_path)
     seen: dict[str, Any] = {"chosen": "MTP K=2", "lines": LINES}
 
     def measure(one: variant.Variant, loads: Any, **options: Any) -> Path:

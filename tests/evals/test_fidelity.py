@@ -206,7 +206,7 @@ def test_swapped_embedding_rows_fail_and_are_measured_as_transformers_measures_t
 def test_a_pruned_checkpoint_is_compared_over_the_tokens_that_it_kept(read, settings, tmp_path):
     pruned = tmp_path / "pruned"
     pruned.mkdir()
-    corpus = prune_vocab.CountedText(documents=400)
+    corpus = prune_vocab.CountedText(path="tinyworld", documents=400)
     prune_vocab.prune_vocabulary(
         TINY, pruned, prune_vocab.PruneVocabParameters(size=6144, corpus=corpus), silent
     )
