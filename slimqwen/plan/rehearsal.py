@@ -25,7 +25,7 @@ from slimqwen import variant as variants
 from slimqwen.checkpoint.files import sha256
 from slimqwen.errors import SlimqwenError
 from slimqwen.identity import effects
-from slimqwen.plan import jit_modules, resolution, shapes, simulated_gpu
+from slimqwen.plan import devices, jit_modules, resolution, shapes, simulated_gpu
 from slimqwen.plan.devices import CPU, Gpu
 from slimqwen.plan.facts import EngineConfig, Plan
 from slimqwen.serving.command import ServerCommand
@@ -93,7 +93,9 @@ def digest_inputs(variant: Variant, gpu: Gpu | None) -> dict[str, str]:
     config = variant.weights / "config.json"
     inputs = {"config.json": sha256(config)} if config.is_file() else {}
     if gpu is not None:
-        inputs["data sheet"] = hashlib.sha256(gpu.model_dump_json().encode()).hexdigest()
+        # As listed: a plan that was made on the GPU's own host has the memory that the driver states.
+        listed = devices.read_gpus(variant.root).get(gpu.name, gpu)
+        inputs["data sheet"] = hashlib.sha256(listed.model_dump_json().encode()).hexdigest()
     return inputs
 
 

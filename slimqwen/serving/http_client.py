@@ -17,9 +17,23 @@ def open_client(timeout_s: float, base_url: str = "") -> httpx.Client:
     )
 
 
-def open_async_client(timeout_s: float | None) -> httpx.AsyncClient:
-    """Open a client as `open_client` does, for coroutines; with `timeout_s` None it waits without limit."""
-    return httpx.AsyncClient(headers=authorization(), timeout=timeout_s, trust_env=False, verify=False)
+def open_async_client(
+    timeout_s: float | None, base_url: str = "", connections: int = 100
+) -> httpx.AsyncClient:
+    """Open a client as `open_client` does, for coroutines; with `timeout_s` None it waits without limit.
+
+    Args:
+        connections: largest number of requests at a time; further ones wait.
+    """
+    limits = httpx.Limits(max_connections=connections, max_keepalive_connections=connections)
+    return httpx.AsyncClient(
+        base_url=base_url,
+        headers=authorization(),
+        timeout=timeout_s,
+        trust_env=False,
+        verify=False,
+        limits=limits,
+    )
 
 
 def bypass_proxy(host: str) -> None:

@@ -3,9 +3,9 @@
 The server renders the chats with its own template and parses thoughts and tool calls itself.
 """
 
+import asyncio
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, as_completed
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import httpx
@@ -22,11 +22,22 @@ from slimqwen.progress import Progress, silent
 from slimqwen.records.journal import Journal
 from slimqwen.records.split import Split
 from slimqwen.serving import chat_template
-from slimqwen.serving.http_client import open_client
+from slimqwen.serving.http_client import open_async_client
 from slimqwen.serving.shared_server import SharedServer, require_healthy, server_lost
 from slimqwen.text.files import CorpusError
 
 Request = dict[str, Any]
+
+
+_REFUSALS = (httpx.codes.BAD_REQUEST, httpx.codes.UNPROCESSABLE_ENTITY)
+
+
+class _RefusedRequestError(Exception):
+    """The server answered that a request cannot be served, which another try would not change."""
+
+    def __init__(self, place: int, said: str) -> None:
+        super().__init__(place, said)
+        self.place, self.said = place, said
 
 
 def ask_questions(
@@ -50,9 +61,9 @@ def ask_questions(
 
     Raises:
         EvalError: there is no chat template, or it ignores the thinking switch that suite.yaml sets.
-        ServerLostError: the server died or refused a request.
+        ServerLostError: the server died.
         PromptTooLongError: the served context cannot hold a question.
-        CorpusError: as `Suite.read_questions`.
+        CorpusError: as `Suite.read_questions`, or the server refuses a question.
     """
     (task,), own = suite.tasks, suite.questions
     assert own is not None
@@ -66,8 +77,16 @@ def ask_questions(
     ][:count]
     requests = [_request(number, question, server, suite) for number, question in asked]
     activity = f"generating responses of {task.name}"
-    responses = _ask(requests, server, own.max_gen_toks, answers, activity, progress)
-    generations = [Generation.of_choice(choice, usage, thinking) for choice, usage in responses]
+    try:
+        responses = _ask(requests, server, own.max_gen_toks, answers, activity, progress)
+    except _RefusedRequestError as error:
+        number, file = asked[error.place][0], suite.questions_file(server.variant.root)
+        raise CorpusError(
+            f"{file}, question {number + 1}: the server refuses it ({error.said}); correct or remove it"
+        ) from error
+    # With a reasoning parser the content is the response already, also where the thoughts are empty.
+    removed = None if server.server.command.flags.get("reasoning-parser") else thinking
+    generations = [Generation.of_choice(choice, usage, removed) for choice, usage in responses]
     items = [
         _item(task, number, question, generation, questions.score(question, generation, own.metric))
         for (number, question), generation in zip(asked, generations, strict=True)
@@ -120,50 +139,60 @@ def _ask(
 
     No request is sent after one that failed, because the server is probably gone.
     """
-    timeout_s = max(TIMEOUT_S, math.ceil(max_tokens * SLOWEST_TOKEN_S))
     known: list[Any] = [answers.get(request) if answers is not None else None for request in requests]
     unknown = [number for number, answer in enumerate(known) if answer is None]
-    done = len(requests) - len(unknown)
-    progress(activity, done, len(requests))
-    with (
-        open_client(timeout_s, server.server.base_url) as client,
-        ThreadPoolExecutor(max(1, server.max_num_seqs)) as pool,
-    ):
-        pending = {
-            pool.submit(_send, client, requests[number], max_tokens, server.max_model_len): number
-            for number in unknown
-        }
-        try:
-            for number, answer in _results(pending):
-                known[number] = answer
-                if answers is not None:
-                    answers.add(requests[number], answer)
-                progress(activity, done := done + 1, len(requests))
-        except httpx.HTTPStatusError as error:
-            said = f"{error.response.status_code}, {error.response.text[:200]}"
-            raise server_lost(server.server, activity, said) from error
-        except (httpx.HTTPError, LookupError, TypeError, ValueError) as error:
-            raise server_lost(server.server, activity, error) from error
-        finally:
-            pool.shutdown(wait=False, cancel_futures=True)
+
+    async def send_unknown() -> None:
+        timeout_s = max(TIMEOUT_S, math.ceil(max_tokens * SLOWEST_TOKEN_S))
+        at_once, slots = max(1, server.max_num_seqs), asyncio.Semaphore(max(1, server.max_num_seqs))
+
+        async def send(number: int) -> tuple[int, Any]:
+            async with slots:
+                return number, await _send(client, number, requests[number], max_tokens, server.max_model_len)
+
+        done = len(requests) - len(unknown)
+        progress(activity, done, len(requests))
+        async with open_async_client(timeout_s, server.server.base_url, connections=at_once) as client:
+            tasks = [asyncio.create_task(send(number)) for number in unknown]
+            try:
+                for task in asyncio.as_completed(tasks):
+                    number, answer = await task
+                    known[number] = answer
+                    if answers is not None:
+                        answers.add(requests[number], answer)
+                    progress(activity, done := done + 1, len(requests))
+            finally:
+                for each in tasks:
+                    each.cancel()
+                await asyncio.gather(*tasks, return_exceptions=True)
+
+    try:
+        asyncio.run(send_unknown())
+    except httpx.HTTPStatusError as error:
+        said = f"{error.response.status_code}, {error.response.text[:200]}"
+        raise server_lost(server.server, activity, said) from error
+    except (httpx.HTTPError, LookupError, TypeError, ValueError) as error:
+        raise server_lost(server.server, activity, error) from error
     return [(choice, usage) for choice, usage in known]
 
 
-def _results(pending: Mapping[Future[Any], int]) -> Iterator[tuple[int, Any]]:
-    for future in as_completed(pending):
-        yield pending[future], future.result()
-
-
-def _send(client: httpx.Client, request: Request, max_tokens: int, max_model_len: int) -> list[Any]:
+async def _send(
+    client: httpx.AsyncClient, number: int, request: Request, max_tokens: int, max_model_len: int
+) -> list[Any]:
     """Send a request for at most `max_tokens` tokens, fewer where the context is shorter; returns choice and usage."""
+
+    async def post(path: str, body: Request) -> Any:
+        response = await client.post(path, json=body)
+        if response.status_code in _REFUSALS:
+            raise _RefusedRequestError(number, f"{response.status_code}, {response.text[:200]}")
+        return response.raise_for_status().json()
+
     # The server refuses a response that could outgrow the context, and only it knows the length of the rendered chat.
-    counted = client.post("/tokenize", json=request).raise_for_status().json()
-    prompt_tokens = int(counted["count"])
+    prompt_tokens = int((await post("/tokenize", request))["count"])
     if prompt_tokens >= max_model_len:
         raise PromptTooLongError.of(prompt_tokens, max_model_len)
     length = {"max_tokens": min(max_tokens, max_model_len - prompt_tokens)}
-    body = {**request, **questions.SAMPLING, **length}
-    response = client.post("/v1/chat/completions", json=body).raise_for_status().json()
+    response = await post("/v1/chat/completions", {**request, **questions.SAMPLING, **length})
     return [response["choices"][0], response.get("usage") or {}]
 
 
