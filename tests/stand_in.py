@@ -40,7 +40,7 @@ class StandIn(ThreadingHTTPServer):
         cached_tokens: tokens of each prompt that its prefix cache holds, by its own counters; None has no such cache.
         text: of every token of a streamed response.
         token: id of every token of a response, where a request asks for ids.
-        plant: fields of the choice that responds to a request, instead of the usual ones.
+        plant: fields of the choice that responds to a request, instead of the usual ones; or `status`, that of HTTP.
         refuses: whether it answers 503 to a request.
     """
 
@@ -139,7 +139,8 @@ class _Handler(BaseHTTPRequestHandler):
             choice["logprobs"] = logprobs
         if self.server.plant:
             choice |= self.server.plant(body)
-        self._answer(json.dumps({"choices": [choice]}), "application/json")
+        status = choice.pop("status", 200)
+        self._answer(json.dumps({"choices": [choice]}), "application/json", status)
 
     def log_message(self, *_):
         pass

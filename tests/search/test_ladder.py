@@ -1,6 +1,7 @@
 """The ladder: what is known of a candidate before it is made, and which tasks candidates share."""
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -54,9 +55,12 @@ def test_acceptance_is_measured_at_the_candidates_depth_and_at_the_gates(ladder:
     assert ladder.deepest == 6
 
 
-def test_what_decides_a_rung_decides_its_key(ladder: Ladder) -> None:
+def test_what_decides_a_rung_decides_its_key(ladder: Ladder, small_root: Path) -> None:
     candidate = Candidate(mlp="W4A16")
     key = ladder.fidelity_task(candidate).key
+    other = small_root / "eval" / "texts" / "other.jsonl"
+    other.parent.mkdir(parents=True, exist_ok=True)
+    other.write_text('{"text": "other"}\n')
     other_texts = ladder.budget.fidelity.model_copy(update={"texts": "eval/texts/other.jsonl"})
     changed = replace(ladder, budget=replace(ladder.budget, fidelity=other_texts))
     assert changed.fidelity_task(candidate).key != key

@@ -102,7 +102,7 @@ def timed(root: Path, asked: list[Any]) -> Callable[..., list[Path]]:
     ) -> list[Path]:
         asked.append([side.name for side in sides])
         records = [
-            record_files.example("latency", variant=side.name, provenance=Checks().described(side))
+            record_files.example("latency", variant=side.name, provenance=Checks().described(side, workload))
             | {"workload": workload.name, "rounds": rounds, "run": f"run {len(asked)}"}
             for side in sides
         ]

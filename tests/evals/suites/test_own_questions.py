@@ -148,3 +148,19 @@ def test_a_message_that_no_server_takes_is_named_by_its_question(serve, own):
         CorpusError, match=r"questions\.jsonl, question 7: a message has no role.*correct or remove"
     ):
         own_questions.ask_questions(Suite.load("mine", one.variant.root), one, limit=None)
+
+
+def test_a_question_that_the_server_refuses_is_named(serve, own):
+    one, server = serve()
+    server.plant = lambda body: {"status": 400} if "town 3" in str(body["messages"]) else {}
+    with pytest.raises(CorpusError, match=r"questions\.jsonl, question 4: the server refuses it \(400,"):
+        own_questions.ask_questions(Suite.load("mine", one.variant.root), one, limit=None)
+
+
+def test_the_content_beside_a_reasoning_parser_is_the_response_even_if_the_thoughts_are_empty(serve, own):
+    one, server = serve()
+    (own / "suite.yaml").write_text("thinking: true\n")
+    one.server.command.flags["reasoning-parser"] = "qwen3"
+    server.plant = lambda body: {"message": {"content": "Salt.", "reasoning": None}}
+    (run,) = own_questions.ask_questions(Suite.load("mine", one.variant.root), one, limit=2)
+    assert [(item.output, item.value) for item in run.items] == [("Salt.", 1)] * 2
