@@ -123,8 +123,11 @@ def is_cut(answer):
 
 
 def is_complete(answer):
-    """Whether an answer is a stream with all its tokens."""
-    return b'"finish_reason":"length"' in answer and b"data: [DONE]" in answer
+    """Whether an answer has all its tokens, be it a stream or one JSON object."""
+    head, _, body = answer.partition(b"\r\n\r\n")
+    if said := re.search(rb"(?i)content-length: (\d+)", head):
+        return b'"finish_reason":"length"' in body and len(body) == int(said[1])
+    return b'"finish_reason":"length"' in body and b"data: [DONE]" in body
 
 
 def assert_cut(answers):
