@@ -11,6 +11,7 @@ from slimqwen.evals import EvalError
 from slimqwen.evals.suites import datasets, lm_eval_run, own_questions
 from slimqwen.evals.suites.scored import TaskRun
 from slimqwen.evals.suites.suite import ANSWER_MARGIN, AUTO, BITS_PER_BYTE, ENDED, Limit, Suite
+from slimqwen.identity import changed_names
 from slimqwen.progress import Progress, silent
 from slimqwen.records import provenance, store
 from slimqwen.records.journal import Journal, journal_file, locked
@@ -272,9 +273,9 @@ def _run(
         runs, files = lm_eval_run.run_suite(
             suite, server, limit=limit, answers=answers, log=log, split=split, progress=progress
         )
-    if before != provenance.data_digests(suite.inputs(root), root):
+    if edited := changed_names(before, provenance.data_digests(suite.inputs(root), root)):
         raise EvalError(
-            f"{' or '.join(before)} was edited meanwhile, so nothing was recorded; the responses so far are kept: "
+            f"{' and '.join(edited)} was edited meanwhile, so nothing was recorded; the responses so far are kept: "
             "run the same command again"
         )
     return runs, files

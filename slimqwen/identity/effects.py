@@ -38,7 +38,7 @@ EFFECTS: Mapping[str, Effect] = MappingProxyType(
         "enable-auto-tool-choice": Effect.NOTHING,
         "tool-call-parser": Effect.NOTHING,
         "served-model-name": Effect.NOTHING,
-        # Its digest is compared, not its path; a graph depends on its dimensions, which vLLM's own key has.
+        # A record has its digest, too; a graph depends on its dimensions, which vLLM's own key has.
         "model": Effect.FIGURES,
         "chat-template": Effect.TOKENS,
         "default-chat-template-kwargs": Effect.TOKENS,

@@ -6,6 +6,7 @@ that the stage reaches with the versions of the packages that this code imports 
 therefore reused if its input is the same, even if an earlier stage has changed.
 """
 
+import contextlib
 import functools
 import json
 import os
@@ -343,7 +344,12 @@ def _flat(prefix: str, value: Any) -> dict[str, str]:
 def _nearest_entry(stage: str, ingredients: Mapping[str, str], store: Path) -> Manifest | None:
     """Manifest of the same stage with the fewest different ingredients; the newest of several such manifests."""
     files = sorted(store.glob(f"[!.]*/{MANIFEST}"), key=lambda file: file.stat().st_mtime_ns, reverse=True)
-    entries = [manifest for file in files if (manifest := Manifest.read(file.parent)).stage == stage]
+    entries = []
+    for file in files:
+        # A damaged entry of another recipe is no reason to stop.
+        with contextlib.suppress(checkpoint.CorruptCheckpointError):
+            if (manifest := Manifest.read(file.parent)).stage == stage:
+                entries.append(manifest)
     return min(entries, key=lambda manifest: len(_changes(manifest.ingredients, ingredients)), default=None)
 
 

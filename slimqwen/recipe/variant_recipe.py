@@ -131,13 +131,19 @@ def clean(root: Path) -> int:
 
 
 def list_orphaned_links(root: Path) -> dict[Path, int]:
-    """Links of weights/ that keep an output of a recipe although no variant has their name, with its bytes on disk."""
+    """Links of weights/ that keep an output of a recipe although no variant has or names them, with bytes on disk."""
     store = (root / "weights" / "store").resolve()
     known = variants.names(root)
+    lines = [setting.value for name in known for setting in variants.load(name, root).settings.values()]
+    served = {root / line for line in lines}
     return {
         link: bytes_on_disk(link.resolve())
         for link in sorted((root / "weights").glob("*"))
-        if link.is_symlink() and link.name not in known and link.is_dir() and link.resolve().parent == store
+        if link.is_symlink()
+        and link.name not in known
+        and link not in served
+        and link.is_dir()
+        and link.resolve().parent == store
     }
 
 

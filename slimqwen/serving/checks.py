@@ -338,6 +338,8 @@ def _check_socket(command: ServerCommand) -> None:
                 fault = "a server listens there; end it, or choose another path"
             except ConnectionRefusedError:
                 file.unlink()
+            except OSError as error:  # another user's, or of another type
+                fault = f"{error.strerror}; choose another path"
     if fault:
         raise ServingError(f"{setting.location}: VLLM_UDS={path}: {fault}")
 

@@ -138,6 +138,12 @@ def test_what_a_removed_variant_left_is_named_with_its_size(repository):
     link.symlink_to(Path("store") / kept)
     assert variant_recipe.clean(repository) == 0
     assert variant_recipe.list_orphaned_links(repository) == {link: bytes_on_disk(folder)}
+    serving = repository / "experiments" / "serving"
+    serving.mkdir()
+    (serving / "config.env").write_text("BASE=tiny\nVLLM_MODEL=weights/gone\n")
+    shutil.copy(repository / "experiments" / "tiny" / "measurements.json", serving)
+    assert variant_recipe.list_orphaned_links(repository) == {}
+    shutil.rmtree(serving)
     link.unlink()
     assert variant_recipe.list_orphaned_links(repository) == {}
     assert variant_recipe.clean(repository) > 0
