@@ -49,7 +49,7 @@ _INNER_SCOPES = (ast.Lambda, ast.ListComp, ast.SetComp, ast.DictComp, ast.Genera
 
 
 @dataclass(frozen=True)
-class Source:
+class ReachedSource:
     """What is reached from some names on.
 
     Attributes:
@@ -87,7 +87,7 @@ def platform() -> str:
     return "cpu" if "cpu" in (_version("vllm") or "cpu") else "cuda"
 
 
-def reach(*starts: str, device: str | None = None, package: Path = _PACKAGE) -> Source:
+def reach(*starts: str, device: str | None = None, package: Path = _PACKAGE) -> ReachedSource:
     """Follow the names from some on.
 
     Args:
@@ -118,7 +118,7 @@ def reach(*starts: str, device: str | None = None, package: Path = _PACKAGE) -> 
             reached[module][each] = part = _fixes_on(device or platform()) if is_table else parts[each]
             pending += part.uses
     reached = {module: parts for module, parts in sorted(reached.items()) if parts}
-    return Source(
+    return ReachedSource(
         names={module: frozenset(parts) for module, parts in reached.items()},
         digests={
             module: digest_of({name: part.digest for name, part in parts.items()})

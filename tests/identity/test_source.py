@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from slimqwen import variant
-from slimqwen.identity.source import Source, reach
+from slimqwen.identity.source import ReachedSource, reach
 from slimqwen.recipe.registry import STAGES
 from slimqwen.vllm_plugin.engine_fixes import FIXES
 
@@ -142,7 +142,7 @@ def test_comments_docstrings_and_words_of_errors_do_not_count(
 
 
 @pytest.fixture(scope="module")
-def stage_sources() -> Mapping[str, Source]:
+def stage_sources() -> Mapping[str, ReachedSource]:
     return {name: reach(run, device="cpu") for name, run in RUNS.items()}
 
 
@@ -179,7 +179,7 @@ def with_a_line_more(text: str, reached: frozenset[str]) -> str:
 
 
 def test_a_line_of_any_module_that_a_stage_reaches_changes_its_key_and_no_other(
-    copy: Path, stage_sources: Mapping[str, Source]
+    copy: Path, stage_sources: Mapping[str, ReachedSource]
 ) -> None:
     modules = sorted({module for source in stage_sources.values() for module in source.names})
     assert len(modules) > 80
@@ -224,7 +224,7 @@ def with_other_words(text: str) -> str:
 
 
 def test_a_comment_a_docstring_and_the_words_of_an_error_change_no_key(
-    copy: Path, stage_sources: Mapping[str, Source]
+    copy: Path, stage_sources: Mapping[str, ReachedSource]
 ) -> None:
     for file in copy.rglob("*.py"):
         file.write_text(with_other_words(file.read_text()))
@@ -248,7 +248,9 @@ def test_an_engine_fix_of_the_cpu_changes_nothing_on_a_gpu(copy: Path, fix: str)
     ]
 
 
-def test_a_stage_that_starts_no_engine_reaches_no_engine_fix(stage_sources: Mapping[str, Source]) -> None:
+def test_a_stage_that_starts_no_engine_reaches_no_engine_fix(
+    stage_sources: Mapping[str, ReachedSource],
+) -> None:
     with_fixes = {
         name
         for name, source in stage_sources.items()
