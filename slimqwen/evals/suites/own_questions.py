@@ -10,6 +10,7 @@ from typing import Any
 
 import httpx
 
+from slimqwen.errors import SlimqwenError
 from slimqwen.evals import EvalError
 from slimqwen.evals.suites import questions
 from slimqwen.evals.suites.generation import SLOWEST_TOKEN_S, TIMEOUT_S, Generation, PromptTooLongError
@@ -32,11 +33,11 @@ Request = dict[str, Any]
 _REFUSALS = (httpx.codes.BAD_REQUEST, httpx.codes.UNPROCESSABLE_ENTITY)
 
 
-class _RefusedRequestError(Exception):
+class _RefusedRequestError(SlimqwenError):
     """The server answered that a request cannot be served, which another try would not change."""
 
     def __init__(self, place: int, said: str) -> None:
-        super().__init__(place, said)
+        super().__init__(said)
         self.place, self.said = place, said
 
 
