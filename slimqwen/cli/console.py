@@ -201,9 +201,8 @@ def command() -> list[str]:
 def relative(path: Path) -> Path:
     """The path as it is named from the working folder if both lie in the repository, else unchanged."""
     root = variant.repository_root()
-    return (
-        Path(os.path.relpath(path)) if {root} <= {*path.parents} & {Path.cwd(), *Path.cwd().parents} else path
-    )
+    both_inside = path.is_relative_to(root) and Path.cwd().is_relative_to(root)
+    return Path(os.path.relpath(path)) if both_inside else path
 
 
 def show_record(path: Path, log: Path | None = None) -> Any:

@@ -17,6 +17,7 @@ from slimqwen.checkpoint.files import CARD, MANIFEST
 from slimqwen.checkpoint.tensors import list_tensors
 from slimqwen.checkpoint.weights import has_mtp_head
 from slimqwen.evals.gate import Gate
+from slimqwen.identity.effects import Effect, affecting
 from slimqwen.recipe.recipe_file import find_base_variant, read_recipe
 from slimqwen.records import provenance
 from slimqwen.variant import Variant
@@ -134,7 +135,7 @@ def render_card(variant: Variant, gate: Path, record: Gate) -> str:
         model_name=name,
     )
     block = record.provenance
-    flags = sorted(provenance.deciding(block.flags).items())
+    flags = sorted(affecting(Effect.FIGURES, block.flags).items())
     paragraphs = [
         f"# {name}",
         f"Made from {origin.describe()} by Slimqwen: {recipe.description}",

@@ -70,7 +70,11 @@ def decisive_flags(flags: Mapping[str, Any]) -> dict[str, str]:
     }
 
 
+def flag_of(key: str) -> str:
+    """The flag that a key VLLM_<FLAG> of config.env sets, without dashes in front."""
+    return key.removeprefix("VLLM_").lower().replace("_", "-")
+
+
 def may_affect(effect: Effect, key: str) -> bool:
     """Whether a line of config.env may affect any of this."""
-    flag = key.removeprefix("VLLM_").lower().replace("_", "-")
-    return bool(OWN_EFFECTS.get(key, EFFECTS.get(flag, Effect.ALL)) & effect)
+    return bool(OWN_EFFECTS.get(key, EFFECTS.get(flag_of(key), Effect.ALL)) & effect)

@@ -35,15 +35,15 @@ def compare_drafts(
     Raises:
         ServingError: the baseline drafts nothing.
     """
-    steps = variant_recipe.read_recipe(variant).steps
+    recipe = variant_recipe.read_recipe(variant)
     number = next((at for at, each in enumerate(outcomes) if each.stage == "redistill_mtp"), None)
     if number is None or variant.baseline is None:
         return None
     baseline = variants.load(variant.baseline, variant.root).weights
     if not (baseline / "tokenizer.json").is_file() or not has_mtp_head(baseline):
         return None
-    trained, depth = outcomes[number], int(steps[number].parameters.model_dump()["depth"])
-    base = variant_recipe.base_folder(variant_recipe.read_recipe(variant).base, variant.root)
+    trained, depth = outcomes[number], int(recipe.steps[number].parameters.model_dump()["depth"])
+    base = variant_recipe.base_folder(recipe.base, variant.root)
     source = outcomes[number - 1].folder if number else base
     facts, digest = trained.manifest.facts, checkpoint.digest(baseline)
     if facts.get(_DIGEST) != digest:

@@ -134,14 +134,13 @@ def list_orphaned_links(root: Path) -> dict[Path, int]:
     """Links of weights/ that keep an output of a recipe although no variant has or names them, with bytes on disk."""
     store = (root / "weights" / "store").resolve()
     known = variants.names(root)
-    lines = [setting.value for name in known for setting in variants.load(name, root).settings.values()]
-    served = {root / line for line in lines}
+    served = {entry for name in known for entry in _named_entries(variants.load(name, root))}
     return {
         link: bytes_on_disk(link.resolve())
         for link in sorted((root / "weights").glob("*"))
         if link.is_symlink()
         and link.name not in known
-        and link not in served
+        and link.resolve().name not in served
         and link.is_dir()
         and link.resolve().parent == store
     }

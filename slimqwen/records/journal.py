@@ -12,6 +12,7 @@ from slimqwen import checkpoint
 from slimqwen.errors import SlimqwenError
 from slimqwen.file_lock import take_lock
 from slimqwen.identity import digest_of
+from slimqwen.identity.effects import Effect, affecting
 from slimqwen.records import provenance
 from slimqwen.serving.command import ServerCommand
 from slimqwen.text.files import read_json_lines
@@ -80,7 +81,7 @@ def journal_file(kind: str, command: ServerCommand, *inputs: Any) -> Path:
     parts = [
         inputs,
         checkpoint.digest(variant.weights),
-        provenance.portable(provenance.deciding(command.flags), variant.root),
+        provenance.portable(affecting(Effect.FIGURES, command.flags), variant.root),
         provenance.named_files(command),
         provenance.redacted(command.environment),
         provenance.package_versions(),

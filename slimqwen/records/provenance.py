@@ -18,7 +18,6 @@ from slimqwen import checkpoint, redaction
 from slimqwen.checkpoint.files import bytes_on_disk
 from slimqwen.errors import SlimqwenError
 from slimqwen.host_load import HostLoad
-from slimqwen.identity.effects import Effect, affecting
 from slimqwen.progress import Progress, silent
 from slimqwen.records.record import (
     Git,
@@ -202,11 +201,6 @@ def _paths(value: Any, root: Path, name: str = "") -> Iterator[tuple[str, Path]]
             yield from _paths(inner, root, f"{name}.{number}")
     elif isinstance(value, str | Path):
         yield name, root / value
-
-
-def deciding(flags: Mapping[str, Any]) -> dict[str, Any]:
-    """Flags that may affect a figure."""
-    return affecting(Effect.FIGURES, flags)
 
 
 def portable(value: Any, root: Path) -> Any:

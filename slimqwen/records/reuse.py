@@ -3,6 +3,7 @@
 from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 
+from slimqwen.identity.effects import Effect, affecting
 from slimqwen.progress import Progress, silent
 from slimqwen.records import provenance, store
 from slimqwen.records.record import Provenance
@@ -63,7 +64,7 @@ def changed_inputs(
         progress: as `checkpoint.digest` takes it.
     """
     root, present = command.variant.root, provenance.of_server(command)
-    flags = [provenance.deciding(each) for each in (block.flags, present["flags"])]
+    flags = [affecting(Effect.FIGURES, each) for each in (block.flags, present["flags"])]
     environments = [block.environment, present["environment"]]
     same_files = block.files == present.get("files", {})
     if deciding_flags is not None:

@@ -89,7 +89,7 @@ def variants_table(root: Path, *, with_weights: bool = False) -> Table:
         except variants.ConfigError as error:
             if not with_weights:
                 raise
-            # Such as one whose base was removed: the others are listed all the same.
+            # Such as one whose base was removed: the others are still listed.
             rows.append((name, f"cannot be read: {error}", "-", "unreadable", "-", "-", "-"))
             continue
         claims = store.read_measurements(variant.folder)

@@ -20,6 +20,7 @@ from unittest.mock import patch
 from pydantic import BaseModel, ConfigDict, ValidationError, create_model
 
 from slimqwen.errors import suggest_name
+from slimqwen.identity.effects import flag_of
 from slimqwen.serving import in_process
 from slimqwen.variant import OWN_KEYS, ConfigError, Setting, Variant
 
@@ -182,7 +183,7 @@ def _require_known(setting: Setting) -> None:
 
 def _refuse_own(setting: Setting) -> None:
     """Refuse a flag whose effect would bypass the checks here, or that a server of this package sets itself."""
-    name = setting.key.removeprefix("VLLM_").lower().replace("_", "-")
+    name = flag_of(setting.key)
     if name in _OWN_FLAGS:
         raise ConfigError(
             f"{setting.location}: {setting.key} has no place in a config.env; {_OWN_FLAGS[name]}"

@@ -14,6 +14,7 @@ import numpy as np
 
 from slimqwen.bench.latency.record import ClassFigures, Latency
 from slimqwen.errors import SlimqwenError
+from slimqwen.identity.effects import Effect, affecting
 from slimqwen.records import store
 from slimqwen.records.pairing import (
     hardware_basis,
@@ -21,7 +22,6 @@ from slimqwen.records.pairing import (
     require_quiet,
     require_same,
 )
-from slimqwen.records.provenance import deciding
 from slimqwen.stats import intervals, multiplicity
 from slimqwen.stats.estimates import CONFIDENCE_LEVEL, Ratio
 
@@ -166,7 +166,7 @@ def count_tries(first: Path, second: Path) -> int:
 
 
 def _is_timed_alike(other: Latency, record: Latency) -> bool:
-    flags = [deciding(each.provenance.flags) for each in (other, record)]
+    flags = [affecting(Effect.FIGURES, each.provenance.flags) for each in (other, record)]
     return (
         latency_basis(other) == latency_basis(record)
         and flags[0] == flags[1]

@@ -81,10 +81,8 @@ def ask_questions(
     try:
         responses = _ask(requests, server, own.max_gen_toks, answers, activity, progress)
     except _RefusedRequestError as error:
-        number, file = asked[error.place][0], suite.questions_file(server.variant.root)
-        raise CorpusError(
-            f"{file}, question {number + 1}: the server refuses it ({error.said}); correct or remove it"
-        ) from error
+        number, _ = asked[error.place]
+        raise _faulty_question(suite, server, number, f"the server refuses it ({error.said})") from error
     # With a reasoning parser the content is the response already, also where the thoughts are empty.
     removed = None if server.server.command.flags.get("reasoning-parser") else thinking
     generations = [Generation.of_choice(choice, usage, removed) for choice, usage in responses]
@@ -117,8 +115,7 @@ def _request(number: int, question: Question, server: SharedServer, suite: Suite
     try:
         messages = [questions.as_request(message) for message in questions.messages_of(question)]
     except ValueError as error:
-        file = suite.questions_file(server.variant.root)
-        raise CorpusError(f"{file}, question {number + 1}: {error}; correct or remove it") from None
+        raise _faulty_question(suite, server, number, str(error)) from None
     thinking = suite.tasks[0].thinking
     request: Request = {"model": server.server.model, "messages": messages}
     if question.tools:
@@ -126,6 +123,11 @@ def _request(number: int, question: Question, server: SharedServer, suite: Suite
     if thinking is not None:
         request["chat_template_kwargs"] = {"enable_thinking": thinking}
     return request
+
+
+def _faulty_question(suite: Suite, server: SharedServer, number: int, fault: str) -> CorpusError:
+    file = suite.questions_file(server.variant.root)
+    return CorpusError(f"{file}, question {number + 1}: {fault}; correct or remove it")
 
 
 def _ask(
@@ -145,7 +147,8 @@ def _ask(
 
     async def send_unknown() -> None:
         timeout_s = max(TIMEOUT_S, math.ceil(max_tokens * SLOWEST_TOKEN_S))
-        at_once, slots = max(1, server.max_num_seqs), asyncio.Semaphore(max(1, server.max_num_seqs))
+        at_once = max(1, server.max_num_seqs)
+        slots = asyncio.Semaphore(at_once)
 
         async def send(number: int) -> tuple[int, Any]:
             async with slots:
@@ -216,5 +219,4 @@ def _item(task: SuiteTask, number: int, question: Question, generation: Generati
 
 def _split_text(question: Question) -> str:
     """The text whose hash decides on which side of the split a question is, so that equal questions are on one."""
-    text = questions.question_text({"question": question.model_dump_json(exclude_none=True)})
-    return text.removeprefix(questions.CHAT_PREFIX)
+    return questions.text_of(question).removeprefix(questions.CHAT_PREFIX)

@@ -197,17 +197,21 @@ def messages_of(question: Question) -> list[dict[str, Any]]:
     ]
 
 
-def question_text(item: Mapping[str, str]) -> str:
-    """The user's message of an item, or its whole chat as `chat_text` encodes it.
+def text_of(question: Question) -> str:
+    """The user's message that asks a question, or its whole chat as `chat_text` encodes it.
 
     Raises:
         ValueError: as `messages_of`.
     """
-    question = Question.model_validate_json(item["question"])
     messages = messages_of(question)
     if question.messages is None:
         return str(messages[0]["content"])
     return chat_text(messages, question.tools)
+
+
+def question_text(item: Mapping[str, str]) -> str:
+    """The text of an item (`text_of`), for lm-eval."""
+    return text_of(Question.model_validate_json(item["question"]))
 
 
 def chat_text(messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None) -> str:

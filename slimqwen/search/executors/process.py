@@ -64,12 +64,13 @@ class TaskProcess:
         if not self._is_restricted or self._pid is None:
             return
         self._is_restricted = False
+        every = os.sched_getaffinity(0)
         with suppress(psutil.Error):  # the task has ended
             task = psutil.Process(self._pid)
             for process in (task, *task.children(recursive=True)):
                 for thread in process.threads():
                     with suppress(ProcessLookupError):
-                        os.sched_setaffinity(thread.id, os.sched_getaffinity(0))
+                        os.sched_setaffinity(thread.id, every)
 
     def _start_worker(self) -> WarmWorker:
         (self._root / _LOG).parent.mkdir(parents=True, exist_ok=True)
