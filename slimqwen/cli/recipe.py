@@ -82,8 +82,8 @@ def run_variant_recipe(
     console.print(rows)
     if any(outcome.outdated for outcome in outcomes):
         say(
-            "outputs that an earlier version of slimqwen made were made anew, for their keys left out code on which "
-            "they depend; `slimqwen recipe clean` deletes them"
+            "outputs that an earlier version of slimqwen made were made anew, for their keys are made in another way; "
+            "`slimqwen recipe clean` deletes them"
         )
     is_complete = len(outcomes) == len(variant_recipe.read_recipe(variant).steps)
     weights = variant.root / "weights" / variant.name

@@ -47,7 +47,7 @@ def serve(
     from slimqwen.plan import start
     from slimqwen.serving import baked_cache, chat_template, checks, cuda_toolkit
     from slimqwen.serving import platform as machine
-    from slimqwen.serving.command import ServerCommand, is_stray
+    from slimqwen.serving.command import ServerCommand
     from slimqwen.serving.server import prepare
 
     options = {
@@ -67,7 +67,7 @@ def serve(
         command = ServerCommand.resolve(variant, port=port, platform=platform)
     lines = {key: setting.value for key, setting in variant.settings.items()}
     served = {**lines, **command.environment, "VLLM_PORT": str(command.port)}
-    ignored = (key for key, value in shell.items() if is_stray(key) and served.get(key) != value)
+    ignored = (key for key, value in shell.items() if machine.is_stray(key) and served.get(key) != value)
     # This program sets VLLM_LOGGING_LEVEL when it starts.
     if unused := sorted(key for key in ignored if key != "VLLM_LOGGING_LEVEL"):
         errors.print(

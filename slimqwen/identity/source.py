@@ -230,11 +230,11 @@ class _Reader(ast.NodeTransformer):
     def read(self, statements: list[ast.stmt]) -> _Part | None:
         """The statements as one part; None if nothing of them counts."""
         self._uses = set()
-        texts = []
+        texts: list[object] = []
         for statement in statements:
             self._inner_imports = _imports_in(statement, inside_functions=True)
             if (kept := self.visit(statement)) is not None:
-                texts.append("" if isinstance(kept, ast.Import | ast.ImportFrom) else ast.dump(kept))
+                texts.append(None if isinstance(kept, ast.Import | ast.ImportFrom) else _plain(kept))
         return _Part(digest_of([texts, sorted(self._uses)]), frozenset(self._uses)) if texts else None
 
     def visit_Expr(self, node: ast.Expr) -> ast.AST | None:
@@ -291,6 +291,16 @@ class _Reader(ast.NodeTransformer):
         if node.id == "__spec__":  # a module that starts itself as a process
             found.add(self._module)
         return found
+
+
+def _plain(node: object) -> object:
+    """A tree as JSON, the same under every Python: later ones have more fields (`type_params`), unset in this code."""
+    if isinstance(node, ast.Constant):
+        return ascii(node.value)
+    if isinstance(node, ast.AST):
+        fields = {name: _plain(value) for name, value in ast.iter_fields(node) if value not in (None, [])}
+        return [type(node).__name__, fields]
+    return [_plain(each) for each in node] if isinstance(node, list) else node
 
 
 def _is_own(full_name: str) -> bool:

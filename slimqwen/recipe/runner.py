@@ -34,7 +34,7 @@ from slimqwen.recipe.recipe_file import Recipe, RecipeError, Step
 from slimqwen.recipe.stage import Facts
 from slimqwen.serving import spawner
 
-_SCHEME = "2"
+_SCHEME = "3"
 """Version of the way in which content keys are made: an output with a key of another version proves nothing here."""
 
 _REMOVE_AND_RERUN = "delete that folder and run the recipe again"
@@ -354,7 +354,7 @@ def _nearest_entry(stage: str, ingredients: Mapping[str, str], store: Path) -> M
 
 
 def _is_earlier(manifest: Manifest) -> bool:
-    """Whether an output was made by an earlier version, which knew less of what it depends on."""
+    """Whether an output has a key of an earlier version, which nothing here can be compared with."""
     return manifest.ingredients.get("scheme") != _SCHEME
 
 

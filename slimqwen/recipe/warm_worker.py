@@ -110,13 +110,13 @@ def _warm_up(descriptor: int, *, forks_servers: bool) -> None:
     gc.disable()
     from slimqwen.vllm_plugin import api_server
 
-    before = dict(os.environ)
+    before = spawner.drop_strays() if forks_servers else {}
     _import_engine()
     if forks_servers:
         api_server.import_server()
     api_server.freeze()
     if forks_servers:
-        spawner.fork_spawner(spawner.new_variables(before), descriptor)
+        spawner.fork_spawner(before, descriptor)
 
 
 def _import_engine() -> None:

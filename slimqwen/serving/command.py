@@ -212,7 +212,7 @@ class ServerCommand:
         Raises:
             ServingError: the CUDA toolkit cannot be composed.
         """
-        inherited = {key: value for key, value in os.environ.items() if not is_stray(key)}
+        inherited = {key: value for key, value in os.environ.items() if not machine.is_stray(key)}
         if self.platform == "cpu":
             inherited |= machine.preloaded_libraries(inherited)
         else:
@@ -292,11 +292,6 @@ def _compile_cache(
         if not differences:
             name = f"baked-{baked.archive_sha256[:16]}"
     return CompileCache(variant.root / ".cache" / name, baked, differences, variant.require_baked)
-
-
-def is_stray(key: str) -> bool:
-    """Whether a variable of the shell is not passed on to servers; `ServerCommand.process_environment` says why."""
-    return key.startswith(("VLLM_", "TORCHINDUCTOR_")) and key != "VLLM_API_KEY"
 
 
 def _environment(

@@ -62,7 +62,7 @@ _OWN_FLAGS: Mapping[str, str] = MappingProxyType(
 )
 """Flags of which config.env or `serving.command` decides, with what to do instead."""
 
-_TORCH_VARIABLE = re.compile(
+TORCH_VARIABLE = re.compile(
     r"(OMP|MKL)_NUM_THREADS|(TORCH|TORCHINDUCTOR|TORCHDYNAMO|PYTORCH|TRITON)_[A-Z0-9_]+"
 )
 """Environment variables that torch and Triton read; those of vLLM are listed by vLLM itself."""
@@ -172,7 +172,7 @@ def _require_known(setting: Setting) -> None:
     import vllm.envs
 
     known = (*OWN_KEYS, *options(), *vllm.envs.environment_variables)
-    if key in known or _TORCH_VARIABLE.fullmatch(key):
+    if key in known or TORCH_VARIABLE.fullmatch(key):
         return
     flags = "`python -m vllm.entrypoints.launchers.api_server.entry --help` lists the flags"
     hint = suggest_name(key, known, flags)

@@ -127,6 +127,11 @@ def preloaded_libraries(environment: Mapping[str, str]) -> dict[str, str]:
     return {"LD_PRELOAD": ":".join(filter(None, [preloaded, *map(str, libraries[:1])]))} if libraries else {}
 
 
+def is_stray(key: str) -> bool:
+    """Whether a variable of the shell is not passed on to servers; `ServerCommand.process_environment` says why."""
+    return key.startswith(("VLLM_", "TORCHINDUCTOR_")) and key != "VLLM_API_KEY"
+
+
 NO_FLOAT16 = "Gated DeltaNet on a CPU computes in bfloat16 only"
 """Why another dtype than bfloat16 is replaced on a CPU."""
 

@@ -168,7 +168,7 @@ def start_process(
     with contextlib.ExitStack() as stack:
         stack.enter_context(ours)
         with theirs:
-            if requests := spawner.find_spawner(argv, environment):
+            if requests := spawner.find_spawner(argv):
                 with contextlib.suppress(OSError):  # `_send_job` raises if the spawner has died
                     socket.send_fds(requests, [b"."], [theirs.fileno(), output.fileno()])
             else:

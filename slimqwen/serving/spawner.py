@@ -21,14 +21,18 @@ from pathlib import Path
 from typing import NoReturn
 
 from slimqwen import lifeline
+from slimqwen.identity import changed_names
 from slimqwen.serving import platform
+from slimqwen.serving.flags import TORCH_VARIABLE
 
 _API_SERVER = "slimqwen.vllm_plugin.api_server"
 
 _READ_AT_USE = frozenset(
     {"VLLM_API_KEY", "VLLM_CACHE_ROOT", "VLLM_CPU_KVCACHE_SPACE", "VLLM_NO_USAGE_STATS", "VLLM_PLUGINS"}
+    # `cache_dir` of torch/_inductor/runtime/cache_dir_utils.py; the engine fix `forked_processes` sets the other two.
+    | {"TORCHINDUCTOR_CACHE_DIR", "OMP_NUM_THREADS", "TORCHINDUCTOR_CPP_DYNAMIC_THREADS"}
 )
-"""Environment variables that vLLM does not read at import, so that a fork may set them."""
+"""Environment variables of vLLM and torch that a fork heeds: all others may have been read by an import."""
 
 _VARIABLE = "SLIMQWEN_SPAWNER"
 """Environment variable with the number of an inherited descriptor of the socket for requests."""
@@ -62,15 +66,9 @@ def share_spawner() -> Iterator[None]:
         _block = None
 
 
-def find_spawner(argv: Sequence[str], environment: Mapping[str, str]) -> socket.socket | None:
-    """The socket on which a server is requested from the spawner; None if the server must be a new process.
-
-    Args:
-        argv: the server's command.
-        environment: all variables of the server; a variable that vLLM may read at import needs a new process.
-    """
-    names = {name for name in environment if name.startswith("VLLM_")}
-    if tuple(argv[1:3]) != ("-m", _API_SERVER) or not names <= _READ_AT_USE:
+def find_spawner(argv: Sequence[str]) -> socket.socket | None:
+    """The socket on which the server of a command is requested from the spawner; None if it must be a new process."""
+    if tuple(argv[1:3]) != ("-m", _API_SERVER):
         return None
     if _block is not None and _requests is None and platform.detect() == "cpu":
         _start_process(_block)
@@ -111,25 +109,27 @@ def main() -> None:
     from slimqwen.vllm_plugin import api_server
 
     lifeline.watch(0)
-    before = dict(os.environ)
+    before = drop_strays()
     gc.disable()
     api_server.import_server()
     api_server.freeze()
-    _fork_servers(socket.socket(fileno=os.dup(0)), new_variables(before))
+    _fork_servers(socket.socket(fileno=os.dup(0)), before)
 
 
-def new_variables(before: Mapping[str, str]) -> dict[str, str]:
-    """Environment variables that have been set or changed since `before` was copied."""
-    return {name: value for name, value in os.environ.items() if before.get(name) != value}
+def drop_strays() -> dict[str, str]:
+    """Drop the variables of this process that no server gets, before an import reads them; returns those left."""
+    for name in filter(platform.is_stray, [*os.environ]):
+        del os.environ[name]
+    return dict(os.environ)
 
 
-def fork_spawner(variables: Mapping[str, str], descriptor: int) -> None:
+def fork_spawner(before: Mapping[str, str], descriptor: int) -> None:
     """Fork a spawner for this process and its forks; the spawner ends with the last of them.
 
     This process must have imported vLLM's API server and must not have run anything of vLLM.
 
     Args:
-        variables: environment variables that importing vLLM has set.
+        before: environment variables that this process had when it imported vLLM.
         descriptor: an open descriptor of this process that the spawner must not keep.
     """
     global _requests
@@ -137,11 +137,11 @@ def fork_spawner(variables: Mapping[str, str], descriptor: int) -> None:
     if os.fork() == 0:
         _requests.close()
         os.close(descriptor)
-        _fork_servers(theirs, variables)
+        _fork_servers(theirs, before)
     theirs.close()
 
 
-def _fork_servers(requests: socket.socket, variables: Mapping[str, str]) -> NoReturn:
+def _fork_servers(requests: socket.socket, before: Mapping[str, str]) -> NoReturn:
     """Fork a server for each request, until no process is left that could send one."""
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps ended servers
     read_end, write_end = os.pipe()  # closed with this process, which ends its servers
@@ -150,14 +150,17 @@ def _fork_servers(requests: socket.socket, variables: Mapping[str, str]) -> NoRe
         if os.fork() == 0:
             os.close(write_end)
             requests.close()
-            _serve(starter, read_end, output, variables)
+            _serve(starter, read_end, output, before)
         os.close(starter)
         os.close(output)
     os._exit(0)
 
 
-def _serve(starter: int, spawner: int, output: int, variables: Mapping[str, str]) -> NoReturn:
-    """Turn this fork into the API server of its job, as if the job's command had been executed."""
+def _serve(starter: int, spawner: int, output: int, before: Mapping[str, str]) -> NoReturn:
+    """Turn this fork into the API server of its job, as if the job's command had been executed.
+
+    It is executed where an import may have read another value of a variable than the job's.
+    """
     import setproctitle
 
     from slimqwen.vllm_plugin import api_server
@@ -177,16 +180,26 @@ def _serve(starter: int, spawner: int, output: int, variables: Mapping[str, str]
         os.dup2(output, 2)
         os.close(output)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        if _ignores(before, job["environment"]):
+            os.set_inheritable(starter, True)
+            os.execve(job["argv"][0], job["argv"], job["environment"] | {lifeline.VARIABLE: str(starter)})
+        set_by_imports = {name: value for name, value in os.environ.items() if before.get(name) != value}
         # Before the environment is replaced, because setproctitle writes over the memory of the original one.
         setproctitle.setproctitle(" ".join(job["argv"]))
         os.environ.clear()
-        os.environ.update({**variables, **job["environment"]})
+        os.environ.update({**set_by_imports, **job["environment"]})
         sys.argv = job["argv"][2:]
         api_server.run_fork(starter, spawner)
     finally:  # must not return into the spawner's own code
         sys.excepthook(*sys.exc_info())
         sys.stderr.flush()
         os._exit(1)
+
+
+def _ignores(before: Mapping[str, str], environment: Mapping[str, str]) -> bool:
+    """Whether a fork may ignore a variable: its value is neither the one that imports found nor the one they set."""
+    changed = {*changed_names(before, environment)} & {*changed_names(os.environ, environment)}
+    return any(name.startswith("VLLM_") or TORCH_VARIABLE.fullmatch(name) for name in changed - _READ_AT_USE)
 
 
 if __name__ == "__main__":

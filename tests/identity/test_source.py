@@ -138,6 +138,39 @@ def test_comments_docstrings_and_words_of_errors_do_not_count(
     assert (first == second) is is_same
 
 
+FROZEN = """
+import json as js
+from dataclasses import dataclass, field
+@dataclass(frozen=True)
+class Kept(dict[str, int]):
+    'What it keeps.'
+    amount: int = field(default=1)
+    async def wait(self, first, /, *rest: bytes, last=None, **more) -> None:
+        async with first as it: await it
+        return [x async for x in rest if not x or 1 < x <= 2.5e-8]
+def run(value: 'Kept | None' = None, *, flag=True):
+    text = f'{value!r:>{len(js.dumps(1))}} {value=} {1:.2f}' '\\u200b' "x"
+    match value:
+        case Kept(amount=1) | {'a': [_, *rest], **others} if (n := 2) > 1: print(*rest, **others)
+        case None: raise KeyError(text) from None
+    try: a[1:2, ..., ~n] = -1j, b'\\0', {**Kept(), 'b': lambda *_, k=1: not k}
+    except* (OSError, ValueError) as error: del error
+    else: yield from (i for i in {1, 2})
+    global later
+    later: int
+"""
+"""Every kind of statement and expression of Python 3.11."""
+
+
+def test_a_digest_is_the_same_under_every_python(write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = "a2729e2c1d5d14de5fb1f4a66921af38cd5802d620c3d3c7852c8b977475b4ba"
+    assert digest(write(a=FROZEN)) == expected
+    # As of Python 3.12, where a function has `type_params` as well.
+    monkeypatch.setattr(ast.FunctionDef, "_fields", (*ast.FunctionDef._fields, "new"))
+    monkeypatch.setattr(ast.FunctionDef, "new", [], raising=False)
+    assert digest(write(a=f"{FROZEN}# anew")) == expected
+
+
 # --- the real package
 
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import select
 import socket
 import subprocess
 import sys
@@ -21,32 +22,89 @@ from slimqwen.recipe import warm_worker
 from slimqwen.recipe.warm_worker import WarmWorker
 from slimqwen.serving import platform, spawner
 from slimqwen.serving.command import ServerCommand
-from slimqwen.serving.server import free_port, run_server
+from slimqwen.serving.server import free_port, run_server, start_process
 from tests.serving.real_server import ended
 
 ROOT = Path(__file__).parents[2]
 API_SERVER = ("python", "-m", "slimqwen.vllm_plugin.api_server", "--model", "x")
 
 
-def test_a_server_with_a_variable_that_an_import_may_read_has_a_process_of_its_own(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_only_servers_are_requested_from_a_spawner(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(spawner, "_block", None)
+    monkeypatch.setattr(spawner, "_requests", None)
+    assert spawner.find_spawner(API_SERVER) is None
     with socket.socket() as requests:
         monkeypatch.setattr(spawner, "_requests", requests)
-        command = ServerCommand.resolve(variant.load("tiny"), platform="cpu")
-        assert spawner.find_spawner(command.argv, command.process_environment()) is requests
-        assert spawner.find_spawner(API_SERVER, {"VLLM_USE_MODELSCOPE": "1"}) is None
-        assert spawner.find_spawner(("python", "-c", "pass"), {}) is None
-        monkeypatch.setattr(spawner, "_requests", None)
-        monkeypatch.setattr(spawner, "_block", None)
-        assert spawner.find_spawner(API_SERVER, {}) is None
+        assert spawner.find_spawner(API_SERVER) is requests
+        assert spawner.find_spawner(("python", "-c", "pass")) is None
+
+
+BEFORE = {"TORCH_LOGS": "+dynamo", "PATH": os.environ["PATH"]}
+SPAWNER = f"""
+import os, socket
+from slimqwen.serving import spawner
+from slimqwen.vllm_plugin import api_server
+
+def run_fork(*lifelines):
+    os.write(1, b"forked")
+    os._exit(0)
+
+api_server.run_fork = run_fork
+os.environ.clear()
+os.environ.update({BEFORE}, TORCH_SET="1")
+spawner._fork_servers(socket.socket(fileno=os.dup(0)), {BEFORE})
+"""
+
+
+@pytest.fixture(scope="module")
+def requests() -> Iterator[socket.socket]:
+    """The socket of a spawner without vLLM, whose import found `BEFORE` and set TORCH_SET."""
+    ours, theirs = socket.socketpair(type=socket.SOCK_SEQPACKET)
+    with ours, theirs, subprocess.Popen([sys.executable, "-c", SPAWNER], cwd=ROOT, stdin=theirs.fileno()):
+        theirs.close()
+        yield ours
+        ours.close()
+
+
+@pytest.mark.parametrize(
+    ("changes", "outcome"),
+    [
+        ({}, "forked"),
+        ({"VLLM_CACHE_ROOT": "/x", "TORCHINDUCTOR_CACHE_DIR": "/x", "OMP_NUM_THREADS": "1"}, "forked"),
+        ({"TORCH_SET": "1"}, "forked"),
+        ({"SLIMQWEN_POLICY": "{}"}, "forked"),
+        ({"VLLM_USE_MODELSCOPE": "1"}, "executed"),
+        ({"TORCHINDUCTOR_MAX_AUTOTUNE": "1"}, "executed"),
+        ({"TRITON_INTERPRET": "1"}, "executed"),
+        ({"MKL_NUM_THREADS": "1"}, "executed"),
+        ({"TORCH_LOGS": ""}, "executed"),
+    ],
+)
+def test_a_fork_with_a_variable_that_an_import_may_have_read_executes_its_command(
+    requests: socket.socket,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    changes: dict[str, str],
+    outcome: str,
+) -> None:
+    monkeypatch.setattr(spawner, "_requests", requests)
+    python, log = tmp_path / "python", tmp_path / "log"
+    python.write_text("#!/bin/sh\ntest -e /dev/fd/$SLIMQWEN_LIFELINE && printf executed\n")
+    python.chmod(0o755)
+    argv = (str(python), *API_SERVER[1:])
+    with (
+        log.open("wb") as output,
+        start_process(argv, environment=BEFORE | changes, folder=tmp_path, output=output) as server,
+    ):
+        select.select([server.lifeline], [], [])
+    assert log.read_text() == outcome
 
 
 def test_a_process_that_inherits_the_socket_requests_servers_on_it(monkeypatch: pytest.MonkeyPatch) -> None:
     code = (
         "import os\n"
         "from slimqwen.serving import spawner\n"
-        f"spawner.find_spawner({API_SERVER!r}, {{}}).send(' '.join(os.environ).encode())\n"
+        f"spawner.find_spawner({API_SERVER!r}).send(' '.join(os.environ).encode())\n"
     )
     ours, theirs = socket.socketpair(type=socket.SOCK_SEQPACKET)
     with ours, theirs:
@@ -134,7 +192,7 @@ with spawner.share_spawner():
     log = pathlib.Path({str(tmp_path / "log")!r})
     facts = ask(log, log, 0, lambda *_: None)
     with spawner.share_spawner():
-        same = spawner.find_spawner(API_SERVER, {{}}) is spawner._requests
+        same = spawner.find_spawner(API_SERVER) is spawner._requests
     (process,) = psutil.Process().children()
     facts |= {{"spawner": process.cmdline(), "same": same, "made_before": made_before}}
 print(json.dumps(facts | {{"runs": process.is_running(), "requests": spawner._requests}}))
