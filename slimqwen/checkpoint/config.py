@@ -33,10 +33,14 @@ def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
     """The settings of the language model: `text_config` of a multimodal model, else the whole config.
 
     `dtype` (`torch_dtype` in older files) and `tie_word_embeddings` may be outside or inside `text_config`; the value
-    outside takes precedence. A key that is in neither place is missing from the result.
+    outside takes precedence. A key that is in neither place is missing from the result, but for head_dim and
+    num_key_value_heads, which follow from the heads where a config.json leaves them out.
     """
     inner: Mapping[str, Any] = config.get("text_config", config)
     shared: dict[str, Any] = {}
+    if (heads := inner.get("num_attention_heads")) and (hidden := inner.get("hidden_size")):
+        derived = {"head_dim": hidden // heads, "num_key_value_heads": heads}
+        shared = {key: value for key, value in derived.items() if inner.get(key) is None}
     for part in (inner, config):
         for key in ("torch_dtype", "dtype", "tie_word_embeddings"):
             if part.get(key) is not None:

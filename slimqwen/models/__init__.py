@@ -1,1 +1,1 @@
-"""Qwen models: families as data, dimensions, loading, the MTP head, vocabularies, errors of quantised layers."""
+"""Language models: families as data, dimensions, loading, the MTP head, vocabularies, errors of quantised layers."""

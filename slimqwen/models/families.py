@@ -46,6 +46,8 @@ class Family:
         linears: kinds of linears (`packing.LINEARS`) that the layers have.
         is_calibrated: whether llmcompressor finds all these linears and knows AWQ mappings for them.
         has_query_gate: whether q_proj has a second half, the output gate of full attention.
+        has_head_norms: whether queries and keys are normalised in each head.
+        biased: linears of attention that have a bias; a config.json with attention_bias adds one to all of them.
         acceptance_lengths: K -> published acceptance length of the MTP head; empty for models without MTP head.
     """
 
@@ -53,7 +55,9 @@ class Family:
     architectures: tuple[str, ...]
     linears: tuple[str, ...]
     is_calibrated: bool
-    has_query_gate: bool
+    has_query_gate: bool = False
+    has_head_norms: bool = False
+    biased: tuple[str, ...] = ()
     acceptance_lengths: Mapping[int, float] = field(default_factory=dict)
 
     @property
@@ -77,11 +81,24 @@ _ACCEPTANCE_LENGTHS = {1: 1.93, 2: 2.73, 3: 3.39, 4: 3.97, 5: 4.41}
 
 FAMILIES = (
     Family(
+        name="llama",
+        architectures=("LlamaForCausalLM",),
+        linears=("mlp", "attention"),
+        is_calibrated=True,
+    ),
+    Family(
+        name="qwen2",
+        architectures=("Qwen2ForCausalLM",),
+        linears=("mlp", "attention"),
+        is_calibrated=True,
+        biased=("q_proj", "k_proj", "v_proj"),
+    ),
+    Family(
         name="qwen3",
         architectures=("Qwen3ForCausalLM",),
         linears=("mlp", "attention"),
         is_calibrated=True,
-        has_query_gate=False,
+        has_head_norms=True,
     ),
     Family(
         name="qwen3_5",
@@ -89,6 +106,7 @@ FAMILIES = (
         linears=("mlp", "attention", "linear_attention"),
         is_calibrated=True,
         has_query_gate=True,
+        has_head_norms=True,
         acceptance_lengths=_ACCEPTANCE_LENGTHS,
     ),
     Family(
@@ -98,6 +116,7 @@ FAMILIES = (
         # transformers has all experts of a layer in one parameter, which llmcompressor's modifiers do not find.
         is_calibrated=False,
         has_query_gate=True,
+        has_head_norms=True,
         acceptance_lengths=_ACCEPTANCE_LENGTHS,
     ),
 )

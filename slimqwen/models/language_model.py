@@ -4,7 +4,7 @@ It is loaded whole, or layer by layer to need little memory; a layer's input is 
 """
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -38,7 +38,7 @@ def load_without_layers(folder: Path, dtype: torch.dtype = torch.float32) -> Any
     """Load the model without its decoder layers (embedding, final norm, output head) as `load_language_model` does."""
     weights = _read_text_weights(folder)
     around = {name: weight for name, weight in weights.items() if not name.startswith(_LAYERS)}
-    return _load_part(folder, _with_layers(read_text_config(folder), []), around, dtype)
+    return _load_part(folder, _with_layers(read_text_config(folder), 0, 0), around, dtype)
 
 
 def load_layer(
@@ -53,8 +53,7 @@ def load_layer(
         number: index of the layer, from 0.
         final_norm: whether the model's final norm follows the layer.
     """
-    config = read_text_config(folder)
-    config = _with_layers(config, [config.layer_types[number]])
+    config = _with_layers(read_text_config(folder), number, 1)
     config.vocab_size, config.pad_token_id = 1, None
     prefix = f"{_LAYERS}{number}."
     weights: dict[str, Any] = {
@@ -171,8 +170,12 @@ def _read_text_weights(folder: Path) -> dict[str, _ReadWhenAsked]:
     return {text_name(name): _ReadWhenAsked(weight) for name, weight in read_weights(folder).items()}
 
 
-def _with_layers(config: Any, types: Sequence[str]) -> Any:
-    config.layer_types, config.num_hidden_layers = list(types), len(types)
+def _with_layers(config: Any, first: int, count: int) -> Any:
+    """The config with `count` of its layers, from the one with the index `first`."""
+    # Families with one kind of attention, as Llama, may not list their layers.
+    if types := getattr(config, "layer_types", None):
+        config.layer_types = types[first : first + count]
+    config.num_hidden_layers = count
     return config
 
 

@@ -197,7 +197,7 @@ def _plain_tensors(text: Mapping[str, Any], family: Family, prefix: str) -> Tens
         else:
             plain |= _linear_attention(f"{name}.linear_attn", text)
     plain[f"{prefix}.norm.weight"] = ("BF16", (hidden,))
-    if not text["tie_word_embeddings"]:
+    if not text.get("tie_word_embeddings"):
         plain |= _linear("lm_head", rows, hidden)
     if drafts:
         norms = ("norm", "pre_fc_norm_hidden", "pre_fc_norm_embedding")
@@ -235,13 +235,18 @@ def _experts(layer: str, text: Mapping[str, Any]) -> Tensors:
 def _attention(name: str, text: Mapping[str, Any], family: Family) -> Tensors:
     hidden, dim = text["hidden_size"], text["head_dim"]
     heads, kv_heads = text["num_attention_heads"], text["num_key_value_heads"]
+    sizes = {
+        "q_proj": ((1 + family.has_query_gate) * heads * dim, hidden),
+        "k_proj": (kv_heads * dim, hidden),
+        "v_proj": (kv_heads * dim, hidden),
+        "o_proj": (hidden, heads * dim),
+    }
+    biased = sizes if text.get("attention_bias") else family.biased
+    norms = ("q_norm", "k_norm") if family.has_head_norms else ()
     return {
-        **_linear(f"{name}.q_proj", (1 + family.has_query_gate) * heads * dim, hidden),
-        **_linear(f"{name}.k_proj", kv_heads * dim, hidden),
-        **_linear(f"{name}.v_proj", kv_heads * dim, hidden),
-        **_linear(f"{name}.o_proj", hidden, heads * dim),
-        f"{name}.q_norm.weight": ("BF16", (dim,)),
-        f"{name}.k_norm.weight": ("BF16", (dim,)),
+        **{f"{name}.{linear}.weight": ("BF16", size) for linear, size in sizes.items()},
+        **{f"{name}.{linear}.bias": ("BF16", sizes[linear][:1]) for linear in biased},
+        **{f"{name}.{norm}.weight": ("BF16", (dim,)) for norm in norms},
     }
 
 

@@ -98,7 +98,7 @@ def test_the_format_says_which_stages_take_it(animal: str, form: str, stages: st
 
 def test_a_name_of_nothing_lists_the_shapes():
     with pytest.raises(
-        SubjectError, match=r"qwen4 is not a variant, .*; the shapes are cyankiwi, qwen3-0.6b, "
+        SubjectError, match=r"qwen4 is not a variant, .*; the shapes are cyankiwi, llama-3.1-8b, "
     ):
         find_subject("qwen4", ROOT)
 
@@ -106,9 +106,9 @@ def test_a_name_of_nothing_lists_the_shapes():
 def test_another_family_and_a_damaged_folder_are_one_line(tmp_path: Path):
     shutil.copytree(TINY, tmp_path / "other")
     config = tmp_path / "other" / "config.json"
-    config.write_text(json.dumps({**read_config(tmp_path / "other"), "architectures": ["LlamaForCausalLM"]}))
+    config.write_text(json.dumps({**read_config(tmp_path / "other"), "architectures": ["GemmaForCausalLM"]}))
     for model in (tmp_path / "other", config):
-        with pytest.raises(FamilyError, match="LlamaForCausalLM"):
+        with pytest.raises(FamilyError, match="GemmaForCausalLM"):
             find_subject(str(model), ROOT)
     config.write_text("[")
     with pytest.raises(CorruptCheckpointError, match="is not JSON"):

@@ -15,9 +15,9 @@ def test_every_class_of_a_family_finds_it(family):
 
 def test_another_family_is_one_line_with_those_that_are_known():
     with pytest.raises(
-        FamilyError, match=r"the architecture LlamaForCausalLM, .*Qwen3ForCausalLM, Qwen3_5ForCausalLM"
+        FamilyError, match=r"the architecture GemmaForCausalLM, .*LlamaForCausalLM, Qwen2ForCausalLM"
     ):
-        find_family({"architectures": ["LlamaForCausalLM"]})
+        find_family({"architectures": ["GemmaForCausalLM"]})
     with pytest.raises(FamilyError, match="the architecture gpt2"):
         find_family({"model_type": "gpt2"})
 
@@ -25,7 +25,7 @@ def test_another_family_is_one_line_with_those_that_are_known():
 @pytest.mark.parametrize(
     ("architecture", "text", "full"),
     [
-        ("Qwen3ForCausalLM", {}, [0, 1, 2, 3, 4, 5, 6, 7]),
+        ("LlamaForCausalLM", {}, [0, 1, 2, 3, 4, 5, 6, 7]),
         ("Qwen3_5ForCausalLM", {}, [3, 7]),
         ("Qwen3_5ForCausalLM", {"full_attention_interval": 2}, [1, 3, 5, 7]),
         ("Qwen3_5MoeForCausalLM", {"layer_types": ["full_attention"] + ["linear_attention"] * 7}, [0]),
@@ -45,7 +45,7 @@ def test_families_differ_in_gate_experts_and_drafts():
         for family in FAMILIES
     }  # fmt: skip
     assert facts == {
-        "qwen3": (False, False, True, False),
+        **dict.fromkeys(("llama", "qwen2", "qwen3"), (False, False, True, False)),
         "qwen3_5": (True, False, True, True),
         "qwen3_5_moe": (True, True, False, True),
     }

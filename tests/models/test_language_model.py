@@ -60,7 +60,10 @@ def test_every_form_of_the_small_model_is_the_same_model(
         assert (state[weight] - state_of_tiny[weight]).norm() < 0.2 * state_of_tiny[weight].norm()
 
 
-@pytest.mark.parametrize(("name", "kind"), [("qwen3", "Qwen3"), ("qwen3.5-moe", "Qwen3_5Moe")])
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [("llama", "Llama"), ("qwen2", "Qwen2"), ("qwen3", "Qwen3"), ("qwen3.5-moe", "Qwen3_5Moe")],
+)
 def test_other_families_load_into_their_own_class(name: str, kind: str, tmp_path: Path) -> None:
     model = load_language_model(ANIMALS[name].build(tmp_path / name), torch.bfloat16)
     assert type(model).__name__ == f"{kind}ForCausalLM"

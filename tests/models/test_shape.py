@@ -15,6 +15,9 @@ ROOT = variant.repository_root()
 @pytest.mark.parametrize(
     ("name", "billions"),
     [
+        ("smollm2-135m", 0.1345),
+        ("llama-3.1-8b", 8.030),
+        ("qwen2.5-7b", 7.616),
         ("qwen3-0.6b", 0.596),
         ("qwen3-4b", 4.022),
         ("qwen3-8b", 8.191),
@@ -27,7 +30,7 @@ ROOT = variant.repository_root()
     ],
 )
 def test_a_committed_shape_has_the_parameters_of_its_name(name: str, billions: float):
-    """Language models alone; those of Qwen3, and 8.95 of the 9B, are what their pages say."""
+    """Language models alone; those of other families, and 8.95 of the 9B, are what their pages say."""
     stored = shapes.published_shape(ROOT, name).tensors
     count = sum(math.prod(shape) for tensor, (_, shape) in stored.items() if not tensor.startswith("mtp."))
     assert count / 1e9 == pytest.approx(billions, abs=0.001)

@@ -126,18 +126,18 @@ def _read_tiny() -> Specimen:
     return read_specimen(TINY)
 
 
-def qwen3() -> Specimen:
-    """A small Qwen3 with random weights, tied, without an MTP head."""
-    return _random_model(
-        "Qwen3ForCausalLM",
-        "Qwen3Config",
+def dense(family: str, *, tied: bool = True) -> Callable[[], Specimen]:
+    """A small model of Llama, Qwen2 or Qwen3 with random weights and without an MTP head."""
+    return lambda: _random_model(
+        f"{family}ForCausalLM",
+        f"{family}Config",
         hidden_size=128,
         intermediate_size=256,
         num_hidden_layers=2,
         num_attention_heads=2,
         num_key_value_heads=1,
-        head_dim=64,
-        tie_word_embeddings=True,
+        tie_word_embeddings=tied,
+        **({"head_dim": 64} if family == "Qwen3" else {}),
     )
 
 
@@ -179,8 +179,12 @@ def _random_model(architecture: str, config: str, **dimensions: Any) -> Specimen
 def _random_tensors(model_class: Any, settings: Any) -> Tensors:
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        model = model_class(settings).to(torch.bfloat16)
-    return {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
+        state = model_class(settings).to(torch.bfloat16).state_dict()
+        # transformers begins with biases of zero, and a lost one would change nothing.
+        return {
+            name: torch.randn_like(tensor) if name.endswith("_proj.bias") else tensor.detach().clone()
+            for name, tensor in state.items()
+        }
 
 
 @cache

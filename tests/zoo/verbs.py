@@ -264,7 +264,7 @@ SLOW: Mapping[str, Verb] = {
 
 FORMATS = (
     *("text", "multimodal", "w4a16", "w4a16-zero-points", "w8a16", "w8a8", "fp8-rows", "mixed"),
-    *("fp8-blocks", "gptq", "auto-round", "awq", "qwen3", "qwen3.5-moe"),
+    *("fp8-blocks", "gptq", "auto-round", "awq", "llama", "qwen2", "qwen3", "qwen3.5-moe"),
 )
 """An animal of each format and class of model."""
 
