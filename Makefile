@@ -39,8 +39,8 @@ download: | $(READY) ## get VARIANT's checkpoint from the model hub
 shape: | $(READY) ## write weights/shape-VARIANT: the dimensions that VARIANT will have, without weights, to time them (load_format=dummy)
 	@$(RUN) recipe run --variant $(VARIANT) --shape
 
-datasets: | $(READY) ## get the data sets of SUITE=core into data/ (HF_TOKEN for the gated GPQA)
-	@$(RUN) download --suite $(or $(SUITE),core)
+datasets: | $(READY) ## get the data sets of SUITE=core into data/ (HF_TOKEN for the gated GPQA; DATA=folder that holds those of SUITE=general)
+	@$(RUN) download --suite $(or $(SUITE),core) $(call option,DATA,--data)
 
 serve: | $(READY) ## serve VARIANT with vLLM (PORT=8080, PLATFORM=cpu|cuda, REQUIRE_BAKED=1, REQUIRE_PLAN=1, ALLOW_UNSAFE=1, HOST=0.0.0.0, ALLOW_OPEN=1)
 	@exec $(RUN) serve --variant $(VARIANT) $(call option,PORT,--port) $(call option,PLATFORM,--platform) $(call option,REQUIRE_BAKED,--require-baked) $(call option,REQUIRE_PLAN,--require-plan) $(call option,ALLOW_UNSAFE,--allow-unsafe) $(call option,HOST,--host) $(call option,ALLOW_OPEN,--allow-open)

@@ -1,5 +1,8 @@
 """`slimqwen download`: checkpoints of the model hub, data sets of a suite."""
 
+from pathlib import Path
+from typing import Annotated
+
 import typer
 
 from slimqwen import variant as variants
@@ -8,15 +11,22 @@ from slimqwen.cli.options import OptionalVariant, SuiteName
 from slimqwen.variant import Variant
 
 
-def download(variant: OptionalVariant = None, suite: SuiteName = None) -> None:
+Data = Annotated[
+    Path | None, typer.Option(metavar="FOLDER", help="take the suite's data from files of this folder instead")
+]
+
+
+def download(variant: OptionalVariant = None, suite: SuiteName = None, data: Data = None) -> None:
     """Download a variant's checkpoint from the model hub, or a suite's data sets (gated ones need HF_TOKEN)."""
     if (variant is None) == (suite is None):
         raise typer.BadParameter("name a variant with --variant, or a suite with --suite")
+    if data and not suite:
+        raise typer.BadParameter("--data takes the data of a suite: name one with --suite")
     silence_hub_client()
     if variant:
         _download_checkpoint(variant)
     if suite:
-        _download_datasets(suite)
+        _download_datasets(suite, data)
 
 
 def _download_checkpoint(variant: Variant) -> None:
@@ -34,7 +44,7 @@ def _download_checkpoint(variant: Variant) -> None:
         say(f"To pin it, write below {source.location}:\nREVISION={revision}")
 
 
-def _download_datasets(suite: str) -> None:
+def _download_datasets(suite: str, data: Path | None) -> None:
     from slimqwen.evals.suites import datasets
     from slimqwen.evals.suites.suite import Suite
 
@@ -42,6 +52,10 @@ def _download_datasets(suite: str) -> None:
     tasks = Suite.load(suite, root)
     if not (tasks.datasets or tasks.nltk):
         say(f"suite {tasks.name} needs no download: all its data are in this repository")
+    if data:
+        for line in datasets.take_datasets(tasks.datasets, data, root):
+            say(line)
+        return
     with progress_bar() as progress:
         for line in datasets.fetch_datasets(tasks.datasets, tasks.nltk, root, progress):
             say(line)

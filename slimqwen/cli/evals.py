@@ -50,8 +50,9 @@ def quality(
 
     extent: Limit = None if full else AUTO if limit is None else limit
     named = Suite.load(suite or variant.evaluation, variant.root)
-    if understood := named.describe_questions(variant.root):
-        say(understood)
+    for line in (named.describe_questions(variant.root), named.describe_left_out()):
+        if line:
+            say(line)
     with progress_bar() as progress:
         path = quality.measure_quality(
             variant,

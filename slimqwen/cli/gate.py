@@ -27,6 +27,8 @@ def gate(variant: VariantOption, settings: GateSettingsName = None) -> None:
     baseline = find_baseline(variant)
     check_preconditions(baseline, variant)
     from slimqwen.evals import gate
+    from slimqwen.evals.gate_checks import GateSettings
+    from slimqwen.evals.suites.suite import Suite
     from slimqwen.serving import checks
     from slimqwen.serving.command import ServerCommand
 
@@ -38,5 +40,9 @@ def gate(variant: VariantOption, settings: GateSettingsName = None) -> None:
             variant, settings or variant.evaluation, command=command(), progress=progress
         )
     outcome = show_record(path, log).outcome
+    if left_out := Suite.load(
+        GateSettings.load(settings or variant.evaluation, variant.root).quality, variant.root
+    ).describe_left_out():
+        say(left_out)
     say(f"Next: {_NEXT[outcome].format(variant=variant.name, baseline=baseline.name)}.")
     raise typer.Exit(EXIT_CODES[outcome])

@@ -21,6 +21,7 @@ from slimqwen.records.settings import Settings
 from slimqwen.records.split import Split
 from slimqwen.stats import intervals
 from slimqwen.text.documents import read_documents
+from slimqwen.text.text_prefix import Prefix
 
 MODES = ("single", "batched")
 """In-process modes: one text at a time; several at once with a token budget that splits their prefill into chunks."""
@@ -80,7 +81,8 @@ class FidelitySettings(Settings):
     Attributes:
         texts: path of a .jsonl file of {"id", "text"}, relative to the repository.
         most_texts: largest number of texts that are read, the first of the file; None for all.
-        prefix: text of the token that is put before every text.
+        prefix: text of the token that is put before every text, or several of which the first that both checkpoints
+            have is taken.
         batch: texts that are read at once in the modes batched and served.
         limits: largest values that pass.
         unchanged_ratio: for a variant with the baseline's checkpoint and dtypes, the largest ratio that passes: its
@@ -93,7 +95,7 @@ class FidelitySettings(Settings):
 
     texts: Path
     most_texts: int | None = Field(default=None, ge=2)
-    prefix: str
+    prefix: Prefix
     batch: int
     limits: FidelityLimits
     unchanged_ratio: float = Field(gt=1)

@@ -31,6 +31,7 @@ from slimqwen.records.split import Split
 from slimqwen.serving import in_process
 from slimqwen.serving.http_client import open_client
 from slimqwen.serving.shared_server import ServerLostError, SharedServer, server_lost
+from slimqwen.text.text_prefix import find_prefix
 
 _LEAST_SHARE = 1e-12
 """Smallest probability of the tail that is used, because rounding can make the computed one negative."""
@@ -326,17 +327,18 @@ def _tokenise_texts(
         transformers.AutoTokenizer.from_pretrained(weights) for weights in (variant_weights, baseline_weights)
     ]
 
-    def token_ids(tokenizer: Any, text: str) -> list[int]:
-        prefix = tokenizer.get_vocab().get(settings.prefix)
-        if prefix is None:
-            raise EvalError(
-                f"{settings.prefix!r} is not a token of both checkpoints; set another `prefix` in the section fidelity "
-                "of eval/gates/"
-            )
-        return [prefix, *tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]]
+    prefixes = find_prefix(settings.prefix, [tokenizer.get_vocab() for tokenizer in tokenizers])
+    if prefixes is None:
+        raise EvalError(
+            f"{settings.prefix!r} is not a token of both checkpoints; set another `prefix` in the section fidelity "
+            "of eval/gates/"
+        )
 
     def tokenise(name: str, text: str) -> TokenisedText:
-        variant_ids, baseline_ids = (token_ids(tokenizer, text) for tokenizer in tokenizers)
+        variant_ids, baseline_ids = (
+            [prefix, *tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]]
+            for prefix, tokenizer in zip(prefixes, tokenizers, strict=True)
+        )
         mapped = variant_ids if kept_ids is None else kept_ids[variant_ids].tolist()
         if kept_ids is None and variant_ids != baseline_ids:
             raise EvalError(

@@ -4,19 +4,23 @@ A dataset is fetched at one commit, checked against the hub's hashes, and publis
 names the commit. Later runs only check its hashes, so they need no network.
 """
 
+import fnmatch
 import json
-from collections.abc import Iterable, Sequence
+import shutil
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from slimqwen.checkpoint.files import sha256
+from slimqwen.checkpoint.files import publish, sha256
 from slimqwen.evals import EvalError
 from slimqwen.hub import HubError, Repository, download_files, one_line
 from slimqwen.progress import Progress, silent
 
 MANIFEST = "manifest.json"
+LOCAL = "files of a folder"
+"""Revision in the manifest of a dataset that a user's folder gave."""
 NLTK_DATA = Path("data") / "nltk"
 """Folder of nltk's resources, relative to the repository."""
 
@@ -29,7 +33,9 @@ class HubDataset(BaseModel):
     Attributes:
         revision: commit of 40 hexadecimal digits; None for the newest commit of the branch main.
         folder: destination relative to the repository root.
-        files: paths in the hub's repository.
+        files: paths in the hub's repository, or patterns such as "*/test.parquet".
+        local_files: names under which a folder of the user's may hold the data instead of the hub (`take_datasets`).
+        optional: whether the suite leaves out the tasks that read it where it is missing.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -38,6 +44,49 @@ class HubDataset(BaseModel):
     revision: str | None = Field(default=None, pattern="^[0-9a-f]{40}$")
     folder: Path
     files: tuple[str, ...] = Field(min_length=1)
+    local_files: tuple[str, ...] = ()
+    optional: bool = False
+
+
+def is_fetched(folder: Path, root: Path) -> bool:
+    """Whether a dataset's folder, relative to the repository, is complete."""
+    return (root / folder / MANIFEST).is_file()
+
+
+def take_datasets(datasets: Iterable[HubDataset], source: Path, root: Path) -> list[str]:
+    """Copy the data of a suite from a folder of the user's, where it holds their `local_files`.
+
+    Args:
+        source: folder with the files.
+
+    Returns:
+        A line for each dataset that says what was copied, or what the folder lacks.
+
+    Raises:
+        EvalError: the folder holds no dataset of the suite.
+    """
+    lines, found = [], False
+    for dataset in datasets:
+        if is_fetched(dataset.folder, root):
+            lines.append(f"{dataset.folder} is present")
+            found = True
+            continue
+        missing = [name for name in dataset.local_files if not (source / name).is_file()]
+        if missing or not dataset.local_files:
+            lines.append(
+                f"{dataset.folder} is not taken: no {', '.join(missing or dataset.files)} in {source}"
+            )
+            continue
+        found = True
+        with publish(root / dataset.folder) as folder:
+            for name in dataset.local_files:
+                shutil.copyfile(source / name, folder / name)
+            hashes = {name: sha256(folder / name) for name in dataset.local_files}
+            _write_manifest(folder, dataset.repository, LOCAL, hashes)
+        lines.append(f"{dataset.folder} is complete: {', '.join(dataset.local_files)} of {source}")
+    if not found:
+        raise EvalError(f"{'; '.join(lines)}; name a folder that holds them")
+    return lines
 
 
 def fetch_datasets(
@@ -71,12 +120,16 @@ def fetch_dataset(dataset: HubDataset, root: Path, progress: Progress = silent) 
         EvalError: the local dataset is of another commit, or was changed.
     """
     state = "is present, every file as it was fetched"
-    if not (root / dataset.folder / MANIFEST).is_file():
+    if not is_fetched(dataset.folder, root):
         _download(dataset, root, progress)
         state = "is complete, as the hub lists it"
-    revision = _checked_revision(dataset, root)
-    size = sum((root / dataset.folder / name).stat().st_size for name in dataset.files)
-    pin = "" if dataset.revision else f"; to pin it: `revision: {revision}` in eval/suites/"
+    revision, names = _checked_revision(dataset, root)
+    size = sum((root / dataset.folder / name).stat().st_size for name in names)
+    pin = (
+        ""
+        if dataset.revision or revision == LOCAL
+        else f"; to pin it: `revision: {revision}` in eval/suites/"
+    )
     return f"{dataset.folder} {state}: {dataset.repository} at {revision}, {size / 1e6:.1f} MB{pin}"
 
 
@@ -84,17 +137,18 @@ def _download(dataset: HubDataset, root: Path, progress: Progress) -> None:
     repository = Repository(dataset.repository, "dataset", dataset.revision, _CURE, "the suite")
 
     def select(names: Sequence[str]) -> Sequence[str]:
-        if absent := [name for name in dataset.files if name not in names]:
+        if absent := [pattern for pattern in dataset.files if not fnmatch.filter(names, pattern)]:
             raise HubError(f"{dataset.repository} has no {', '.join(absent)}; correct `files` in the suite")
-        return dataset.files
+        return [name for name in names if any(fnmatch.fnmatchcase(name, each) for each in dataset.files)]
 
     with download_files(repository, root / dataset.folder, select, progress) as (folder, commit, files):
-        manifest = {
-            "repository": dataset.repository,
-            "revision": commit,
-            "files": {name: record.sha256 for name, record in files.items()},
-        }
-        (folder / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n", encoding="utf-8")
+        hashes = {name: record.sha256 for name, record in files.items()}
+        _write_manifest(folder, dataset.repository, commit, hashes)
+
+
+def _write_manifest(folder: Path, repository: str, revision: str, files: Mapping[str, str]) -> None:
+    manifest = {"repository": repository, "revision": revision, "files": files}
+    (folder / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n", encoding="utf-8")
 
 
 def fetch_nltk(resources: Iterable[str], root: Path) -> list[Path]:
@@ -129,9 +183,8 @@ def require_datasets(datasets: Sequence[HubDataset], resources: Iterable[str], r
     Raises:
         EvalError: some data are missing or were changed.
     """
-    missing = [
-        str(dataset.folder) for dataset in datasets if not (root / dataset.folder / MANIFEST).is_file()
-    ]
+    present_sets = [dataset for dataset in datasets if is_fetched(dataset.folder, root)]
+    missing = [str(each.folder) for each in datasets if not each.optional and each not in present_sets]
     archives: list[Path] = []
     for name in resources:
         present = _nltk_archives(name, root)
@@ -139,7 +192,7 @@ def require_datasets(datasets: Sequence[HubDataset], resources: Iterable[str], r
         missing += [] if present else [str(NLTK_DATA / name)]
     if missing:
         raise EvalError(f"missing data: {', '.join(missing)}; {_CURE} fetches them over the network")
-    for dataset in datasets:
+    for dataset in present_sets:
         _checked_revision(dataset, root)
     return archives
 
@@ -148,19 +201,20 @@ def _nltk_archives(name: str, root: Path) -> list[Path]:
     return list((root / NLTK_DATA).glob(f"*/{name}.zip"))
 
 
-def _checked_revision(dataset: HubDataset, root: Path) -> str:
-    """The commit of the local dataset; an EvalError unless the suite wants it and every file is as it was fetched."""
+def _checked_revision(dataset: HubDataset, root: Path) -> tuple[str, list[str]]:
+    """Commit and files of the local dataset; an EvalError unless the suite wants it and no file was changed."""
     folder = root / dataset.folder
     cure = f"delete {dataset.folder} and run {_CURE}"
     manifest: dict[str, Any] = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
     source = f"{manifest['repository']} at {manifest['revision']}"
-    if manifest["repository"] != dataset.repository or dataset.revision not in (None, manifest["revision"]):
+    allowed = {None, manifest["revision"]} if manifest["revision"] != LOCAL else {dataset.revision}
+    if manifest["repository"] != dataset.repository or dataset.revision not in allowed:
         raise EvalError(
             f"{dataset.folder} is {source}, but the suite needs {dataset.repository} at {dataset.revision or 'main'}; "
             f"{cure}"
         )
-    for name in dataset.files:
+    for name, expected in manifest["files"].items():
         file = folder / name
-        if not file.is_file() or sha256(file) != manifest["files"].get(name):
+        if not file.is_file() or sha256(file) != expected:
             raise EvalError(f"{dataset.folder}/{name} was changed or deleted after its download; {cure}")
-    return str(manifest["revision"])
+    return str(manifest["revision"]), list(manifest["files"])

@@ -23,6 +23,7 @@ from slimqwen.records.split import Split
 from slimqwen.serving.chat_template import served_templates
 from slimqwen.serving.server import RunningServer
 from slimqwen.serving.shared_server import SharedServer, require_healthy, server_lost
+from slimqwen.text.text_prefix import find_prefix
 from slimqwen.vllm_plugin.api_key import authorization
 
 if TYPE_CHECKING:
@@ -78,8 +79,8 @@ def run_suite(
             nltk.data.path.insert(0, str(root / datasets.NLTK_DATA))
         manager = _task_manager(suite, root)
         client = _make_client(suite, server, answers=answers, progress=progress)
-        rendered = suite.chat_template
-        if rendered:
+        templates = {task.name: suite.uses_chat_template(task) for task in suite.tasks}
+        if any(templates.values()):
             _require_chat_template(suite, client.tokenizer, server.server.weights)
         runs: list[TaskRun] = []
         for task in suite.tasks:
@@ -87,6 +88,7 @@ def run_suite(
                 ended = next(run for run in runs if run.task.name == task.responses_of)
                 runs.append(score_endings(task, ended, suite.settings_of(task)))
                 continue
+            rendered = templates[task.name]
             thinking = task.thinking if rendered else None
             if rendered and thinking is None:
                 thinking = thinks_by_default(client.tokenizer)
@@ -214,12 +216,12 @@ def _make_client(
     templates = served_templates(server.variant, server.server.command.flags)
     client.tokenizer.chat_template = {name: each.text for name, each in templates.items()} or None
     if suite.text_prefix is not None:
-        prefix_id = client.tokenizer.get_vocab().get(suite.text_prefix)
-        if prefix_id is None:
+        prefix = find_prefix(suite.text_prefix, [client.tokenizer.get_vocab()])
+        if prefix is None:
             raise EvalError(
                 f"suite {suite.name}: text_prefix {suite.text_prefix!r} is not a token of this checkpoint; set another"
             )
-        client.custom_prefix_token_id = int(prefix_id)
+        client.custom_prefix_token_id = prefix[0]
     return client
 
 
@@ -372,4 +374,5 @@ def _data_files(config: Mapping[str, Any], root: Path) -> Iterable[Path]:
     data_files = config.get("dataset_kwargs", {}).get("data_files", [])
     for value in data_files.values() if isinstance(data_files, Mapping) else [data_files]:
         for name in [value] if isinstance(value, str) else value:
-            yield root / name
+            path = root / name
+            yield from (file for file in path.rglob("*") if file.is_file()) if path.is_dir() else [path]

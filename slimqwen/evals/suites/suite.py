@@ -15,13 +15,14 @@ from pydantic import (
 )
 
 from slimqwen.evals.suites import questions, scorer
-from slimqwen.evals.suites.datasets import HubDataset
+from slimqwen.evals.suites.datasets import HubDataset, is_fetched
 from slimqwen.evals.suites.question_rows import find_questions
 from slimqwen.evals.suites.questions import Question
 from slimqwen.evals.suites.scorer import Metric
 from slimqwen.records.settings import OWN, Settings
 from slimqwen.records.split import Side, Split
 from slimqwen.stats import sequential
+from slimqwen.text.text_prefix import Prefix
 from slimqwen.yaml_file import YamlText
 
 ANSWER_MARGIN: Final = "answer_margin_nats"
@@ -64,6 +65,8 @@ class SuiteTask(BaseModel):
             an answer such as "(A)"; None for the definition's own scoring.
         responses_of: earlier task whose responses are scored by ENDED; nothing is generated for this one.
         tools: whether items offer tools, so that requests go to the server's chat endpoint and its tool parser.
+        chat_template: whether prompts go through the chat template; None for what the suite says.
+        data: folder of a dataset without which the task is left out; None for a task that is always scored.
         too_long_is_wrong: whether a prompt beyond the served context gets an empty response; if not, it is an error.
     """
 
@@ -82,6 +85,8 @@ class SuiteTask(BaseModel):
     scored_by: Literal["stated choice"] | None = None
     responses_of: str | None = None
     tools: bool = False
+    chat_template: bool | None = None
+    data: Path | None = None
     too_long_is_wrong: bool = False
 
     @property
@@ -109,7 +114,7 @@ class SuiteTask(BaseModel):
         Args:
             rendered: whether prompts go through a chat template.
         """
-        names = {"definition", "overrides", "repeats", "scored_by", "responses_of"}
+        names = {"definition", "overrides", "repeats", "scored_by", "responses_of", "chat_template"}
         names |= {"thinking"} if rendered else set()
         return self.model_dump(include=names, exclude_defaults=True)
 
@@ -133,11 +138,13 @@ class Suite(Settings):
         tasks_folder: folder of the suite's own lm-eval task files, relative to the repository.
         lm_eval_folders: folders of lm-eval's own tasks that hold its definitions.
         chat_template: whether prompts go through the checkpoint's chat template.
-        text_prefix: text of the token before each scored text, as in training; its id differs between vocabularies.
+        text_prefix: text of the token before each scored text, as in training, or several, of which the first that is a
+            token of the checkpoint is taken; its id differs between vocabularies.
         sample: items of a limited run: `first` of the file, or `drawn`, those with the smallest hashes.
         datasets: hub datasets, fetched by `slimqwen download --suite`.
         nltk: nltk resources for scoring, fetched by the same command.
-        tasks: tasks in the order of the file.
+        tasks: tasks in the order of the file; without those whose data are not here.
+        left_out: names of the tasks whose data are not here.
         proof_share: share of the items that are kept from a search for the proof of its result; it also splits the
             texts of fidelity and the documents of acceptance of the same gate.
         questions: how the questions of an own evaluation are asked; None for other suites.
@@ -149,11 +156,12 @@ class Suite(Settings):
     tasks_folder: Path | None = None
     lm_eval_folders: tuple[str, ...] = ()
     chat_template: bool
-    text_prefix: str | None = None
+    text_prefix: Prefix | None = None
     sample: Literal["first", "drawn"]
     datasets: tuple[HubDataset, ...] = ()
     nltk: tuple[str, ...] = ()
     tasks: tuple[SuiteTask, ...] = Field(min_length=1)
+    left_out: tuple[str, ...] = ()
     proof_share: float = Field(default=0.5, gt=0, lt=1)
     questions: OwnQuestions | None = None
 
@@ -170,6 +178,27 @@ class Suite(Settings):
         return self
 
     @classmethod
+    def load(cls, name: str, root: Path) -> Self:
+        """Read a suite; tasks whose data are not here are left out, and named.
+
+        Raises:
+            SettingsError: as `Settings.load`.
+        """
+        suite = super().load(name, root)
+        present = [task for task in suite.tasks if task.data is None or is_fetched(task.data, root)]
+        left_out = tuple(task.name for task in suite.tasks if task not in present)
+        return suite.model_copy(update={"tasks": tuple(present), "left_out": left_out})
+
+    def describe_left_out(self) -> str | None:
+        """A line on the tasks whose data are not here, with the cure; None if there are none."""
+        if not self.left_out:
+            return None
+        return (
+            f"left out, for the data are not here: {', '.join(self.left_out)}; `slimqwen download --suite "
+            f"{self.name}` fetches them, with --data FOLDER from a folder of yours"
+        )
+
+    @classmethod
     def _from_text(cls, text: YamlText, name: str) -> "Suite":
         if not isinstance(text.content, dict) or "metric" not in text.content:
             return super()._from_text(text, name)
@@ -183,12 +212,16 @@ class Suite(Settings):
         )
         return cls(name=name, chat_template=True, sample="first", tasks=(task,), questions=own)
 
+    def uses_chat_template(self, task: SuiteTask) -> bool:
+        """Whether the prompts of a task go through the chat template."""
+        return self.chat_template if task.chat_template is None else task.chat_template
+
     def settings_of(self, task: SuiteTask) -> dict[str, Any]:
         """All settings that change responses to a task or their scores, the scorer's code among them.
 
         Two records must share them to be comparable, in addition to measure and items.
         """
-        settings = task.settings(rendered=self.chat_template)
+        settings = task.settings(rendered=self.uses_chat_template(task))
         if self.questions is None:
             shared = {"chat_template", "text_prefix", "sample", "lm_eval_folders"}
             return {

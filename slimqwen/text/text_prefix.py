@@ -1,0 +1,14 @@
+"""The token before a text that is read, as in training: families name it differently."""
+
+from collections.abc import Mapping, Sequence
+
+Prefix = str | tuple[str, ...]
+"""Text of the token, or of several of which the first that a checkpoint has is taken."""
+
+
+def find_prefix(prefix: Prefix, vocabularies: Sequence[Mapping[str, int]]) -> list[int] | None:
+    """Ids of the first prefix that is a token of each vocabulary, one id for each; None if there is none."""
+    for text in (prefix,) if isinstance(prefix, str) else prefix:
+        if all(text in vocabulary for vocabulary in vocabularies):
+            return [int(vocabulary[text]) for vocabulary in vocabularies]
+    return None
