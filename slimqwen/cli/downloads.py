@@ -10,7 +10,6 @@ from slimqwen.cli.console import progress_bar, say, silence_hub_client
 from slimqwen.cli.options import OptionalVariant, SuiteName
 from slimqwen.variant import Variant
 
-
 Data = Annotated[
     Path | None, typer.Option(metavar="FOLDER", help="take the suite's data from files of this folder instead")
 ]

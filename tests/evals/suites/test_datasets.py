@@ -148,3 +148,39 @@ def test_nltk_resources_are_fetched_once(tmp_path: Path, monkeypatch: pytest.Mon
     # The server is gone: what is there is not asked for again.
     assert datasets.fetch_nltk(["words"], tmp_path) == [got]
     assert datasets.require_datasets((), ["words"], tmp_path) == [got]
+
+
+LOCAL = WANTED.model_copy(update={"local_files": ("test.jsonl",), "optional": True})
+
+
+def test_data_of_a_folder_take_the_place_of_the_hub_s(tmp_path: Path) -> None:
+    (tmp_path / "test.jsonl").write_text("{}\n")
+    lines = datasets.take_datasets([LOCAL], tmp_path, tmp_path)
+
+    assert lines == [f"data/items is complete: test.jsonl of {tmp_path}"]
+    assert datasets.take_datasets([LOCAL], tmp_path, tmp_path) == ["data/items is present"]
+    datasets.require_datasets([LOCAL], (), tmp_path)
+    (tmp_path / "data/items/test.jsonl").write_text("changed\n")
+    with pytest.raises(EvalError, match=r"data/items/test.jsonl was changed or deleted"):
+        datasets.require_datasets([LOCAL], (), tmp_path)
+
+
+def test_a_folder_without_any_of_the_data_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(
+        EvalError, match=r"data/items is not taken: no test.jsonl in .*; name a folder that holds them"
+    ):
+        datasets.take_datasets([LOCAL], tmp_path, tmp_path)
+
+
+def test_only_data_that_a_suite_can_do_without_may_be_missing(tmp_path: Path) -> None:
+    datasets.require_datasets([LOCAL], (), tmp_path)
+    with pytest.raises(EvalError, match="missing data: data/items"):
+        datasets.require_datasets([WANTED], (), tmp_path)
+
+
+def test_files_of_the_hub_may_be_named_by_a_pattern(served: Hub, tmp_path: Path) -> None:
+    wanted = WANTED.model_copy(update={"files": ("*/*.parquet",)})
+    datasets.fetch_dataset(wanted, tmp_path)
+
+    assert (tmp_path / "data/items/data/test.parquet").is_file()
+    assert not (tmp_path / "data/items/rules.jsonl").exists()
