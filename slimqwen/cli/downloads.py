@@ -11,7 +11,8 @@ from slimqwen.cli.options import OptionalVariant, SuiteName
 from slimqwen.variant import Variant
 
 Data = Annotated[
-    Path | None, typer.Option(metavar="FOLDER", help="take the suite's data from files of this folder instead")
+    Path | None,
+    typer.Option(metavar="FOLDER", help="take the suite's data from files of this folder instead"),
 ]
 
 
