@@ -323,6 +323,7 @@ def _recipe_findings(variant: Variant) -> Iterator[Finding]:
     for what, changes in (
         ("tensors", variant_recipe.unexplained_changes(variant)),
         ("settings of config.json", variant_recipe.unexplained_settings(variant)),
+        ("files of tokenizer and chat template", variant_recipe.unexplained_files(variant)),
     ):
         figure = f"{what} changed by no stage of the recipe"
         verdict = Verdict.FAIL if changes else Verdict.PASS

@@ -9,7 +9,7 @@ from pathlib import Path
 from slimqwen import checkpoint
 from slimqwen import variant as variants
 from slimqwen.checkpoint import draft_head
-from slimqwen.checkpoint.files import bytes_on_disk
+from slimqwen.checkpoint.files import VOCAB_MAP, bytes_on_disk, side_files
 from slimqwen.checkpoint.weights import changed_weights
 from slimqwen.errors import SlimqwenError
 from slimqwen.models.outline import Outline
@@ -196,6 +196,28 @@ def unexplained_by(steps: Sequence[Step], base: Path, weights: Path) -> list[str
 
     return changed_weights(base, weights, leave_out=is_explained)
 
+
+def unexplained_files(variant: Variant) -> list[str]:
+    """Files of tokenizer, chat template and generation that differ from a recipe's base, though no stage changes them.
+
+    A template without its system turn, or a tokenizer without its merges, shows in no tensor. A pruned vocabulary
+    renumbers all files but templates (`prune_vocab` checks what it writes).
+
+    Raises:
+        RecipeError: the recipe cannot be used.
+    """
+    base = base_folder(read_recipe(variant).base, variant.root)
+    before, after = side_files(base), side_files(variant.weights)
+    fixed = () if VOCAB_MAP in after else _TEXT_FILES
+    return sorted(
+        name
+        for name in before.keys() | after.keys()
+        if name.endswith(".jinja") or name in fixed
+        if name not in before or name not in after or before[name].read_bytes() != after[name].read_bytes()
+    )
+
+
+_TEXT_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.json", "generation_config.json")
 
 _SETTINGS_OF_STAGES = {
     "architectures", "dtype", "torch_dtype", "tie_word_embeddings", "transformers_version", "vocab_size",

@@ -8,7 +8,7 @@ import pytest
 
 from slimqwen import variant
 from slimqwen.checkpoint import Manifest
-from slimqwen.checkpoint.files import bytes_on_disk
+from slimqwen.checkpoint.files import VOCAB_MAP, bytes_on_disk
 from slimqwen.recipe import variant_recipe
 from slimqwen.recipe.recipe_file import RecipeError, find_base_variant
 from tests.checkpoints import edited_tensors
@@ -60,6 +60,17 @@ def test_a_setting_that_no_stage_changes_is_named_and_one_of_a_stage_is_not(repo
     config["rope_parameters"]["rope_theta"] *= 1.5
     file.write_text(json.dumps({**config, "tie_word_embeddings": False, "rms_norm_eps": 1e-3}))
     assert variant_recipe.unexplained_settings(subject) == ["rms_norm_eps", "rope_parameters"]
+
+
+def test_a_chat_template_or_tokenizer_that_no_stage_changes_is_named(repository):
+    subject = changed_variant(repository, RECIPE)
+    assert variant_recipe.unexplained_files(subject) == []
+    tokenizer = subject.weights / "tokenizer.json"
+    tokenizer.write_text(json.dumps({**json.loads(tokenizer.read_text()), "added_tokens": []}))
+    (subject.weights / "chat_template.jinja").write_text("{{ messages[0].content }}")
+    assert variant_recipe.unexplained_files(subject) == ["chat_template.jinja", "tokenizer.json"]
+    (subject.weights / VOCAB_MAP).touch()
+    assert variant_recipe.unexplained_files(subject) == ["chat_template.jinja"]
 
 
 def test_a_stage_is_found_by_the_first_of_its_name(repository):
