@@ -33,6 +33,7 @@ DEFAULT_COLUMNS = (
     "e2el_ms.mean",
     "output_throughput_tokens_per_s",
     "acceptance_length",
+    "memory_share",
 )
 
 _STATISTIC = r"(ttft|tpot|itl|e2el)_ms\.(mean|median|p90|p95|p99)"
@@ -45,6 +46,7 @@ FIGURES = (
     "rate_per_s",
     "concurrency",
     "acceptance_length",
+    "memory_share",
     "prefix_hits",
     "repeat_speedup",
 )

@@ -128,7 +128,7 @@ def find_subject(model: str, root: Path) -> Subject:
     path, shape_file = Path(model), root / shapes.FOLDER / f"{model}.json"
     readings: dict[str, Callable[[], Subject]] = {}
     if model in variants.names(root):
-        readings["the variant of that name"] = lambda: _of_variant(variants.load(model, root))
+        readings["the variant of that name"] = lambda: variant_subject(variants.load(model, root))
     if path.is_dir():
         readings[f"the folder ./{path}"] = lambda: _of_folder(path, model)
     if path.is_file():
@@ -150,7 +150,8 @@ def find_subject(model: str, root: Path) -> Subject:
     )
 
 
-def _of_variant(variant: Variant) -> Subject:
+def variant_subject(variant: Variant) -> Subject:
+    """A variant's checkpoint on this machine, else the one that its recipe would make; raises as `find_subject`."""
     settings = {key: setting.value for key, setting in variant.settings.items()}
     if (variant.weights / "config.json").is_file():
         found = _of_folder(variant.weights, variant.name)

@@ -41,6 +41,7 @@ MEASURES: Mapping[str, str] = MappingProxyType(
         "rate_per_s": "arrivals/s",
         "concurrency": "in flight",
         "acceptance_length": "acceptance length",
+        "memory_share": "of the memory's limit",
         "prefix_hits": "found in the cache",
         "repeat_speedup": "TTFT, first time / repetition [95 %]",
     }
@@ -138,6 +139,10 @@ class ClassFigures(Block):
     goodput: Goodput | None = Field(default=None, description="null if the workload has no service level.")
     ttft_ms: Distribution = Field(description="Time to first token.")
     tpot_ms: Distribution = Field(description="Time per output token after the first, mean of a request.")
+    memory_limit_ms: AboveZero | None = Field(
+        default=None,
+        description="TPOT at which a decode step is as short as memory bandwidth allows; null if unknown.",
+    )
     itl_ms: Distribution = Field(
         description="Time between two streamed chunks; with speculation a chunk can hold several tokens."
     )
@@ -163,6 +168,9 @@ class Latency(ServedRecord):
     rounds_repeated: Count = Field(default=0, description="Rounds repeated because of a busy host.")
     run: str = Field(min_length=1, description="Id that records of variants measured in turns share.")
     interleaved_with: tuple[VariantName, ...]
+    memory_bandwidth_gb_per_s: AboveZero | None = Field(
+        default=None, description="Of the GPU's data sheet, or of copies on this CPU; null if unknown."
+    )
     config: dict[str, str] = Field(
         default={},
         description="config.env lines of the workload that replace the variant's own; an empty value unsets.",
@@ -182,7 +190,9 @@ class Latency(ServedRecord):
 
 def _class_table(record: Latency, path: Path) -> Table:
     """Table of each prompt class of a record, with the figures that its workload chooses."""
-    chosen = record.columns or DEFAULT_COLUMNS
+    classes = record.classes.values()
+    limited = any(figures.memory_limit_ms for figures in classes)
+    chosen = [each for each in record.columns or DEFAULT_COLUMNS if limited or each != "memory_share"]
     columns: dict[str, Callable[[tuple[str, ClassFigures]], object]] = {
         "class, tokens": lambda row: f"{row[0]} {row[1].prompt_tokens} -> {row[1].output_tokens}",
         **{heading(column): partial(_cell, column) for column in chosen},
@@ -190,9 +200,13 @@ def _class_table(record: Latency, path: Path) -> Table:
     }
     means = "Means ± standard errors, on" if any(column.endswith(".mean") for column in chosen) else "On"
     notes = [f"{means} {hardware_name(record.provenance.hardware)}."]
-    classes = record.classes.values()
     if level := next((figures.goodput for figures in classes if figures.goodput), None):
         notes.append(f"Good requests: TTFT up to {level.ttft_ms:g} ms and TPOT up to {level.tpot_ms:g} ms.")
+    if limited and "memory_share" in chosen:
+        notes.append(
+            f"Of the memory's limit: TPOT if nothing but reading at {record.memory_bandwidth_gb_per_s:,.0f} GB/s took "
+            "time, over the measured one."
+        )
     if any(figures.spread for figures in classes):
         notes.append("In classes with a spread, lengths are means of a log-normal distribution.")
     if caches := [figures.prefix_cache for figures in classes if figures.prefix_cache]:
@@ -242,6 +256,7 @@ def _cell(column: str, row: tuple[str, ClassFigures]) -> object:
         "rate_per_s": figures.arrival and f"{figures.arrival.rate_per_s:,.2f}",
         "concurrency": str(figures.concurrency or "no limit"),
         "acceptance_length": figures.acceptance and f"{figures.acceptance.length:.2f}",
+        "memory_share": figures.memory_limit_ms and f"{figures.memory_limit_ms / figures.tpot_ms.mean:.1%}",
         "prefix_hits": cache and f"{cache.hit_tokens / cache.queried_tokens:.0%}",
         "repeat_speedup": ratio and f"{ratio.value:.1f}x [{ratio.low:.1f}, {ratio.high:.1f}]",
     }

@@ -6,6 +6,7 @@ measured again.
 
 import itertools
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -13,17 +14,20 @@ from slimqwen import host_load
 from slimqwen.bench import BenchError
 from slimqwen.bench.latency import figures
 from slimqwen.bench.latency.measured_variant import MeasuredVariant, SharedState
+from slimqwen.bench.latency.memory_limit import find_bandwidth, shortest_tpot_ms
 from slimqwen.bench.latency.record import Arrival, ClassFigures, Latency, PrefixCache
 from slimqwen.bench.latency.speedups import by_class_and_round, by_round
 from slimqwen.bench.load_shapes import SHAPES, SUFFIX_TOKENS
 from slimqwen.bench.workload import PromptClass, Workload
+from slimqwen.errors import SlimqwenError
 from slimqwen.host_load import HostBusyError, HostLoad, Watch
 from slimqwen.plan import start
+from slimqwen.processes import spawner
 from slimqwen.progress import Progress, silent
 from slimqwen.records import provenance, store
 from slimqwen.records.journal import journal_file, locked
 from slimqwen.records.record import Ratio
-from slimqwen.serving import checks, spawner
+from slimqwen.serving import checks
 from slimqwen.serving.command import ServerCommand
 from slimqwen.serving.shared_server import ServerLostError, share_server
 from slimqwen.stats import intervals
@@ -85,7 +89,8 @@ def measure_latency(
                 raise
             if number < rounds - 1:
                 finished.add(number, _state(shared, sides))
-        records = [_record(side, sides, finished.reused, started, command) for side in sides]
+        bandwidth = find_bandwidth(ServerCommand.resolve(variants[0]).platform, variants[0].root)
+        records = [_record(side, sides, finished.reused, started, command, bandwidth) for side in sides]
         folders = records_folders or [variant.folder for variant in variants]
         paths = [
             store.write_record(
@@ -183,6 +188,7 @@ def _record(
     reused_rounds: int,
     started: str,
     command: Sequence[str],
+    bandwidth: float | None,
 ) -> Latency:
     assert side.served is not None
     served, shared, workload = side.served, side.shared, side.shared.workload
@@ -199,10 +205,11 @@ def _record(
         rounds_repeated=load.repeated,
         run=started,
         interleaved_with=tuple(other.variant.name for other in sides if other is not side),
+        memory_bandwidth_gb_per_s=bandwidth and bandwidth / 1e9,
         config=workload.config,
         columns=workload.columns,
         classes={
-            c.name: _class(side, place, c, unscaled)
+            c.name: _class(side, place, c, unscaled, bandwidth)
             for place, (c, unscaled) in enumerate(zip(side.classes, unscaled_classes, strict=True))
         },
         provenance=provenance.describe(
@@ -217,8 +224,17 @@ def _record(
     )
 
 
-def _class(side: MeasuredVariant, place: int, c: PromptClass, unscaled: PromptClass) -> ClassFigures:
+def _class(
+    side: MeasuredVariant, place: int, c: PromptClass, unscaled: PromptClass, bandwidth: float | None
+) -> ClassFigures:
     result = side.results[c.name]
+    accepted, memory_limit = figures.acceptance(result), None
+    if bandwidth and c.limit:
+        context = c.prompt_tokens + c.output_tokens // 2
+        with suppress(SlimqwenError):  # a checkpoint that `fit` does not count can be timed all the same
+            memory_limit = shortest_tpot_ms(
+                side.variant, bandwidth, context, c.limit, accepted.length if accepted else None
+            )
     arrival = None
     if result.rate_per_s is not None:
         arrival = Arrival(process="fixed gap" if c.gap_ms else "Poisson", rate_per_s=result.rate_per_s)
@@ -244,7 +260,8 @@ def _class(side: MeasuredVariant, place: int, c: PromptClass, unscaled: PromptCl
         arrival=arrival,
         durations_s=tuple(result.durations_s),
         **figures.summarise(result.rows, sum(result.durations_s), side.shared.workload.service_level),
-        acceptance=figures.acceptance(result),
+        memory_limit_ms=memory_limit,
+        acceptance=accepted,
         prefix_cache=prefix_cache,
         prompts_sha256=digest(result.prompts),
     )

@@ -75,6 +75,7 @@ def measure(monkeypatch, write_workload):
             yield by_name[variant.name]
 
         monkeypatch.setattr(rounds, "share_server", serve)
+        monkeypatch.setattr(rounds, "find_bandwidth", lambda platform, root: 5e9)
         monkeypatch.setattr(Variant, "require_weights", lambda _: None)  # a stand-in has a tokenizer alone
         variants = [one.variant for one in served_variants]
         chosen = workload or write_workload()
@@ -114,6 +115,8 @@ def test_one_variant_has_a_fresh_server_a_round_and_its_record_says_what_was_sen
     assert (short.prompt_tokens, short.output_tokens, short.request_count) == (4, 5, 6)
     assert (long.prompt_tokens, long.output_tokens, long.named_prompt_tokens) == (100, 20, 200)
     assert long.failure_count == 0
+    assert record.memory_bandwidth_gb_per_s == 5
+    assert short.memory_limit_ms is None  # a stand-in has no checkpoint
     assert long.acceptance is None
     assert [(i["class"], i["round"]) for i in items].count(("long", 1)) == 2
     assert {(len(r["prompt"]), r["max_tokens"]) for r in server.requests} == {(4, 5), (100, 20)}

@@ -1,0 +1,90 @@
+"""The shortest time per output token that memory bandwidth allows, beside which a measured one is judged.
+
+A decode step lasts at least its memory traffic (`fit/cost.py`) over the bandwidth of the memory: for a GPU that of its
+data sheet, for a CPU what this host copies.
+"""
+
+import json
+import time
+from pathlib import Path
+
+from slimqwen.fit import cost
+from slimqwen.fit.architecture import read_model, shape_tensors
+from slimqwen.fit.memory import ServerSettings
+from slimqwen.fit.subject import variant_subject
+from slimqwen.host import Platform
+from slimqwen.plan.devices import UnknownGpuError, UnservedGpuError
+from slimqwen.plan.host_gpus import choose_gpu
+from slimqwen.records import provenance
+from slimqwen.variant import Variant
+
+_FILE = Path(".cache") / "memory_bandwidth.json"
+_COPIED_BYTES = 256 << 20  # beyond every cache
+_COPIES = 10
+
+
+def find_bandwidth(platform: Platform, root: Path) -> float | None:
+    """Memory bandwidth of the device that serves, bytes per second; None for a GPU that eval/devices.yaml lacks.
+
+    A CPU's is the fastest that was ever measured on this kind of hardware, kept in .cache/: other work only slows it.
+    """
+    if platform == "cuda":
+        try:
+            chosen = choose_gpu(None, root)
+        except (UnknownGpuError, UnservedGpuError):
+            return None
+        return chosen and chosen.gpu.bandwidth
+    file, kind = root / _FILE, provenance.host_kind().hardware
+    known: dict[str, float] = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    if (measured := _measure_copy()) > known.get(kind, 0):
+        known[kind] = measured
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(json.dumps(known, indent=1) + "\n", encoding="utf-8")
+    return known[kind]
+
+
+def _measure_copy() -> float:
+    """Bytes per second that all threads of torch read and write together, in the fastest of some copies."""
+    import torch
+
+    source = torch.ones(_COPIED_BYTES, dtype=torch.uint8)
+    target = torch.zeros_like(source)
+    seconds = []
+    for _ in range(_COPIES):
+        began = time.perf_counter()
+        target.copy_(source)
+        seconds.append(time.perf_counter() - began)
+    return 2 * _COPIED_BYTES / min(seconds)
+
+
+def shortest_tpot_ms(
+    variant: Variant, bandwidth: float, context_len: int, sequences: int, acceptance_length: float | None
+) -> float | None:
+    """The time per output token of a decode step that is as fast as the memory, milliseconds.
+
+    Args:
+        variant: as it is served, with a checkpoint on this machine.
+        bandwidth: bytes per second.
+        context_len: cached tokens of each sequence.
+        acceptance_length: output tokens per step; None without drafts.
+
+    Returns:
+        None where a step is not counted: on several GPUs, or with drafts by anything but an MTP head.
+
+    Raises:
+        FitError: config.env has a dtype or number that vLLM does not read.
+    """
+    subject = variant_subject(variant)
+    settings = ServerSettings.of(subject, None, None)
+    depth = settings.depth if acceptance_length else 0
+    if settings.gpus > 1 or (acceptance_length and not depth):
+        return None
+    model = read_model(
+        shape_tensors(subject.tensors),
+        subject.config,
+        kv_cache_dtype=settings.kv_cache_dtype,
+        state_dtype=settings.state_dtype,
+    )
+    step = cost.count_verify_work(model, sequences, context_len, depth).bytes
+    step += depth * cost.count_draft_work(model, sequences, context_len).bytes
+    return 1e3 * step / bandwidth / (acceptance_length or 1)
