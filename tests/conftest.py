@@ -27,9 +27,9 @@ import pytest
 
 from slimqwen import host_load, variant
 from slimqwen.errors import SlimqwenError
-from slimqwen.recipe.worker import GARBAGE_THRESHOLD
+from slimqwen.processes import spawner
+from slimqwen.processes.worker import GARBAGE_THRESHOLD
 from slimqwen.records import store
-from slimqwen.serving import spawner
 from slimqwen.serving.command import ServerCommand
 from slimqwen.serving.server import RunningServer, free_port, run_server
 from slimqwen.serving.shared_server import SharedServer, max_model_len

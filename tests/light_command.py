@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from slimqwen import lifeline
+from slimqwen.processes import warm_worker, worker
+from slimqwen.processes.warm_worker import WarmWorker
 from slimqwen.progress import Progress
-from slimqwen.recipe import warm_worker, worker
-from slimqwen.recipe.warm_worker import WarmWorker
 from slimqwen.serving.server import start_process
 from slimqwen.vllm_plugin import api_server
 
@@ -45,7 +45,7 @@ def _serve() -> None:
     _run_child(_start_worker)
 
 
-def serve(folder: Path, _: Path, words: list[str], progress: Progress) -> None:
+def serve(folder: Path, words: list[str], progress: Progress) -> None:
     """A job: start a server and wait for its end."""
     executed = folder.name == "executed"
     module = __spec__.name if executed else api_server.__name__
@@ -69,7 +69,7 @@ def main(folder: Path, words: list[str]) -> None:
         (folder / "worker.log").open("wb") as output,
         worker.started(os.environ, output, __spec__.name, ["warm-worker"]) as (process, messages),
     ):
-        WarmWorker(messages, process).give(os.environ, serve, folder, folder, words)
+        WarmWorker(messages, process).give(os.environ, folder, serve, folder, words)
         sys.stdout.write(f"{messages.recv()[1]}\n")
         sys.stdout.flush()
         messages.recv()

@@ -7,8 +7,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from slimqwen import cgroup
-from slimqwen.serving import platform
+from slimqwen import cgroup, host
 
 GIB = 2**30
 Kernel = Callable[[str, Mapping[str, str]], None]
@@ -63,7 +62,7 @@ def test_a_machine_without_limits_has_all_that_it_has(kernel: Kernel) -> None:
         math.inf,
         math.inf,
     )
-    assert platform.total_memory() == psutil.virtual_memory().total
+    assert host.total_memory() == psutil.virtual_memory().total
 
 
 def test_a_machine_whose_kernel_has_no_groups_has_no_limits(
@@ -127,10 +126,10 @@ def test_a_quota_is_rounded_up_to_whole_cpus(
     monkeypatch.setattr(cgroup, "cpu_quota", lambda: quota)
     monkeypatch.setattr("os.sched_getaffinity", lambda pid: {0, 1, 4, 5})
     monkeypatch.setattr(psutil, "cpu_count", lambda logical: 64)
-    assert platform.allowed_cpus() == platform.physical_cores() == cpus
+    assert host.allowed_cpus() == host.physical_cores() == cpus
 
 
 def test_memory_is_the_lower_of_the_machine_and_its_container(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cgroup, "memory_limit", lambda: float(GIB))
     monkeypatch.setattr(cgroup, "available_memory", lambda: 1000.0)
-    assert (platform.total_memory(), platform.available_memory()) == (GIB, 1000)
+    assert (host.total_memory(), host.available_memory()) == (GIB, 1000)

@@ -31,9 +31,9 @@ from slimqwen import progress, variant
 from slimqwen.cli.installed import outdated
 from slimqwen.cli.unexpected import report_unexpected
 from slimqwen.errors import SlimqwenError
-from slimqwen.recipe.worker import GARBAGE_THRESHOLD
+from slimqwen.host import allowed_cpus, physical_cores, user_variables
+from slimqwen.processes.worker import GARBAGE_THRESHOLD
 from slimqwen.records.fitted_table import FittedTable
-from slimqwen.serving.platform import allowed_cpus, physical_cores, user_variables
 
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # for imports of vLLM in this process
 logging.getLogger("vllm").setLevel(logging.ERROR)  # vLLM warns before it reads that variable

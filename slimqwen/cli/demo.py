@@ -13,7 +13,7 @@ from slimqwen.cli.console import command, console, progress_bar, relative, say
 
 if TYPE_CHECKING:
     from slimqwen.evals.gate_checks import Check
-    from slimqwen.search.executors import Outcome, Task
+    from slimqwen.processes import Outcome, Task
     from slimqwen.stats.verdict import Verdict
 
 _BASELINE, _VARIANT = "tiny", "tiny-best"
@@ -84,11 +84,11 @@ def _measure(root: Path, rounds: int) -> DemoRecords:
     Raises:
         SearchError: a stage failed.
     """
+    from slimqwen.processes import Failure, run_tasks
+    from slimqwen.processes.local import LocalExecutor, default_width
     from slimqwen.recipe import variant_recipe
     from slimqwen.report.site import DEMO
     from slimqwen.search import SearchError
-    from slimqwen.search.executors import Failure, run_tasks
-    from slimqwen.search.executors.local import LocalExecutor, default_width
     from slimqwen.search.measurements import RecordSettings, check_task, latency_task, recipe_task
 
     baseline, variant = variants.load(_BASELINE), variants.load(_VARIANT)
@@ -132,7 +132,7 @@ def _measure(root: Path, rounds: int) -> DemoRecords:
 def _sort_outcomes(parts: Mapping[str, Sequence["Outcome"]]) -> DemoRecords:
     """Separate the parts with records from those that failed."""
     from slimqwen.host_load import HostBusyError
-    from slimqwen.search.executors import Failure
+    from slimqwen.processes import Failure
 
     records: dict[str, list[Path]] = {}
     missing: dict[str, str] = {}

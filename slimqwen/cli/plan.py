@@ -67,14 +67,14 @@ def _choose_devices(variant: Variant, names: Sequence[str] | None) -> "list[Gpu 
         UnknownGpuError, UnservedGpuError: as `choose_gpu`; or this machine has no GPU, and the variant or the installed
             vLLM needs one.
     """
+    from slimqwen import host
     from slimqwen.plan.devices import CPU, UnknownGpuError
     from slimqwen.plan.host_gpus import choose_gpu
-    from slimqwen.serving import platform as machine
 
     if names:
         named = [None if name == CPU else choose_gpu(name, variant.root) for name in names]
         return [each.gpu if each else None for each in named]
-    if variant.platform is None and not machine.is_gpu_build():
+    if variant.platform is None and not host.is_gpu_build():
         return [None]
     if here := choose_gpu(None, variant.root):
         return [here.gpu]

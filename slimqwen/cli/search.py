@@ -14,7 +14,7 @@ from slimqwen.cli.report import update_page
 from slimqwen.progress import Progress
 
 if TYPE_CHECKING:
-    from slimqwen.search.executors import Executor
+    from slimqwen.processes import Executor
 
 Width = Annotated[
     int | None,
@@ -142,10 +142,11 @@ def tune(
 
 
 def _executor(ray: str | None, root: Path, progress: Progress, width: int | None) -> "Executor":
-    from slimqwen.search.executors.local import LocalExecutor, default_width
+    from slimqwen.processes.local import LocalExecutor, default_width
 
     if ray is None:
         return LocalExecutor(root, progress, warm=True, width=width or default_width())
-    from slimqwen.search.executors.ray import RayExecutor
+    from slimqwen.processes.ray import RayExecutor
+    from slimqwen.records import provenance
 
-    return RayExecutor(root, ray, progress)
+    return RayExecutor(root, ray, provenance.host_kind, progress)

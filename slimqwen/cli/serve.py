@@ -44,9 +44,9 @@ def serve(
     ] = None,
 ) -> None:
     """Serve a variant with vLLM, as the model "default"."""
+    from slimqwen import host as machine
     from slimqwen.plan import start
     from slimqwen.serving import baked_cache, chat_template, checks, cuda_toolkit
-    from slimqwen.serving import platform as machine
     from slimqwen.serving.command import ServerCommand
     from slimqwen.serving.server import prepare
 

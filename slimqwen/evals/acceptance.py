@@ -12,7 +12,7 @@ from typing import ClassVar
 
 from pydantic import Field
 
-from slimqwen import checkpoint
+from slimqwen import checkpoint, host
 from slimqwen import variant as variants
 from slimqwen.evals import drafting, fidelity
 from slimqwen.evals.drafting import AcceptanceSettings, Item
@@ -23,7 +23,6 @@ from slimqwen.records.journal import journal_file, locked
 from slimqwen.records.record import Block, Count, Estimate, Figure, NonNegative, Positive, Sha256, Table
 from slimqwen.records.settings import SettingsName
 from slimqwen.records.split import Split, SplitRecord
-from slimqwen.serving import platform as platforms
 from slimqwen.serving import speed_only
 from slimqwen.serving.command import ServerCommand
 from slimqwen.stats import intervals
@@ -149,7 +148,7 @@ def measure_acceptance(
             depths=summarise_items(items),
             provenance=provenance.describe(
                 dataclasses.replace(
-                    server, flags={**flags, "enforce-eager": platforms.detect() == "cpu"}, environment={}
+                    server, flags={**flags, "enforce-eager": host.detect() == "cpu"}, environment={}
                 ),
                 command,
                 started,

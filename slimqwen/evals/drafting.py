@@ -11,13 +11,13 @@ from typing import Any, ClassVar, Self
 
 from pydantic import Field, model_validator
 
+from slimqwen import host
 from slimqwen.checkpoint.weights import has_mtp_head
 from slimqwen.evals import EvalError
 from slimqwen.progress import Progress, silent
 from slimqwen.records.settings import Settings
 from slimqwen.records.split import Split
 from slimqwen.serving import draft_counts, in_process
-from slimqwen.serving import platform as platforms
 from slimqwen.serving.command import ServerCommand
 from slimqwen.text import prompts
 from slimqwen.text.corpus import resolve_text
@@ -202,7 +202,7 @@ def measure_drafts(
         num_speculative_tokens=depth,
         max_model_len=draft_counts.needed_context(longest, depth),
         # On a GPU the measured times need CUDA graphs. On a CPU only the counts matter, and compiling costs minutes.
-        enforce_eager=platforms.detect() == "cpu",
+        enforce_eager=host.detect() == "cpu",
         **{name.replace("-", "_"): value for name, value in flags.items()},
     ) as llm:
         # The first requests run cold code; their time must not count for the first group.

@@ -19,6 +19,7 @@ from typing import Any, Literal, Self, TypeVar
 
 from pydantic import Field
 
+from slimqwen import host
 from slimqwen.checkpoint.weights import has_mtp_head
 from slimqwen.errors import SlimqwenError
 from slimqwen.evals import EvalError
@@ -33,14 +34,13 @@ from slimqwen.evals.engine_process import (
     run_engine,
     run_reference,
 )
+from slimqwen.processes import warm_worker
+from slimqwen.processes.warm_worker import WarmWorker
+from slimqwen.processes.worker import death_cause
 from slimqwen.progress import Progress, progress_of, silent
-from slimqwen.recipe import warm_worker
-from slimqwen.recipe.warm_worker import WarmWorker
-from slimqwen.recipe.worker import death_cause
 from slimqwen.records import provenance, store
 from slimqwen.records.record import Block, Count, NonNegative, ServedRecord, Table
 from slimqwen.records.settings import SettingsName
-from slimqwen.serving import platform as platforms
 from slimqwen.serving.command import ServerCommand
 from slimqwen.serving.errors import ServingError
 from slimqwen.stats.verdict import Verdict
@@ -178,7 +178,7 @@ def measure_engine(
     settings = EngineSettings.load(settings_name, variant.root)
     variant.require_weights()
     server = ServerCommand.resolve(variant)
-    if server.platform != platforms.detect():
+    if server.platform != host.detect():
         raise ServingError(f"{variant.name} needs a GPU and there is none here; check it on a GPU host")
     log = variant.root / "logs" / f"engine-{variant.name}.log"
     flags_by_name = list_engines(server, settings)
@@ -392,7 +392,12 @@ class EngineProcesses:
         environment = _environment(self.server, is_served=is_served)
         try:
             process = self.worker.give(
-                environment, function, self.server.variant.weights, self.log.parent, task
+                environment,
+                self.log.parent,
+                function,
+                self.server.variant.weights,
+                self.log.parent,
+                task,
             )
             kind = "started"
             while kind != "ended":

@@ -20,13 +20,14 @@ from slimqwen.evals.quality import Quality
 from slimqwen.evals.quality_comparison import TaskComparison
 from slimqwen.evals.runaways import compare_responses
 from slimqwen.evals.suites.suite import AUTO, Limit
+from slimqwen.processes import spawner
 from slimqwen.progress import Progress, silent
 from slimqwen.recipe import variant_recipe
 from slimqwen.records import provenance, store
 from slimqwen.records.record import Estimate, Finding, RelativePath, Table, VariantName
 from slimqwen.records.settings import SettingsName
 from slimqwen.records.split import Side, SplitRecord
-from slimqwen.serving import spawner, speed_only
+from slimqwen.serving import speed_only
 from slimqwen.serving.command import ServerCommand
 from slimqwen.stats import intervals
 from slimqwen.stats.verdict import Verdict, overall

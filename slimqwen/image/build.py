@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from slimqwen import checkpoint
+from slimqwen.host import Platform
 from slimqwen.image import ImageError
 from slimqwen.image.context import Content, lay_out
 from slimqwen.image.tools import Tool, isolate_by_chroot
 from slimqwen.progress import Progress, silent
 from slimqwen.records import provenance
-from slimqwen.serving.platform import Platform
 from slimqwen.variant import repository_root
 
 BOOTSTRAP = "debootstrap"

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from slimqwen import checkpoint
 from slimqwen.checkpoint.files import CARD, COMPILE_CACHE, MANIFEST, list_files, sha256
+from slimqwen.host import Platform
 from slimqwen.image import ImageError
 from slimqwen.image.imported_cache import LOCKS, read_imported_cache
 from slimqwen.plan import devices, trouble
@@ -18,7 +19,6 @@ from slimqwen.progress import Progress, silent
 from slimqwen.records import store
 from slimqwen.serving import baked_cache
 from slimqwen.serving.command import ServerCommand
-from slimqwen.serving.platform import Platform
 from slimqwen.variant import Variant, making_command, repository_root
 from slimqwen.variant.config_env import read_config_env
 

@@ -8,12 +8,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from slimqwen import host
 from slimqwen.checkpoint import Manifest
 from slimqwen.checkpoint.files import MANIFEST
 from slimqwen.models.outline import Outline
 from slimqwen.recipe.recipe_file import Step
 from slimqwen.recipe.stage import Needs
-from slimqwen.serving import platform as machine
 
 OPERATIONS = "estimated_operations"
 """Name of a fact in a manifest: `Needs.operations` of the run that made the output."""
@@ -75,7 +75,7 @@ def inspect_steps(
 def lacking_space(costs: Sequence[StageCost], store: Path) -> list[str]:
     """A line for each stage that needs more memory than is free, or more disk, together with the stages before it."""
     existing = next(folder for folder in (store, *store.parents) if folder.exists())
-    memory, disk = machine.available_memory(), shutil.disk_usage(existing).free
+    memory, disk = host.available_memory(), shutil.disk_usage(existing).free
     lines = []
     for cost in costs:
         name, needed = cost.step.stage.name, cost.needs.memory_bytes
@@ -102,20 +102,16 @@ def _seconds(stage: str, needs: Needs, manifests: Iterable[Manifest]) -> tuple[f
             ratio = needs.operations / operations
             if 1 / _COMPARABLE < ratio < _COMPARABLE:
                 return manifest.wall_seconds * ratio, True
-    rate = (
-        _OPERATIONS_PER_GPU
-        if machine.has_nvidia_driver()
-        else _OPERATIONS_PER_CORE * machine.physical_cores()
-    )
+    rate = _OPERATIONS_PER_GPU if host.has_nvidia_driver() else _OPERATIONS_PER_CORE * host.physical_cores()
     written = needs.disk_bytes / _WRITTEN_BYTES_PER_SECOND
     return needs.fixed_seconds + written + needs.operations / rate, False
 
 
 def describe_processor() -> str:
     """The processor for which times are computed, in words: this machine's GPU or its cores."""
-    if machine.has_nvidia_driver():
+    if host.has_nvidia_driver():
         return "this machine's GPU"
-    return f"this machine's {machine.physical_cores()} cores; a GPU would take far less"
+    return f"this machine's {host.physical_cores()} cores; a GPU would take far less"
 
 
 def _manifest_files(store: Path) -> list[Path]:

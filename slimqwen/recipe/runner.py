@@ -27,12 +27,11 @@ from slimqwen.file_lock import hold_lock, take_lock
 from slimqwen.identity import changed_names, digest_of
 from slimqwen.identity.source import reach
 from slimqwen.models.outline import Outline
+from slimqwen.processes import spawner, worker
 from slimqwen.progress import Progress, progress_of, silent
-from slimqwen.recipe import worker
 from slimqwen.recipe.inspection import OPERATIONS, inspect_steps, lacking_space
 from slimqwen.recipe.recipe_file import Recipe, RecipeError, Step
 from slimqwen.recipe.stage import Facts
-from slimqwen.serving import spawner
 
 _SCHEME = "3"
 """Version of the way in which content keys are made: an output with a key of another version proves nothing here."""
@@ -382,7 +381,7 @@ def _run_in_process(
         worker.started(environment, output, descriptors=descriptors) as (process, messages),
     ):
         try:
-            worker.give(process, run, source.resolve(), staging, step.parameters)
+            worker.give(process, staging, run, source.resolve(), staging, step.parameters)
             while (message := messages.recv())[0] == "progress":
                 progress(*message[1:])
             worker.wait_for_end(process)

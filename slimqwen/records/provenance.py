@@ -17,7 +17,9 @@ from typing import Any
 from slimqwen import checkpoint, redaction
 from slimqwen.checkpoint.files import bytes_on_disk
 from slimqwen.errors import SlimqwenError
+from slimqwen.host import allowed_cpus, total_memory
 from slimqwen.host_load import HostLoad
+from slimqwen.processes.ray import HostKind
 from slimqwen.progress import Progress, silent
 from slimqwen.records.record import (
     Git,
@@ -31,7 +33,6 @@ from slimqwen.records.record import (
 from slimqwen.records.split import split_of
 from slimqwen.serving.command import ServerCommand
 from slimqwen.serving.gpu import all_gpus
-from slimqwen.serving.platform import allowed_cpus, total_memory
 from slimqwen.text.corpus import text_digest
 from slimqwen.variant import Variant, names
 
@@ -309,6 +310,11 @@ def _hardware(cpu_count: int) -> Hardware:
         memory_bytes=total_memory(),
         gpus=_gpus(),
     )
+
+
+def host_kind() -> HostKind:
+    """What must be the same on another host for its figures to be compared with those of this one."""
+    return HostKind(package_versions(), hardware_name(hardware()))
 
 
 def hardware_name(machine: Hardware) -> str:

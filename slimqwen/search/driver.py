@@ -7,10 +7,10 @@ from pathlib import Path
 
 from slimqwen.checkpoint.files import sha256
 from slimqwen.plan import devices
+from slimqwen.processes import Executor
 from slimqwen.progress import Progress, silent
 from slimqwen.records import provenance, store
 from slimqwen.search.candidate import Candidate, make_overlay
-from slimqwen.search.executors import Executor
 from slimqwen.search.ladder import Ladder
 from slimqwen.search.proof import prove_finalists
 from slimqwen.search.record import Search, SearchTrial

@@ -27,11 +27,11 @@ from slimqwen.fit.memory import fitting_batch
 from slimqwen.identity import digest_of
 from slimqwen.models.shape import Shape
 from slimqwen.plan.devices import Gpu
+from slimqwen.processes import ENGINE_BYTES, Resources, Task
 from slimqwen.recipe.recipe_file import read_recipe
 from slimqwen.recipe.registry import STAGES
 from slimqwen.records import provenance
 from slimqwen.search.candidate import Candidate
-from slimqwen.search.executors import ENGINE_BYTES, Resources, Task
 from slimqwen.search.rungs import Budget, RungInput, compare_distributions, measure_acceptance
 from slimqwen.search.space import Space
 from slimqwen.text.corpus import resolve_text

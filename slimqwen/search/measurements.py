@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from slimqwen import host
 from slimqwen import variant as variants
 from slimqwen.bench import latency
 from slimqwen.bench.latency import Latency
@@ -17,13 +18,12 @@ from slimqwen.checkpoint.files import bytes_on_disk
 from slimqwen.evals import gate
 from slimqwen.evals.gate_checks import Check, GateChecks
 from slimqwen.evals.suites.suite import AUTO, Limit
+from slimqwen.processes import ENGINE_BYTES, Resources, Task
 from slimqwen.progress import Progress, silent
 from slimqwen.recipe import variant_recipe
 from slimqwen.records import store
 from slimqwen.records.reuse import find_reusable
 from slimqwen.records.split import Side
-from slimqwen.search.executors import ENGINE_BYTES, Resources, Task
-from slimqwen.serving import platform
 from slimqwen.serving.command import ServerCommand
 from slimqwen.serving.server import free_port
 from slimqwen.variant import Variant
@@ -82,7 +82,7 @@ def recipe_task(variant: Variant, stages: int | None = None, *, alone: bool = Fa
         alone: whether no other task may run beside it: a compile cache fits only the thread count of its stage.
     """
     title = f"recipe of {variant.name}"
-    needs = Resources(1 if platform.detect() == "cuda" else 0, ENGINE_BYTES, whole_node=alone)
+    needs = Resources(1 if host.detect() == "cuda" else 0, ENGINE_BYTES, whole_node=alone)
     return Task(f"{title}, stages {stages}", title, run_stages, (variant.name, stages), needs, urgent=True)
 
 

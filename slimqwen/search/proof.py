@@ -15,11 +15,11 @@ from slimqwen import variant as variants
 from slimqwen.errors import SlimqwenError
 from slimqwen.evals import gate
 from slimqwen.evals.gate import Gate
+from slimqwen.processes import Executor, Failure, Result, Task, run_tasks
 from slimqwen.progress import silent
 from slimqwen.records import store
 from slimqwen.records.record import Block, Finding, RelativePath, Share, VariantName, Verdict
 from slimqwen.search import SearchError
-from slimqwen.search.executors import Executor, Failure, Result, Task, run_tasks
 from slimqwen.search.measurements import RecordSettings, check_task, gate_task, recipe_task
 from slimqwen.stats import multiplicity
 from slimqwen.stats.sequential import ALPHA

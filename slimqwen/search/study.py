@@ -17,12 +17,12 @@ from slimqwen.captured_log import capture_logger
 from slimqwen.evals.acceptance import summarise_items
 from slimqwen.fit import FitError
 from slimqwen.identity import digest_of
+from slimqwen.processes import Executor, Failure, Outcome, Result, Task
 from slimqwen.progress import Progress, silent
 from slimqwen.records.journal import Journal, locked
 from slimqwen.records.record import Estimate
 from slimqwen.search import SearchError
 from slimqwen.search.candidate import Candidate
-from slimqwen.search.executors import Executor, Failure, Outcome, Result, Task
 from slimqwen.search.ladder import Ladder
 from slimqwen.search.record import Incumbent, Rung, SearchTrial
 from slimqwen.search.rungs import LimitShares

@@ -23,13 +23,13 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationError
 
+from slimqwen import host
 from slimqwen.checkpoint.files import COMPILE_CACHE, Manifest, sha256
 from slimqwen.checkpoint.files import MANIFEST as CHECKPOINT_MANIFEST
 from slimqwen.file_lock import hold_lock
 from slimqwen.identity import changed_names, source
 from slimqwen.identity.effects import decisive_flags
 from slimqwen.serving import gpu
-from slimqwen.serving import platform as machine
 from slimqwen.serving.errors import ServingError
 
 ARCHIVE, MANIFEST = COMPILE_CACHE
@@ -98,7 +98,7 @@ class CompiledGraph:
     why_compiled: str
 
 
-def describe_machine(platform: machine.Platform) -> dict[str, str]:
+def describe_machine(platform: host.Platform) -> dict[str, str]:
     """Facts, by name, that decide whether code compiled elsewhere runs here and equals what vLLM would compile here."""
     facts = {
         "platform": platform,
@@ -124,7 +124,7 @@ def describe_machine(platform: machine.Platform) -> dict[str, str]:
     }
 
 
-def digest_fixes(platform: machine.Platform) -> str:
+def digest_fixes(platform: host.Platform) -> str:
     """Digest of the code that replaces functions which vLLM traces into its graphs: the fixes of one platform."""
     return source.reach("slimqwen.vllm_plugin.engine_fixes.register", device=platform).digest[:12]
 
@@ -162,7 +162,7 @@ def list_differences(
     """List in words why the baked cache cannot be used here; empty if it can.
 
     Args:
-        facts: facts about this machine, from `describe_machine`.
+        facts: facts about this host, from `describe_machine`.
         flags: vLLM's flags of the server, by name.
         environment: environment variables that the config.env sets.
     """
@@ -199,7 +199,7 @@ def pack_cache(root: Path, destination: Path, **made_by: Any) -> BakedCache:
     Args:
         root: the cache root; no process may still write to it.
         destination: the folder for archive and manifest.
-        made_by: the manifest's machine, flags, environment and graphs.
+        made_by: the manifest's host, flags, environment and graphs.
 
     Raises:
         ServingError: the root has no compiled graph.

@@ -13,9 +13,10 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from slimqwen import host
 from slimqwen.identity import digest_of
 from slimqwen.identity.source import reach
-from slimqwen.serving import flags, platform
+from slimqwen.serving import flags
 from slimqwen.serving.flags import Flag, Resolved
 from slimqwen.variant import OWN_KEYS, Variant
 
@@ -75,7 +76,7 @@ def _digest(variant: Variant) -> str:
     facts = [
         [(each.key, each.value) for each in variant.settings.values() if each.key not in OWN_KEYS],
         [setting.key for setting in variant.unset],
-        platform.detect(),
+        host.detect(),
         _check(),
     ]
     return digest_of(facts)

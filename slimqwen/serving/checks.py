@@ -9,12 +9,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from slimqwen import checkpoint
+from slimqwen import checkpoint, host
 from slimqwen.checkpoint.tensors import list_tensors, weight_files
 from slimqwen.checkpoint.weights import has_mtp_head
 from slimqwen.models.families import unshared_heads
 from slimqwen.serving import chat_template, gpu
-from slimqwen.serving import platform as machine
 from slimqwen.serving.command import ServerCommand
 from slimqwen.serving.errors import ServingError
 from slimqwen.variant import ConfigError, Variant, making_command
@@ -76,7 +75,7 @@ def check_command(command: ServerCommand, trouble: Iterable[Trouble] = ()) -> No
     _check_port(command)
 
 
-def check_platform(variant: Variant, platform: machine.Platform | None) -> None:
+def check_platform(variant: Variant, platform: host.Platform | None) -> None:
     """Refuse a platform that this machine does not have; needs no flags, so that it is the first check of a start.
 
     Args:
@@ -85,7 +84,7 @@ def check_platform(variant: Variant, platform: machine.Platform | None) -> None:
     Raises:
         ServingError: a GPU is needed and there is none, or the installed vLLM is for GPUs.
     """
-    here, is_gpu_build = machine.detect(), machine.is_gpu_build()
+    here, is_gpu_build = host.detect(), host.is_gpu_build()
     if here == "cpu" and is_gpu_build:
         raise ServingError(
             "the installed vLLM is for GPUs and sees none; check the driver with `nvidia-smi`, start a container with "
@@ -225,7 +224,7 @@ def check_memory(command: ServerCommand) -> None:
         weights += _widening_bytes(command)
         kv_cache = _kv_cache_gib(command) * 2**30
         needed = weights + kv_cache + _ENGINE_OVERHEAD_BYTES
-        available, total = machine.available_memory(), machine.total_memory()
+        available, total = host.available_memory(), host.total_memory()
         parts = f"weights {_gib(weights)}, KV cache {_gib(kv_cache)}, engine {_gib(_ENGINE_OVERHEAD_BYTES)}"
         cure = "free some memory or lower VLLM_CPU_KVCACHE_SPACE"
     else:
@@ -266,7 +265,7 @@ def _check_shared_memory(command: ServerCommand) -> None:
 
 def _widening_bytes(command: ServerCommand) -> int:
     """Bytes that 16-bit matrices need in addition if the engine fix `widened_linears` keeps them in float32."""
-    if machine.has_avx512():
+    if host.has_avx512():
         return 0
     stored = list_tensors(command.variant.weights).values()
     return sum(2 * info.elements for info in stored if info.dtype in ("BF16", "F16") and len(info.shape) == 2)

@@ -13,15 +13,15 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from slimqwen import host
 from slimqwen.checkpoint.tensors import computed_dtype
+from slimqwen.host import Platform
 from slimqwen.identity import digest_of
 from slimqwen.identity.effects import decisive_flags
-from slimqwen.serving import baked_cache, checked_lines, cuda_toolkit
+from slimqwen.serving import baked_cache, checked_lines, cpu_flags, cuda_toolkit
 from slimqwen.serving import flags as vllm_flags
-from slimqwen.serving import platform as machine
 from slimqwen.serving.context_length import resolve_context
 from slimqwen.serving.errors import ServingError
-from slimqwen.serving.platform import Platform
 from slimqwen.variant import Variant
 from slimqwen.vllm_plugin import api_server, compile_watch, engine_facts, policy, registration
 from slimqwen.vllm_plugin.api_key import LOOPBACK
@@ -115,7 +115,7 @@ class ServerCommand:
             ServingError: the manifest of the baked cache is unreadable, or a baked cache is required although nothing
                 is compiled.
         """
-        platform = platform or variant.platform or machine.detect()
+        platform = platform or variant.platform or host.detect()
         resolved = checked_lines.resolve(variant)
         flags = {name: flag.value for name, flag in resolved.flags.items()}
         argv = {name: flag.argv for name, flag in resolved.flags.items()}
@@ -170,7 +170,7 @@ class ServerCommand:
 
     @property
     def url(self) -> str:
-        """URL for a client on this machine, without a trailing slash."""
+        """URL for a client on this host, without a trailing slash."""
         scheme = "https" if {"ssl-certfile", "ssl-keyfile"} & self.flags.keys() else "http"
         host = f"[{self.client_host}]" if ":" in self.client_host else self.client_host
         return f"{scheme}://{host}:{self.port}"
@@ -212,12 +212,12 @@ class ServerCommand:
         Raises:
             ServingError: the CUDA toolkit cannot be composed.
         """
-        inherited = {key: value for key, value in os.environ.items() if not machine.is_stray(key)}
+        inherited = {key: value for key, value in os.environ.items() if not host.is_stray(key)}
         if self.platform == "cpu":
-            inherited |= machine.preloaded_libraries(inherited)
+            inherited |= host.preloaded_libraries(inherited)
         else:
             inherited |= cuda_toolkit.variables(self.variant.root / ".cache", inherited)
-        inherited |= machine.user_variables(inherited, self.variant.root)
+        inherited |= host.user_variables(inherited, self.variant.root)
         return inherited | dict(self.environment)
 
     def with_cache_root(self, root: Path) -> "ServerCommand":
@@ -255,7 +255,7 @@ def _fit_to_cpu(
     resolved_flags: Mapping[str, vllm_flags.Flag], flags: dict[str, Any], argv: dict[str, tuple[str, ...]]
 ) -> list[PlatformChange]:
     platform_changes = []
-    for row in machine.GPU_ONLY:
+    for row in cpu_flags.GPU_ONLY:
         if row.flag not in resolved_flags or not row.applies(resolved_flags[row.flag].value):
             continue
         setting = resolved_flags[row.flag].setting
@@ -276,7 +276,7 @@ def _bfloat16_of_float16(
     if computed_dtype(weights) != "float16":
         return None
     flags["dtype"], argv["dtype"] = "bfloat16", ("--dtype", "bfloat16")
-    return PlatformChange("VLLM_DTYPE", "auto, float16 of the checkpoint", "bfloat16", machine.NO_FLOAT16)
+    return PlatformChange("VLLM_DTYPE", "auto, float16 of the checkpoint", "bfloat16", cpu_flags.NO_FLOAT16)
 
 
 def _compile_cache(
@@ -308,7 +308,7 @@ def _environment(
     if cache is not None:
         environment |= _cache_environment(cache, platform)
     if platform == "cpu":
-        environment["OMP_NUM_THREADS"] = str(machine.physical_cores())
+        environment["OMP_NUM_THREADS"] = str(host.physical_cores())
         # Kernels read the number of threads at run time, so that one compile cache fits any number of CPUs.
         environment["TORCHINDUCTOR_CPP_DYNAMIC_THREADS"] = "1"
         # Without this variable vLLM takes 0.92 of the machine's memory.

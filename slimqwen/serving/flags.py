@@ -19,6 +19,7 @@ from unittest.mock import patch
 
 from pydantic import BaseModel, ConfigDict, ValidationError, create_model
 
+from slimqwen import host
 from slimqwen.errors import suggest_name
 from slimqwen.identity.effects import flag_of
 from slimqwen.serving import in_process
@@ -61,11 +62,6 @@ _OWN_FLAGS: Mapping[str, str] = MappingProxyType(
     }
 )
 """Flags of which config.env or `serving.command` decides, with what to do instead."""
-
-TORCH_VARIABLE = re.compile(
-    r"(OMP|MKL)_NUM_THREADS|(TORCH|TORCHINDUCTOR|TORCHDYNAMO|PYTORCH|TRITON)_[A-Z0-9_]+"
-)
-"""Environment variables that torch and Triton read; those of vLLM are listed by vLLM itself."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -172,7 +168,7 @@ def _require_known(setting: Setting) -> None:
     import vllm.envs
 
     known = (*OWN_KEYS, *options(), *vllm.envs.environment_variables)
-    if key in known or TORCH_VARIABLE.fullmatch(key):
+    if key in known or host.TORCH_VARIABLE.fullmatch(key):
         return
     flags = "`python -m vllm.entrypoints.launchers.api_server.entry --help` lists the flags"
     hint = suggest_name(key, known, flags)

@@ -3,7 +3,7 @@
 import time
 from dataclasses import dataclass
 
-from slimqwen.serving.platform import available_memory
+from slimqwen.host import available_memory
 
 _POLL_S = 0.2
 _SETTLED_S = 3.0

@@ -13,9 +13,8 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-from slimqwen import checkpoint
+from slimqwen import checkpoint, host
 from slimqwen.checkpoint.weights import has_mtp_head
-from slimqwen.serving import platform as machine
 from slimqwen.serving.errors import ServingError
 from slimqwen.variant import repository_root
 
@@ -60,7 +59,7 @@ def engine(folder: Path | str, **arguments: Any) -> Iterator[Any]:
         # A prefix hit changes which tokens are computed together, and with it the outcome of near ties.
         "enable_prefix_caching": False,
         # On a GPU, vLLM's own share of its memory.
-        **({"kv_cache_memory_bytes": 256 << 20} if machine.detect() == "cpu" else {}),
+        **({"kv_cache_memory_bytes": 256 << 20} if host.detect() == "cpu" else {}),
         "max_model_len": 256,
         "max_num_seqs": 32,
         "disable_log_stats": False,
@@ -68,7 +67,7 @@ def engine(folder: Path | str, **arguments: Any) -> Iterator[Any]:
         **({"language_model_only": True} if "vision_config" in checkpoint.read_config(Path(folder)) else {}),
     }
     with ExitStack() as stack:
-        stack.enter_context(environment(_ENVIRONMENT | machine.user_variables(os.environ, repository_root())))
+        stack.enter_context(environment(_ENVIRONMENT | host.user_variables(os.environ, repository_root())))
         # Imported only now, because vLLM's modules read the environment at import.
         from vllm import LLM, envs
         from vllm.distributed import cleanup_dist_env_and_memory
@@ -111,7 +110,7 @@ def served_engine(weights: Path, flags: Mapping[str, Any], **overrides: Any) -> 
     """
     arguments = served_arguments(flags)
     space_gib = os.environ.get("VLLM_CPU_KVCACHE_SPACE")
-    if space_gib is not None and machine.detect() == "cpu":
+    if space_gib is not None and host.detect() == "cpu":
         arguments["kv_cache_memory_bytes"] = int(float(space_gib) * 2**30)
     return engine(weights, **{**arguments, **overrides})
 

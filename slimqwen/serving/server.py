@@ -16,8 +16,9 @@ import psutil
 
 from slimqwen import lifeline
 from slimqwen.errors import explain_full_disk, is_full
+from slimqwen.processes import spawner
 from slimqwen.progress import Progress, silent
-from slimqwen.serving import baked_cache, checks, spawner
+from slimqwen.serving import baked_cache, checks
 from slimqwen.serving.command import ServerCommand
 from slimqwen.serving.errors import ServingError
 from slimqwen.serving.http_client import bypass_proxy, open_client
@@ -151,7 +152,7 @@ def start_process(
 ) -> Iterator[ServerProcess]:
     """Start an API server for the length of a `with` block; it also ends when this process ends.
 
-    The server is a fork of the spawner (`slimqwen.serving.spawner`) if there is one, else a new process. It has its
+    The server is a fork of the spawner (`slimqwen.processes.spawner`) if there is one, else a new process. It has its
     own process group, so that Ctrl-C does not reach it, but stays in the session of its starter: Linux divides CPU time
     between sessions first (autogroup), so a client in another session would receive tokens late and in bursts.
 

@@ -6,15 +6,15 @@ from types import SimpleNamespace
 
 import pytest
 
-from slimqwen import variant
+from slimqwen import processes, variant
 from slimqwen.cli import demo
 from slimqwen.cli.demo import DemoRecords
 from slimqwen.host_load import HostBusyError
+from slimqwen.processes import Failure, Outcome, Result, Task
 from slimqwen.recipe import variant_recipe
 from slimqwen.records.table import Table
 from slimqwen.report import site, tables
-from slimqwen.search import SearchError, executors
-from slimqwen.search.executors import Failure, Outcome, Result, Task
+from slimqwen.search import SearchError
 from slimqwen.search.measurements import Measured
 from slimqwen.stats.verdict import Verdict
 
@@ -67,7 +67,7 @@ def test_the_baseline_is_checked_while_the_variant_is_made_and_times_are_taken_l
 
         return {task.key: failures.get(task.title, Result(task.key, measured(task.title))) for task in tasks}
 
-    monkeypatch.setattr(executors, "run_tasks", run)
+    monkeypatch.setattr(processes, "run_tasks", run)
     monkeypatch.setattr(variant_recipe, "run_recipe", lambda _: [])
     result = demo._measure(variant.repository_root(), 2)
     assert phases == [
@@ -88,7 +88,7 @@ def test_a_stage_that_fails_ends_the_demo(monkeypatch: pytest.MonkeyPatch) -> No
         ran.append(tasks)
         return {task.key: Failure(task.key, "calibrate died (SIGKILL)") for task in tasks}
 
-    monkeypatch.setattr(executors, "run_tasks", run)
+    monkeypatch.setattr(processes, "run_tasks", run)
     with pytest.raises(SearchError, match=r"^calibrate died \(SIGKILL\)$"):
         demo._measure(variant.repository_root(), 2)
     assert len(ran) == 1

@@ -11,7 +11,7 @@ from unittest.mock import Mock
 import psutil
 import pytest
 
-from slimqwen import variant
+from slimqwen import host, variant
 from slimqwen.evals import EvalError
 from slimqwen.evals.engine import (
     EngineCheck,
@@ -26,7 +26,6 @@ from slimqwen.evals.engine import (
 from slimqwen.evals.engine_process import SHORTEST, EngineRun, Request, Response, run_engine, run_reference
 from slimqwen.progress import silent
 from slimqwen.records import store
-from slimqwen.serving import platform
 from slimqwen.serving.command import ServerCommand
 from slimqwen.serving.errors import ServingError
 from slimqwen.stats.verdict import Verdict
@@ -277,7 +276,7 @@ def test_a_variant_for_another_platform_is_refused(
     one: Callable[..., Variant], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     subject = one("PLATFORM=cuda\n")
-    monkeypatch.setattr(platform, "detect", lambda: "cpu")
+    monkeypatch.setattr(host, "detect", lambda: "cpu")
     with pytest.raises(ServingError, match="v needs a GPU and there is none here; check it on a GPU host"):
         measure_engine(subject, "p", command=["check"])
 
@@ -374,7 +373,9 @@ def test_the_end_of_the_starting_process_ends_its_engine_and_is_an_error(
 ) -> None:
     """The last test: it ends what the others use."""
     starter = processes.worker._process
-    process = psutil.Process(processes.worker.give(dict(os.environ), engine_jobs.hang, TINY, tmp_path, None))
+    process = psutil.Process(
+        processes.worker.give(dict(os.environ), tmp_path, engine_jobs.hang, TINY, tmp_path, None)
+    )
     starter.kill()
     starter.wait()
     assert psutil.wait_procs([process], timeout=30)[1] == []

@@ -9,9 +9,10 @@ from slimqwen import variant as variants
 from slimqwen.checkpoint.files import sha256
 from slimqwen.plan import rehearsal
 from slimqwen.plan.devices import Gpu
+from slimqwen.processes import spawner
 from slimqwen.progress import silent
 from slimqwen.recipe.stages.bake_cache import BakeCacheParameters, bake_compile_cache
-from slimqwen.serving import baked_cache, spawner
+from slimqwen.serving import baked_cache
 from slimqwen.serving.command import ServerCommand
 from slimqwen.serving.server import free_port
 from tests.gpu.plans import read_comparison, started_as_planned

@@ -5,9 +5,9 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from slimqwen import variant as variants
+from slimqwen.processes import spawner
 from slimqwen.records import store
 from slimqwen.search.tune import Tune, tune_variant
-from slimqwen.serving import spawner
 from slimqwen.serving.command import ServerCommand
 from slimqwen.serving.http_client import open_client
 from slimqwen.serving.server import RunningServer, free_port, run_server

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from slimqwen import variant
-from slimqwen.serving import spawner
+from slimqwen.processes import spawner
 from tests.gpu.baked import bake_and_start
 from tests.gpu.steps import Here
 

@@ -12,14 +12,14 @@ from typing import Any
 import pytest
 
 from slimqwen.identity import source
+from slimqwen.processes import spawner
 from slimqwen.recipe import runner
 from slimqwen.recipe.recipe_file import Step
-from slimqwen.serving import spawner
 from tests.identity.traced import calls
 
 PACKAGE = Path(source.__file__).parents[1]
 
-NOT_OF_THE_STAGE = {"slimqwen.recipe.worker", "slimqwen.lifeline", "slimqwen.progress"}
+NOT_OF_THE_STAGE = {"slimqwen.processes.worker", "slimqwen.lifeline", "slimqwen.progress"}
 """What runs a stage: it takes the job, passes its progress on, and ends with its parent."""
 
 

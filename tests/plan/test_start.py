@@ -9,14 +9,14 @@ from types import MappingProxyType
 
 import pytest
 
-from slimqwen import variant
+from slimqwen import host, variant
 from slimqwen.cli import serve
 from slimqwen.cli.plan import find_recorded_plan
 from slimqwen.plan import devices, rehearsal, start, trouble
 from slimqwen.plan.record import list_recorded_plans
 from slimqwen.plan.start import MissingPlanError
 from slimqwen.records import store
-from slimqwen.serving import baked_cache, checks, cuda_toolkit, gpu, platform
+from slimqwen.serving import baked_cache, checks, cuda_toolkit, gpu
 from slimqwen.serving.command import ServerCommand
 from slimqwen.serving.errors import ServingError
 from slimqwen.serving.server import free_port
@@ -223,7 +223,7 @@ def test_a_start_from_a_baked_cache_needs_no_compiler(resolve, record):
 
 
 def test_a_start_without_a_plan_is_refused_by_its_flags_alone(resolve, tmp_path, monkeypatch):
-    monkeypatch.setattr(platform, "has_avx512", lambda: True)
+    monkeypatch.setattr(host, "has_avx512", lambda: True)
     resolve("VLLM_CPU_KVCACHE_SPACE=1", "VLLM_ENFORCE_EAGER=1", kv_cache_dtype="fp8")
     command = ServerCommand.resolve(variant.load("v", tmp_path), platform="cpu")
     plan, (trouble_met,) = find_recorded_plan(command)

@@ -360,10 +360,10 @@ def test_the_time_is_that_of_a_comparable_kept_run_scaled_by_the_operations(tmp_
 def test_times_are_those_of_the_processor_that_is_here_which_they_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(inspection.machine, "physical_cores", lambda: 2)
+    monkeypatch.setattr(inspection.host, "physical_cores", lambda: 2)
     seconds = []
     for has_driver in (False, True):
-        monkeypatch.setattr(inspection.machine, "has_nvidia_driver", lambda answer=has_driver: answer)
+        monkeypatch.setattr(inspection.host, "has_nvidia_driver", lambda answer=has_driver: answer)
         seconds.append(cost_of("quantise_lm_head", tmp_path).seconds)
         assert ("GPU" if has_driver else "2 cores") in inspection.describe_processor()
     assert seconds[0] > seconds[1]
@@ -374,7 +374,7 @@ def test_space_is_counted_over_all_stages_and_memory_for_each(
 ) -> None:
     cost = cost_of("quantise_lm_head", tmp_path)
     free = 10 * 2**30
-    monkeypatch.setattr(inspection.machine, "available_memory", lambda: free)
+    monkeypatch.setattr(inspection.host, "available_memory", lambda: free)
     monkeypatch.setattr(inspection.shutil, "disk_usage", lambda folder: type("", (), {"free": free}))
     fits = replace(cost, needs=Needs(free // 2, free))
     assert lacking_space([fits, fits], tmp_path / "store") == []

@@ -1,7 +1,6 @@
 """Repositories in small: one whose checks are stand-ins, one with a ladder to search on."""
 
-import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -105,12 +104,3 @@ def ladder(small_root: Path) -> Ladder:
     space = Space.derive(base, a10g, SearchSettings.load("tinyworld", small_root))
     overlay = make_overlay(base, small_root / ".cache" / "search" / "tiny" / "overlay")
     return Ladder(base, overlay, a10g, space, Budget.of_variant(base, "tinyworld"))
-
-
-@pytest.fixture
-def all_cpus() -> Iterator[None]:
-    """Every CPU of the machine: a worker of the test run keeps to its share."""
-    before = os.sched_getaffinity(0)
-    os.sched_setaffinity(0, range(os.cpu_count() or 1))
-    yield
-    os.sched_setaffinity(0, before)

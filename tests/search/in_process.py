@@ -4,8 +4,8 @@ from collections import deque
 from pathlib import Path
 from typing import Self
 
+from slimqwen.processes import Failure, Outcome, Result, Task
 from slimqwen.progress import silent
-from slimqwen.search.executors import Failure, Outcome, Result, Task
 
 
 class InProcess:

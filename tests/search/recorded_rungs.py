@@ -4,9 +4,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from slimqwen import variant as variants
+from slimqwen.processes import Failure, Outcome, Result, Task
 from slimqwen.recipe import recipe_file
 from slimqwen.search import rungs
-from slimqwen.search.executors import Failure, Outcome, Result, Task
 from slimqwen.variant import Variant
 from tests.search.in_process import InProcess
 

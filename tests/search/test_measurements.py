@@ -6,19 +6,18 @@ from typing import Any
 
 import pytest
 
-from slimqwen import variant
+from slimqwen import host, variant
 from slimqwen.bench import latency
 from slimqwen.bench.workload import Workload
 from slimqwen.checkpoint.files import Manifest, bytes_on_disk
 from slimqwen.evals.acceptance import Acceptance
 from slimqwen.evals.drafting import AcceptanceSettings
 from slimqwen.evals.gate_checks import Check
+from slimqwen.processes import Failure, Result, run_tasks
 from slimqwen.progress import silent
 from slimqwen.records import store
 from slimqwen.search import measurements
-from slimqwen.search.executors import Failure, Result, run_tasks
 from slimqwen.search.measurements import Measured, RecordSettings, check_task, latency_task, recipe_task
-from slimqwen.serving import platform
 from slimqwen.variant import Variant
 from tests import record_files
 from tests.evals.gate_checks import Checks
@@ -74,7 +73,7 @@ def test_a_measurement_takes_the_memory_and_the_gpus_of_its_largest_side(
     # Quality has no reference; the other checks load the baseline beside the side.
     needs = [check_task(check, small, small, DEMO).resources for check in ("quality", "fidelity")]
     assert needs[1].memory_bytes - needs[0].memory_bytes == 2 * size
-    monkeypatch.setattr(platform, "detect", lambda: "cuda")
+    monkeypatch.setattr(host, "detect", lambda: "cuda")
     wide = small.with_lines({"PLATFORM": "cuda", "VLLM_TENSOR_PARALLEL_SIZE": "2"})
     assert measurements.estimate_resources([tiny, wide]).gpus == 2
     assert recipe_task(small).resources.gpus == 1

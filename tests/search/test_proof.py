@@ -7,16 +7,16 @@ import pytest
 
 from slimqwen.evals.gate import Gate
 from slimqwen.evals.quality import Quality
+from slimqwen.processes import LocalExecutor
 from slimqwen.records import store
 from slimqwen.records.record import Finding
 from slimqwen.records.split import split_of
 from slimqwen.search import SearchError, measurements
-from slimqwen.search.executors import LocalExecutor
 from slimqwen.search.proof import Proof, prove_finalists
 from slimqwen.stats.sequential import ALPHA
 from tests.evals.gate_checks import Checks
+from tests.processes.tasks import crash
 from tests.search.conftest import QUESTIONS, question
-from tests.search.executors.tasks import crash
 from tests.search.in_process import InProcess
 
 COMMAND = ("slimqwen", "search")

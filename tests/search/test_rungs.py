@@ -10,20 +10,19 @@ import pytest
 import yaml
 from pydantic import ValidationError
 
-from slimqwen import checkpoint, variant
+from slimqwen import checkpoint, host, variant
 from slimqwen.checkpoint.tensors import list_tensors
 from slimqwen.evals import token_distributions
 from slimqwen.evals.acceptance import summarise_items
 from slimqwen.evals.fidelity_figures import PLAIN, TextComparison
 from slimqwen.fit.architecture import read_model, shape_model
+from slimqwen.processes import Failure, LocalExecutor, Result
 from slimqwen.progress import silent
 from slimqwen.records.record import Estimate, Ratio
 from slimqwen.search.candidate import Candidate
-from slimqwen.search.executors import Failure, LocalExecutor, Result
 from slimqwen.search.ladder import Ladder
 from slimqwen.search.record import SearchTrial
 from slimqwen.search.rungs import Budget, LimitShares
-from slimqwen.serving import platform
 from tests.search.trials import trial
 
 TEXTS = 12
@@ -134,7 +133,7 @@ def test_an_engine_with_the_candidate_s_own_cache_that_gives_no_numbers_is_an_er
             TextComparison(str(number), PLAIN, bytes=9, compared=9, kl_nats=math.nan) for number in range(2)
         ]
 
-    monkeypatch.setattr(platform, "has_avx512", lambda: True)  # without it an FP8 cache is left out
+    monkeypatch.setattr(host, "has_avx512", lambda: True)  # without it an FP8 cache is left out
     monkeypatch.setattr(token_distributions, "compare_in_process", compare)
     task = small_ladder.fidelity_task(Candidate(kv_cache_dtype="fp8_ds_mla", depth=1))
     with pytest.raises(ValidationError, match="finite number"):

@@ -5,10 +5,10 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from slimqwen import variant
+from slimqwen import host, variant
 from slimqwen.checkpoint.files import FileRecord, Manifest
 from slimqwen.identity.effects import decisive_flags
-from slimqwen.serving import baked_cache, platform
+from slimqwen.serving import baked_cache
 from slimqwen.serving.command import ServerCommand
 from slimqwen.serving.errors import ServingError
 
@@ -206,7 +206,7 @@ def test_this_machine_is_told_without_importing_torch():
 
 def test_a_cache_serves_any_number_of_cores(monkeypatch):
     facts = baked_cache.describe_machine("cpu")
-    monkeypatch.setattr(platform, "physical_cores", lambda: 64)
+    monkeypatch.setattr(host, "physical_cores", lambda: 64)
     assert baked_cache.describe_machine("cpu") == facts
     command = ServerCommand.resolve(variant.load("tiny-best"), platform="cpu")
     # What torch reads, so that no kernel has a number of threads in it.

@@ -5,9 +5,9 @@ import json
 
 import pytest
 
-from slimqwen import variant
+from slimqwen import host, variant
 from slimqwen.identity.source import reach
-from slimqwen.serving import checked_lines, flags, platform
+from slimqwen.serving import checked_lines, flags
 from slimqwen.variant import ConfigError
 
 _LINES = (
@@ -62,7 +62,7 @@ def test_the_same_lines_of_another_variant_name_its_own_file(resolve, checks):
 @pytest.mark.parametrize(
     "change",
     [
-        lambda patch: patch.setattr(platform, "detect", lambda: "cuda"),
+        lambda patch: patch.setattr(host, "detect", lambda: "cuda"),
         lambda patch: patch.setattr(checked_lines, "_check", lambda: ["another vLLM"]),
     ],
 )

@@ -5,10 +5,9 @@ import types
 
 import pytest
 
-from slimqwen import variant
+from slimqwen import host, variant
 from slimqwen.checkpoint import CorruptCheckpointError, MissingCheckpointError
 from slimqwen.serving import chat_template, checks, gpu
-from slimqwen.serving import platform as machine
 from slimqwen.serving.command import ServerCommand
 from slimqwen.serving.errors import ServingError
 from slimqwen.serving.server import free_port
@@ -176,7 +175,7 @@ def test_lines_that_cannot_be_served_are_refused_with_the_cure(servable, lines, 
 
 
 def test_a_variant_for_a_gpu_is_refused_on_a_cpu(monkeypatch):
-    monkeypatch.setattr(machine, "detect", lambda: "cpu")
+    monkeypatch.setattr(host, "detect", lambda: "cpu")
 
     with pytest.raises(ServingError, match=r"for GPUs, and there is none here; .* --platform cpu`"):
         checks.check_command(ServerCommand.resolve(variant.load("cyankiwi")))
@@ -184,7 +183,7 @@ def test_a_variant_for_a_gpu_is_refused_on_a_cpu(monkeypatch):
 
 
 def test_a_vllm_for_gpus_that_sees_none_serves_nothing(servable, monkeypatch):
-    monkeypatch.setattr(machine, "is_gpu_build", lambda: True)
+    monkeypatch.setattr(host, "is_gpu_build", lambda: True)
     with pytest.raises(ServingError, match=r"is for GPUs and sees none; .*docker run --gpus all"):
         checks.check_command(servable())
 

@@ -4,10 +4,9 @@ import json
 import pytest
 import torch
 
-from slimqwen import variant
+from slimqwen import host, variant
 from slimqwen.checkpoint.config import read_config, write_config
 from slimqwen.serving import baked_cache, checks, cuda_toolkit
-from slimqwen.serving import platform as machine
 from slimqwen.serving.command import ServerCommand
 from slimqwen.serving.errors import ServingError
 from slimqwen.serving.server import free_port
@@ -54,7 +53,7 @@ def test_on_a_cpu_gpu_settings_are_left_out_and_said():
         "VLLM_CUDAGRAPH_CAPTURE_SIZES": None,
         "VLLM_GPU_MEMORY_UTILIZATION": None,
         "VLLM_COMPILATION_CONFIG": None,
-    } | ({} if machine.has_avx512() else {"VLLM_KV_CACHE_DTYPE": None})
+    } | ({} if host.has_avx512() else {"VLLM_KV_CACHE_DTYPE": None})
     assert command.argv[command.argv.index("--dtype") + 1] == "bfloat16"
     assert "--enable-prefix-caching" in command.argv
     assert "--cudagraph-capture-sizes" not in command.argv

@@ -9,8 +9,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from slimqwen import host
 from slimqwen.models.language_model import load_language_model
-from slimqwen.serving import in_process, platform
+from slimqwen.serving import in_process
 from slimqwen.serving.errors import ServingError
 from slimqwen.serving.in_process import engine, read_head_inputs, served_arguments, try_out
 from tests.zoo.animals import ANIMALS
@@ -37,7 +38,7 @@ def test_an_engine_has_a_server_s_flags_and_on_a_cpu_the_size_of_its_cache(
 ) -> None:
     given: dict[str, object] = {}
     monkeypatch.setattr(in_process, "engine", lambda weights, **arguments: given.update(arguments))
-    monkeypatch.setattr(platform, "detect", lambda: kind)
+    monkeypatch.setattr(host, "detect", lambda: kind)
     monkeypatch.delenv("VLLM_CPU_KVCACHE_SPACE", raising=False)
     if space:
         monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", space)

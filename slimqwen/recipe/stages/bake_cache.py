@@ -21,20 +21,20 @@ from typing import Annotated
 import httpx
 from pydantic import Field, field_validator
 
-from slimqwen import checkpoint
+from slimqwen import checkpoint, host
 from slimqwen import variant as variants
 from slimqwen.checkpoint.files import carry_all
 from slimqwen.errors import SlimqwenError
+from slimqwen.host import Platform
 from slimqwen.identity.effects import Effect, decisive_flags, may_affect
 from slimqwen.models.outline import Outline
+from slimqwen.processes import spawner
 from slimqwen.progress import Progress
 from slimqwen.recipe.stage import Facts, Fault, Needs, Parameters, Stage
-from slimqwen.serving import baked_cache, gpu, spawner
-from slimqwen.serving import platform as machine
+from slimqwen.serving import baked_cache, gpu
 from slimqwen.serving.command import ServerCommand
 from slimqwen.serving.errors import ServingError
 from slimqwen.serving.http_client import open_client
-from slimqwen.serving.platform import Platform
 from slimqwen.serving.server import RunningServer, free_port, run_server
 from slimqwen.text.corpus import RecipePath
 from slimqwen.variant import Variant
@@ -147,7 +147,7 @@ def data(parameters: BakeCacheParameters) -> dict[str, str]:
     """
     settings = _variant(parameters).settings
     lines = {f"config.{key}": settings[key].value for key in settings if may_affect(Effect.GRAPHS, key)}
-    platform: Platform = "cuda" if machine.has_nvidia_driver() else "cpu"
+    platform: Platform = "cuda" if host.has_nvidia_driver() else "cpu"
     facts = baked_cache.describe_machine(platform)
     return lines | {f"machine.{name}": fact for name, fact in facts.items()}
 

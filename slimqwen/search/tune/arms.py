@@ -14,10 +14,10 @@ from pydantic import ValidationError
 
 from slimqwen.bench.workload import Workload
 from slimqwen.checkpoint.weights import has_mtp_head
+from slimqwen.host import Platform
 from slimqwen.plan import resolution
 from slimqwen.progress import Progress
 from slimqwen.serving.command import ServerCommand
-from slimqwen.serving.platform import Platform
 from slimqwen.text.prompts import parse_own_prompts
 from slimqwen.variant import DRAFTS_REFUSE
 

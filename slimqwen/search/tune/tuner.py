@@ -27,6 +27,7 @@ from slimqwen.evals.engine import EngineProcesses
 from slimqwen.evals.engine_process import EngineSettings
 from slimqwen.host_load import Watch
 from slimqwen.plan import start
+from slimqwen.processes import spawner
 from slimqwen.progress import Progress, silent
 from slimqwen.records import provenance, store
 from slimqwen.records.journal import Journal, journal_file, locked
@@ -43,7 +44,7 @@ from slimqwen.search.tune.arms import (
 from slimqwen.search.tune.contest import Contest, LoadTurn, Turn
 from slimqwen.search.tune.record import Tune
 from slimqwen.search.tune.responses import SETTINGS, PlainResponses, WrongResponsesError
-from slimqwen.serving import checks, spawner, speed_only
+from slimqwen.serving import checks, speed_only
 from slimqwen.serving.command import ServerCommand
 from slimqwen.serving.errors import ServingError
 from slimqwen.serving.shared_server import ServerLostError, share_server

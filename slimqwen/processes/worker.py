@@ -1,8 +1,8 @@
-"""The worker: the process of one stage, `python -m slimqwen.recipe.worker <file descriptor>`.
+"""The worker: a process that runs one function, `python -m slimqwen.processes.worker <file descriptor>`.
 
-It reads its job, a pickled (run, source, destination, parameters), from standard input and writes messages to the pipe
-with that descriptor: ("progress", activity, done, total), and at the end one of ("done", facts, peak bytes),
-("refused", SlimqwenError) and ("failed", text).
+It reads its job, a pickled (folder, function, arguments), from standard input, calls function(*arguments, progress) and
+writes messages to the pipe with that descriptor: ("progress", activity, done, total), and at the end one of
+("done", value, peak bytes), ("refused", SlimqwenError) and ("failed", text).
 """
 
 import gc
@@ -13,7 +13,7 @@ import signal
 import subprocess
 import sys
 import traceback
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -70,14 +70,25 @@ def started(
                 process.stdin.close()
 
 
-def give(process: "subprocess.Popen[bytes]", *job: Any) -> None:
-    """Send a worker its job: run, source, destination, parameters.
+def give(
+    process: "subprocess.Popen[bytes]", folder: Path, function: Callable[..., Any], *arguments: Any
+) -> None:
+    """Send a worker its job.
+
+    Args:
+        folder: folder in which the job writes; whether its disk is full decides how a failure is explained.
+        function: function(*arguments, progress), importable by name.
 
     Raises:
         BrokenPipeError: the worker has died.
     """
+    send(process, (folder, function, arguments))
+
+
+def send(process: "subprocess.Popen[bytes]", content: Any) -> None:
+    """Write to the standard input of a worker; raises BrokenPipeError if it has died."""
     assert process.stdin is not None
-    pickle.dump(job, process.stdin)
+    pickle.dump(content, process.stdin)
     process.stdin.flush()
 
 
@@ -96,9 +107,9 @@ def death_cause(exit_code: int) -> str:
 
 
 def main() -> None:
-    """Read the job and run it; exit at once if the runner ends."""
+    """Read the job and run it; exit at once if the process that started this one ends."""
     lifeline.watch(0)
-    # Most objects of a stage belong to its imports, and collecting garbage takes a third of the time of imports.
+    # Most objects of a job belong to its imports, and collecting garbage takes a third of the time of imports.
     gc.set_threshold(GARBAGE_THRESHOLD)
     job = pickle.load(sys.stdin.buffer)
     with Connection(int(sys.argv[1]), readable=False) as runner:
@@ -106,17 +117,17 @@ def main() -> None:
 
 
 def perform(job: Any, runner: Connection) -> None:
-    """Run a job (run, source, destination, parameters) and send its messages to the runner."""
-    run, source, destination, parameters = job
+    """Run a job (folder, function, arguments) and send its messages to the process that gave it."""
+    folder, function, arguments = job
     try:
-        facts = run(source, destination, parameters, lambda *message: runner.send(("progress", *message)))
-        runner.send(("done", facts, _peak_memory()))
+        value = function(*arguments, lambda *message: runner.send(("progress", *message)))
+        runner.send(("done", value, _peak_memory()))
     except SlimqwenError as error:
         _log_traceback()
         runner.send(("refused", error))
     except Exception as error:
         text = explain_os_error(error) or f"{type(error).__name__}: {' '.join(str(error).split())}"
-        if is_full(destination) and "disk space" not in text:  # as torch.save, which does not say so
+        if is_full(folder) and "disk space" not in text:  # as torch.save, which does not say so
             text = explain_full_disk(text)
         if isinstance(error, ModuleNotFoundError):
             text += "; run `make install`"

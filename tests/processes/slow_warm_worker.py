@@ -4,7 +4,7 @@ import time
 from multiprocessing.connection import Connection
 from typing import Any
 
-from slimqwen.recipe import warm_worker
+from slimqwen.processes import warm_worker
 
 _send = Connection.send
 

@@ -6,7 +6,7 @@ from multiprocessing import Pipe
 
 import pytest
 
-from slimqwen.recipe import worker
+from slimqwen.processes import worker
 
 FULL = OSError(errno.ENOSPC, "No space left on device", "/store/model.safetensors")
 
@@ -17,7 +17,7 @@ def test_what_fails_on_a_full_disk_says_so_whatever_its_own_words_are(tmp_path, 
 
     monkeypatch.setattr(worker, "is_full", lambda folder: folder == tmp_path)
     ours, theirs = Pipe()
-    worker.perform((stage, tmp_path, tmp_path, None), theirs)
+    worker.perform((tmp_path, stage, ()), theirs)
     cause = "RuntimeError: unexpected pos 64 vs 0"
     assert ours.recv() == ("failed", f"No space left on device ({cause}); free some disk space")
 
@@ -56,7 +56,7 @@ def test_a_failure_is_one_line_with_its_cure(tmp_path, monkeypatch, error, text)
 
     monkeypatch.setattr(worker.traceback, "print_exc", cannot_print)  # the log lies on the disk that is full
     ours, theirs = Pipe()
-    worker.perform((stage, tmp_path, tmp_path, None), theirs)
+    worker.perform((tmp_path, stage, ()), theirs)
     kind, message = ours.recv()
     assert kind == "failed"
     assert re.search(text, message)

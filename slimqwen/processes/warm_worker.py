@@ -1,8 +1,8 @@
 """The warm worker: a process that has imported vLLM and forks itself for each job (`python -m` this module).
 
 The arguments are the descriptor for its messages and, if its jobs start servers, `--spawner`; with `--cold` it imports
-nothing in advance. A job runs as in `slimqwen.recipe.worker`, in a process of its own that may crash or hang, but need
-not import anything. Messages are those of `worker`, between ("started", process id) and ("ended", exit code).
+nothing in advance. A job runs as in `worker`, in a process of its own that may crash or hang, but need not import
+anything. Messages are those of `worker`, between ("started", process id) and ("ended", exit code).
 """
 
 import gc
@@ -10,15 +10,15 @@ import os
 import pickle
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import IO, Any, NoReturn
 
 from slimqwen import lifeline
-from slimqwen.recipe import worker
-from slimqwen.serving import spawner
+from slimqwen.processes import spawner, worker
 
 _SPAWNER, _COLD = "--spawner", "--cold"
 
@@ -34,7 +34,9 @@ class WarmWorker:
     messages: Connection
     _process: "subprocess.Popen[bytes]"
 
-    def give(self, environment: Mapping[str, str], *job: Any) -> int:
+    def give(
+        self, environment: Mapping[str, str], folder: Path, function: Callable[..., Any], *arguments: Any
+    ) -> int:
         """Start a job and wait until its process runs; arguments as `send`.
 
         Returns:
@@ -44,12 +46,14 @@ class WarmWorker:
             BrokenPipeError: the warm worker has died.
             EOFError: the warm worker died before it had imported vLLM.
         """
-        self.send(environment, *job)
+        self.send(environment, folder, function, *arguments)
         _, pid = self.messages.recv()
         return int(pid)
 
-    def send(self, environment: Mapping[str, str], *job: Any) -> None:
-        """Send a job (run, source, destination, parameters) without waiting; the previous job must have ended.
+    def send(
+        self, environment: Mapping[str, str], folder: Path, function: Callable[..., Any], *arguments: Any
+    ) -> None:
+        """Send a job, described at `worker.give`, without waiting; the previous job must have ended.
 
         Args:
             environment: variables of the job's process; those that torch and vLLM read at import have no effect.
@@ -57,7 +61,7 @@ class WarmWorker:
         Raises:
             BrokenPipeError: the warm worker has died.
         """
-        worker.give(self._process, dict(environment), job)
+        worker.send(self._process, (dict(environment), (folder, function, arguments)))
 
 
 @contextmanager
@@ -69,7 +73,7 @@ def started(
     Args:
         environment: environment variables of the process; PYTHONPATH is added.
         output: file for the output of jobs.
-        forks_servers: whether servers that jobs start are forks, too (`slimqwen.serving.spawner`).
+        forks_servers: whether servers that jobs start are forks, too (`slimqwen.processes.spawner`).
         imports: whether the worker imports vLLM; if not, each job imports what it needs.
     """
     arguments = [*([_SPAWNER] if forks_servers else []), *([] if imports else [_COLD])]

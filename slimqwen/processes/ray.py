@@ -1,7 +1,7 @@
 """The Ray executor: runs tasks on the nodes of a Ray cluster, each in a process of its own.
 
-Every node must see the repository at the same path of a shared folder, and must have the same kind of hardware and the
-same versions of the packages that affect figures; all three are checked before the first task. Tasks of a lost node run
+Every node must see the repository at the same path of a shared folder, and must be of the same kind, by a description
+that the caller chooses; both are checked before the first task. Tasks of a lost node run
 on the others: Ray repeats a task whose node or worker died, never one that raised.
 """
 
@@ -14,17 +14,14 @@ import shutil
 import signal
 import socket
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
+from slimqwen.processes import task_process
+from slimqwen.processes.task import ExecutorError, Failure, Outcome, Task
 from slimqwen.progress import Progress, silent
-from slimqwen.records import provenance
-from slimqwen.records.record import Hardware
-from slimqwen.search import SearchError
-from slimqwen.search.executors import process
-from slimqwen.search.executors.task import Failure, Outcome, Task
 
 RETRIES = 3
 """Number of times that a task is repeated after its node or worker was lost."""
@@ -39,6 +36,13 @@ _REPORT_S = 180
 """Seconds that a node may take to report on itself: it has to import this package, perhaps beside other work."""
 
 
+class HostKind(NamedTuple):
+    """What must be the same on two hosts for their figures to be compared."""
+
+    packages: Mapping[str, str]  # versions; those of the driver, too
+    hardware: str  # a name; the driver need not have it
+
+
 @dataclass(frozen=True)
 class NodeReport:
     """A node's report on itself.
@@ -46,26 +50,27 @@ class NodeReport:
     Attributes:
         name: host name and the first digits of the node's Ray id.
         sees_folder: whether the node could read the driver's test file in the repository and write one beside it.
-        packages: versions of the packages that affect figures.
     """
 
     name: str
     sees_folder: bool
-    packages: Mapping[str, str]
-    hardware: Hardware
+    kind: HostKind
 
 
 class RayExecutor:
     """Runs tasks on the nodes of a Ray cluster that is running already."""
 
-    def __init__(self, root: Path, address: str, progress: Progress = silent) -> None:
+    def __init__(
+        self, root: Path, address: str, describe: Callable[[], HostKind], progress: Progress = silent
+    ) -> None:
         """Make an executor for a repository on a folder that all nodes share.
 
         Args:
             address: address of the cluster, host:port; auto for the cluster to which this machine belongs.
+            describe: describes the host on which it is called, importable by name; called on every node.
             progress: receives the title of each task that ended, and the numbers of ended and submitted tasks.
         """
-        self._root, self._address, self._progress = root, address, progress
+        self._root, self._address, self._describe, self._progress = root, address, describe, progress
         self._folder = root / ".cache" / "cluster" / secrets.token_hex(8)
         self._tasks: dict[Any, Task] = {}
         self._ended = 0
@@ -75,13 +80,13 @@ class RayExecutor:
         """Connect to the cluster, and check that every node can run tasks.
 
         Raises:
-            SearchError: Ray is not installed, there is no cluster, or a node cannot run tasks; the message names the
+            ExecutorError: Ray is not installed, there is no cluster, or a node cannot run tasks; the message names the
                 first fault.
         """
         try:
             import ray
         except ImportError:
-            raise SearchError("Ray is not installed; install it with `make install EXTRAS=ray`") from None
+            raise ExecutorError("Ray is not installed; install it with `make install EXTRAS=ray`") from None
         ends_search = signal.getsignal(signal.SIGTERM)
         try:
             self._connect_socket()
@@ -94,7 +99,7 @@ class RayExecutor:
             )
         except (RuntimeError, ValueError, OSError) as error:
             cause = " ".join(str(error).split())[:200]
-            raise SearchError(
+            raise ExecutorError(
                 f"no Ray cluster at {self._address} ({cause}); `ray start --head` starts one"
             ) from None
         # Ray's own handler prints a native stack trace and aborts.
@@ -127,7 +132,7 @@ class RayExecutor:
         """Submit a task to the cluster; it is ignored if a task with its key is pending already.
 
         Raises:
-            SearchError: no node has as many GPUs as the task needs.
+            ExecutorError: no node has as many GPUs as the task needs.
         """
         import ray
 
@@ -135,7 +140,7 @@ class RayExecutor:
             return
         needs = task.resources
         if needs.gpus > self._gpus:
-            raise SearchError(
+            raise ExecutorError(
                 f"{task.title} needs {needs.gpus} GPUs, but no node of the cluster has more than {self._gpus}; "
                 "add a node with as many"
             )
@@ -154,18 +159,18 @@ class RayExecutor:
         """Wait for the next task that ends, report its title as progress, and return its outcome.
 
         Raises:
-            SearchError: no task is pending, or the cluster has lost all its nodes.
+            ExecutorError: no task is pending, or the cluster has lost all its nodes.
         """
         import ray
 
         if not self._tasks:
-            raise SearchError("no task is pending; submit one before waiting for its outcome")
+            raise ExecutorError("no task is pending; submit one before waiting for its outcome")
         last_seen = time.monotonic()
         while not (ready := ray.wait(list(self._tasks), timeout=_POLL_S)[0]):
             if _list_nodes():
                 last_seen = time.monotonic()
             elif time.monotonic() - last_seen > _NO_NODE_S:
-                raise SearchError(
+                raise ExecutorError(
                     f"the cluster has had no node for {_NO_NODE_S} s; add a node and run again: finished tasks are kept"
                 )
         task = self._tasks.pop(ready[0])
@@ -196,7 +201,7 @@ class RayExecutor:
         for node in _list_nodes():
             only_there = NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
             remote = look.options(scheduling_strategy=only_there)
-            asked[node["NodeID"]] = remote.remote(str(self._folder), token, node["NodeID"])
+            asked[node["NodeID"]] = remote.remote(str(self._folder), token, node["NodeID"], self._describe)
         reports = {}
         for node_id, reference in asked.items():
             try:
@@ -205,34 +210,34 @@ class RayExecutor:
                 if not isinstance(error, ray.exceptions.RayTaskError) and _is_lost(node_id):
                     continue
                 cause = " ".join(str(error).split())[-200:]
-                raise SearchError(
+                raise ExecutorError(
                     f"a node of the cluster cannot run slimqwen ({cause}); install it there at the same path"
                 ) from None
             answer = self._folder / node_id
             if not (report.sees_folder and answer.is_file() and answer.read_text(encoding="utf-8") == token):
-                raise SearchError(
+                raise ExecutorError(
                     f"node {report.name} does not share the repository's folder; mount it there at the same path"
                 )
         resources = [node["Resources"] for node in _list_nodes() if node["NodeID"] in reports]
         if not resources:
-            raise SearchError("the Ray cluster has no node with a CPU; add one with `ray start --address`")
+            raise ExecutorError("the Ray cluster has no node with a CPU; add one with `ray start --address`")
         gpus = [int(each.get("GPU", 0)) for each in resources]
         self._cpus, self._gpus = min(int(each["CPU"]) for each in resources), max(gpus)
         self._width = max(sum(gpus), len(resources))
         return list(reports.values())
 
     def _require_alike(self, nodes: list[NodeReport]) -> None:
-        """Raise a SearchError if the figures of two nodes could not be compared."""
-        packages = provenance.package_versions()
+        """Raise a ExecutorError if the figures of two nodes could not be compared."""
+        packages = self._describe().packages
         for node in nodes:
-            if others := {name for name, _ in node.packages.items() ^ packages.items()}:
-                raise SearchError(
+            if others := {name for name, _ in node.kind.packages.items() ^ packages.items()}:
+                raise ExecutorError(
                     f"node {node.name} has other versions of {', '.join(sorted(others))}; install the same lock there"
                 )
-        kinds = {provenance.hardware_name(node.hardware): node.name for node in nodes}
+        kinds = {node.kind.hardware: node.name for node in nodes}
         if len(kinds) > 1:
             described = "; ".join(f"{name}: {kind}" for kind, name in kinds.items())
-            raise SearchError(
+            raise ExecutorError(
                 f"the cluster mixes kinds of hardware ({described}), whose figures cannot be paired; use one kind"
             )
 
@@ -242,10 +247,10 @@ def _run_on_node(task: Task, root: str, threads: str | None) -> Outcome:
     os.environ.pop(_THREADS, None)  # Ray sets the variable to the task's number of CPUs
     if threads is not None:
         os.environ[_THREADS] = threads
-    return process.run_task(task, Path(root), silent)
+    return task_process.run_task(task, Path(root), silent)
 
 
-def _look(folder: str, token: str, answer: str) -> NodeReport:
+def _look(folder: str, token: str, answer: str, describe: Callable[[], HostKind]) -> NodeReport:
     """Report on this node; Ray calls this function on each node.
 
     Args:
@@ -261,7 +266,7 @@ def _look(folder: str, token: str, answer: str) -> NodeReport:
     except OSError:
         sees = False
     name = f"{platform.node()}-{ray.get_runtime_context().get_node_id()[:6]}"
-    return NodeReport(name, sees, provenance.package_versions(), provenance.hardware())
+    return NodeReport(name, sees, describe())
 
 
 def _list_nodes() -> list[Mapping[str, Any]]:

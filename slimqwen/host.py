@@ -1,14 +1,13 @@
-"""Platform of this machine, cpu or cuda, and the flags that serving on a CPU leaves out or replaces."""
+"""This host: its platform (cpu or cuda), cores and memory, and what its user and libraries need of the environment."""
 
 import importlib.util
 import math
 import os
 import pwd
 import re
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import psutil
 
@@ -16,22 +15,10 @@ from slimqwen import cgroup
 
 Platform = Literal["cpu", "cuda"]
 
-
-@dataclass(frozen=True)
-class GpuOnly:
-    """A flag that serving on a CPU leaves out or replaces.
-
-    Attributes:
-        flag: name of the flag without dashes.
-        applies: tells for a value of the flag whether a CPU cannot have it.
-        instead: value on a CPU; None leaves the flag out.
-        why: the reason, for the notice.
-    """
-
-    flag: str
-    applies: Callable[[Any], bool]
-    instead: str | None
-    why: str
+TORCH_VARIABLE = re.compile(
+    r"(OMP|MKL)_NUM_THREADS|(TORCH|TORCHINDUCTOR|TORCHDYNAMO|PYTORCH|TRITON)_[A-Z0-9_]+"
+)
+"""Environment variables that torch and Triton read; those of vLLM are listed by vLLM itself."""
 
 
 def detect() -> Platform:
@@ -130,33 +117,3 @@ def preloaded_libraries(environment: Mapping[str, str]) -> dict[str, str]:
 def is_stray(key: str) -> bool:
     """Whether a variable of the shell is not passed on to servers; `ServerCommand.process_environment` says why."""
     return key.startswith(("VLLM_", "TORCHINDUCTOR_")) and key != "VLLM_API_KEY"
-
-
-NO_FLOAT16 = "Gated DeltaNet on a CPU computes in bfloat16 only"
-"""Why another dtype than bfloat16 is replaced on a CPU."""
-
-
-def _always(value: Any) -> bool:
-    return True
-
-
-GPU_ONLY: tuple[GpuOnly, ...] = (
-    GpuOnly(
-        "dtype",
-        lambda value: value not in ("bfloat16", "auto"),
-        "bfloat16",
-        NO_FLOAT16,
-    ),
-    GpuOnly(
-        "kv-cache-dtype",
-        lambda value: str(value).startswith("fp8") and not has_avx512(),
-        None,
-        "an FP8 KV cache on a CPU needs AVX-512",
-    ),
-    GpuOnly("cudagraph-capture-sizes", _always, None, "a CPU has no CUDA graphs"),
-    GpuOnly("gpu-memory-utilization", _always, None, "VLLM_CPU_KVCACHE_SPACE sizes the KV cache on a CPU"),
-    GpuOnly("kv-cache-memory-bytes", _always, None, "VLLM_CPU_KVCACHE_SPACE sizes the KV cache on a CPU"),
-    GpuOnly("attention-backend", _always, None, "a CPU has one attention backend"),
-    GpuOnly("compilation-config", _always, None, "the fused kernels exist on CUDA only"),
-)
-"""The flags that a CPU leaves out or replaces; serving on a CPU prints each of them."""

@@ -11,14 +11,11 @@ from typing import Any
 import psutil
 import pytest
 
-from slimqwen.records import provenance
-from slimqwen.search import SearchError, measurements
-from slimqwen.search.executors import Failure, Resources, Result, Task
-from slimqwen.search.executors import ray as executor_ray
-from slimqwen.search.executors.ray import NodeReport, RayExecutor
-from slimqwen.search.proof import prove_finalists
-from tests.evals.gate_checks import Checks
-from tests.search.executors import tasks
+from slimqwen.processes import ExecutorError, Failure, Resources, Result, Task
+from slimqwen.processes import ray as executor_ray
+from slimqwen.processes.ray import HostKind, NodeReport, RayExecutor
+from slimqwen.records.provenance import host_kind
+from tests.processes import tasks
 
 pytest.importorskip("ray", reason="Ray is an extra: `make install EXTRAS=ray`")
 cluster_utils = pytest.importorskip("ray.cluster_utils")
@@ -46,7 +43,7 @@ def test_tasks_run_on_nodes_with_their_resources_and_each_end_is_reported(
     cluster: Any, tmp_path: Path
 ) -> None:
     heard: list[tuple[str, float, float]] = []
-    with RayExecutor(tmp_path, cluster.address, lambda *report: heard.append(report)) as executor:
+    with RayExecutor(tmp_path, cluster.address, host_kind, lambda *report: heard.append(report)) as executor:
         assert executor.width == 2
         needs = Resources(gpus=1, memory_bytes=1 << 20)
         for name in ("a", "b"):
@@ -54,12 +51,12 @@ def test_tasks_run_on_nodes_with_their_resources_and_each_end_is_reported(
             executor.submit(Task(f"key-{name}", f"meet {name}", tasks.meet, name, needs))
         executor.submit(Task("key-a", "the same again", tasks.refuse, "not submitted"))
         outcomes = {outcome.key: outcome for outcome in (executor.wait(), executor.wait())}
-        with pytest.raises(SearchError, match="no task is pending"):
+        with pytest.raises(ExecutorError, match="no task is pending"):
             executor.wait()
         executor.submit(Task("refused", "title", tasks.refuse, "no such thing; name another"))
         executor.submit(Task("crash", "title", tasks.crash, None))
         failures = {outcome.key: outcome for outcome in (executor.wait(), executor.wait())}
-        with pytest.raises(SearchError, match="needs 2 GPUs, but no node of the cluster has more than 1"):
+        with pytest.raises(ExecutorError, match="needs 2 GPUs, but no node of the cluster has more than 1"):
             executor.submit(Task("big", "title", tasks.double, 1, Resources(gpus=2)))
     met = {key: outcome.value[0] for key, outcome in outcomes.items() if isinstance(outcome, Result)}
     assert met == {"key-a": "b", "key-b": "a"}
@@ -76,14 +73,15 @@ def test_tasks_run_on_nodes_with_their_resources_and_each_end_is_reported(
 TERMINATED = """
 import os, signal, sys
 from pathlib import Path
-from slimqwen.search.executors.ray import RayExecutor
+from slimqwen.processes.ray import RayExecutor
+from slimqwen.records.provenance import host_kind
 
 def interrupt(*_):
     raise KeyboardInterrupt
 
 signal.signal(signal.SIGTERM, interrupt)
 try:
-    with RayExecutor(Path(sys.argv[1]), sys.argv[2]):
+    with RayExecutor(Path(sys.argv[1]), sys.argv[2], host_kind):
         os.kill(os.getpid(), signal.SIGTERM)
 except KeyboardInterrupt:
     sys.exit(7)
@@ -97,25 +95,11 @@ def test_sigterm_ends_a_search_as_it_would_without_ray(cluster: Any, tmp_path: P
     assert "SIGTERM received" not in ended.stderr
 
 
-def test_a_check_that_dies_on_a_node_ends_its_finalist_and_not_the_proof(
-    cluster: Any, root: Path, checks: Checks, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(measurements, "measure_check", tasks.crash)
-    proof = prove_finalists(
-        ["lucky"], RayExecutor(root, cluster.address), root, command=("slimqwen", "search")
-    )
-    (lucky,) = proof.finalists
-    assert lucky.verdict == "fail"
-    assert lucky.reason is not None
-    assert "SIGSEGV" in lucky.reason
-    assert list(root.glob("experiments/*/gate_*")) == []
-
-
 def test_a_lost_node_gives_its_tasks_to_the_others_and_is_left_out_of_the_next_run(
     cluster: Any, tmp_path: Path
 ) -> None:
     lost = add_node(cluster)
-    with RayExecutor(tmp_path, cluster.address) as executor:
+    with RayExecutor(tmp_path, cluster.address, host_kind) as executor:
         for number in range(3):
             executor.submit(Task(f"key-{number}", "hold", tasks.hold, f"{number}", Resources(gpus=1)))
 
@@ -133,7 +117,7 @@ def test_a_lost_node_gives_its_tasks_to_the_others_and_is_left_out_of_the_next_r
     assert sorted(outcome.value for outcome in outcomes if isinstance(outcome, Result)) == ["0", "1", "2"]
     assert len(read_pids(tmp_path)) == 4  # the lost one ran twice
     # Ray may list the node for half a minute.
-    with RayExecutor(tmp_path, cluster.address) as executor:
+    with RayExecutor(tmp_path, cluster.address, host_kind) as executor:
         assert executor.width == 2
 
 
@@ -149,7 +133,7 @@ def test_a_node_that_is_gone_before_it_reports_is_left_out(
         return [*listed[-1], gone] if len(listed) == 1 else listed[-1]
 
     monkeypatch.setattr(executor_ray, "_list_nodes", list_nodes)
-    with RayExecutor(tmp_path, cluster.address) as executor:
+    with RayExecutor(tmp_path, cluster.address, host_kind) as executor:
         assert executor.width == 2
 
 
@@ -161,7 +145,7 @@ def test_a_task_takes_as_many_threads_as_it_would_here(
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     if threads:
         monkeypatch.setenv("OMP_NUM_THREADS", threads)
-    with RayExecutor(tmp_path, cluster.address) as executor:
+    with RayExecutor(tmp_path, cluster.address, host_kind) as executor:
         executor.submit(Task("key", "title", tasks.threads, None))
         outcome = executor.wait()
     assert isinstance(outcome, Result)
@@ -176,7 +160,7 @@ def test_an_interrupt_stops_the_tasks_on_all_nodes(
             raise KeyboardInterrupt
         return ["a node"]
 
-    with RayExecutor(tmp_path, cluster.address) as executor:
+    with RayExecutor(tmp_path, cluster.address, host_kind) as executor:
         for number in range(2):
             executor.submit(Task(f"key-{number}", "hold", tasks.hold, "x", Resources(gpus=1)))
         monkeypatch.setattr(executor_ray, "_list_nodes", interrupt)
@@ -188,11 +172,11 @@ def test_an_interrupt_stops_the_tasks_on_all_nodes(
 def test_a_cluster_that_stays_without_a_node_ends_the_run(
     cluster: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with RayExecutor(tmp_path, cluster.address) as executor:
+    with RayExecutor(tmp_path, cluster.address, host_kind) as executor:
         executor.submit(Task("key", "hold", tasks.hold, "x", Resources(gpus=1)))
         monkeypatch.setattr(executor_ray, "_list_nodes", list)
         monkeypatch.setattr(executor_ray, "_NO_NODE_S", 1)
-        with pytest.raises(SearchError, match="has had no node for 1 s"):
+        with pytest.raises(ExecutorError, match="has had no node for 1 s"):
             executor.wait()
 
 
@@ -204,7 +188,7 @@ def test_a_cluster_that_stays_without_a_node_ends_the_run(
             "node here does not share the repository's folder; mount it there at the same path",
         ),
         (
-            {"packages": {"vllm": "0.1"}},
+            {"kind": HostKind({"vllm": "0.1"}, "a CPU")},
             "node here has other versions of .*vllm.*; install the same lock there",
         ),
     ],
@@ -213,42 +197,34 @@ def test_a_node_that_could_not_do_the_work_is_refused_before_it(
     cluster: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: dict[str, Any], message: str
 ) -> None:
     monkeypatch.setattr(executor_ray, "_look", looker(change))
-    with pytest.raises(SearchError, match=message), RayExecutor(tmp_path, cluster.address):
+    with pytest.raises(ExecutorError, match=message), RayExecutor(tmp_path, cluster.address, host_kind):
         pass
 
 
-def looker(change: dict[str, Any]) -> Callable[[str, str, str], NodeReport]:
+def looker(change: dict[str, Any]) -> Callable[..., NodeReport]:
     """A node's report with something changed."""
 
-    def look(folder: str, token: str, answer: str) -> NodeReport:
+    def look(folder: str, token: str, answer: str, describe: Callable[[], HostKind]) -> NodeReport:
         (Path(folder) / answer).write_text(token)
-        fields = {
-            "name": "here", "sees_folder": True, "packages": provenance.package_versions(),
-            "hardware": provenance.hardware(),
-        }  # fmt: skip
-        return NodeReport(**{**fields, **change})
+        return NodeReport(**{"name": "here", "sees_folder": True, "kind": describe(), **change})
 
     return look
 
 
 def test_kinds_of_hardware_are_not_mixed(tmp_path: Path) -> None:
-    here = provenance.hardware()
-    other = here.model_copy(update={"cpu_model": "another"})
-    nodes = [
-        NodeReport(name, True, provenance.package_versions(), hardware)
-        for name, hardware in (("a", here), ("b", other))
-    ]
-    executor = RayExecutor(tmp_path, "auto")
+    here = host_kind()
+    nodes = [NodeReport("a", True, here), NodeReport("b", True, here._replace(hardware="another"))]
+    executor = RayExecutor(tmp_path, "auto", host_kind)
     executor._require_alike(nodes[:1])
-    with pytest.raises(SearchError, match="mixes kinds of hardware"):
+    with pytest.raises(ExecutorError, match="mixes kinds of hardware"):
         executor._require_alike(nodes)
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1:1", "nonsense"])
 def test_no_cluster_is_an_error(tmp_path: Path, address: str) -> None:
     with (
-        pytest.raises(SearchError, match=f"no Ray cluster at {address}"),
-        RayExecutor(tmp_path, address),
+        pytest.raises(ExecutorError, match=f"no Ray cluster at {address}"),
+        RayExecutor(tmp_path, address, host_kind),
     ):
         pass
 

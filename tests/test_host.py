@@ -4,47 +4,15 @@ from types import SimpleNamespace
 
 import pytest
 
-from slimqwen.serving import flags, platform
-
-
-def test_every_row_names_a_flag_that_vllm_has():
-    names = {flag.flag for flag in platform.GPU_ONLY}
-
-    known = {key.removeprefix("VLLM_").lower().replace("_", "-") for key in flags.options()}
-    assert names <= known
-    assert all(row.why for row in platform.GPU_ONLY)
-
-
-@pytest.mark.parametrize(
-    ("flag", "value", "applies"),
-    [
-        ("dtype", "float16", True),
-        ("dtype", "bfloat16", False),
-        ("dtype", "auto", False),
-        ("kv-cache-dtype", "auto", False),
-        ("cudagraph-capture-sizes", [1, 2], True),
-    ],
-)
-def test_a_row_applies_only_to_what_a_cpu_lacks(flag, value, applies):
-    row = next(row for row in platform.GPU_ONLY if row.flag == flag)
-
-    assert row.applies(value) is applies
-
-
-def test_an_fp8_kv_cache_is_left_out_only_without_avx512(monkeypatch):
-    row = next(row for row in platform.GPU_ONLY if row.flag == "kv-cache-dtype")
-
-    for available in (True, False):
-        monkeypatch.setattr(platform, "has_avx512", lambda available=available: available)
-        assert row.applies("fp8") is not available
+from slimqwen import host
 
 
 def test_cores_that_this_process_may_not_use_are_not_counted(monkeypatch):
-    monkeypatch.setattr(platform.psutil, "cpu_count", lambda logical: 8)
+    monkeypatch.setattr(host.psutil, "cpu_count", lambda logical: 8)
 
     for allowed, counted in (({3}, 1), (set(range(16)), 8)):
-        monkeypatch.setattr(platform.os, "sched_getaffinity", lambda pid, allowed=allowed: allowed)
-        assert platform.physical_cores() == counted
+        monkeypatch.setattr(host.os, "sched_getaffinity", lambda pid, allowed=allowed: allowed)
+        assert host.physical_cores() == counted
 
 
 @pytest.fixture
@@ -59,23 +27,23 @@ def torch_package(tmp_path, monkeypatch):
 
 
 def test_torchs_openmp_library_is_preloaded_beside_what_the_shell_preloads(torch_package):
-    assert platform.preloaded_libraries({}) == {"LD_PRELOAD": str(torch_package)}
-    both = platform.preloaded_libraries({"LD_PRELOAD": "/lib/libtcmalloc.so"})
+    assert host.preloaded_libraries({}) == {"LD_PRELOAD": str(torch_package)}
+    both = host.preloaded_libraries({"LD_PRELOAD": "/lib/libtcmalloc.so"})
     assert both == {"LD_PRELOAD": f"/lib/libtcmalloc.so:{torch_package}"}
 
 
 @pytest.mark.parametrize("library", ["libiomp5.so", "libgomp.so.1", "libomp.so"])
 def test_another_openmp_library_stays_alone(torch_package, library):
-    assert platform.preloaded_libraries({"LD_PRELOAD": library}) == {}
+    assert host.preloaded_libraries({"LD_PRELOAD": library}) == {}
 
 
 def test_nothing_is_preloaded_where_the_loader_would_split_the_path(torch_package, monkeypatch, tmp_path):
     (tmp_path / "torch").rename(tmp_path / "my torch")
     spec = ModuleSpec("torch", None, origin=str(tmp_path / "my torch/__init__.py"))
     monkeypatch.setattr("importlib.util.find_spec", {"torch": spec}.get)
-    assert platform.preloaded_libraries({}) == {}
+    assert host.preloaded_libraries({}) == {}
     monkeypatch.setattr("importlib.util.find_spec", {}.get)
-    assert platform.preloaded_libraries({}) == {}
+    assert host.preloaded_libraries({}) == {}
 
 
 @pytest.fixture
@@ -88,16 +56,16 @@ def user(monkeypatch):
                 raise KeyError(uid)
             return SimpleNamespace(pw_dir=str(home))
 
-        monkeypatch.setattr(platform.pwd, "getpwuid", look_up)
+        monkeypatch.setattr(host.pwd, "getpwuid", look_up)
 
     return make
 
 
 def test_a_user_with_a_home_and_a_name_keeps_them(user, tmp_path):
     user(tmp_path)
-    assert platform.user_variables({}, Path("/checkout")) == {}
+    assert host.user_variables({}, Path("/checkout")) == {}
     user(None)
-    assert platform.user_variables({"HOME": str(tmp_path), "LOGNAME": "x"}, Path("/checkout")) == {}
+    assert host.user_variables({"HOME": str(tmp_path), "LOGNAME": "x"}, Path("/checkout")) == {}
 
 
 @pytest.mark.parametrize("home", [{}, {"HOME": ""}, {"HOME": "/nowhere"}, {"HOME": "/proc"}])
@@ -105,9 +73,9 @@ def test_a_user_without_them_gets_both(user, home, monkeypatch):
     monkeypatch.setattr("os.access", lambda path, mode: False)
     monkeypatch.setattr("os.getuid", lambda: 54321)
     user(None)
-    assert platform.user_variables(home, Path("/checkout")) == {
+    assert host.user_variables(home, Path("/checkout")) == {
         "USER": "54321",
         "HOME": "/checkout/.cache/home",
     }
     user(Path("/root"))
-    assert platform.user_variables(home, Path("/checkout")) == {"HOME": "/checkout/.cache/home"}
+    assert host.user_variables(home, Path("/checkout")) == {"HOME": "/checkout/.cache/home"}

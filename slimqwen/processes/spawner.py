@@ -2,7 +2,7 @@
 
 Half the time of a start on a CPU goes into imports. A server that is forked here needs none, and is as fresh as a new
 process, because vLLM has not run anything in the spawner. `share_spawner` starts a spawner for the servers of a block
-(`python -m` this module, with requests on standard input); `slimqwen.recipe.warm_worker` forks one for its jobs.
+(`python -m` this module, with requests on standard input); `slimqwen.processes.warm_worker` forks one for its jobs.
 
 A request consists of two descriptors: the server's end of a socket on which it receives its job, and its output. The
 socket for requests is inherited by forks, and by a stage's process as a descriptor (`pass_on`).
@@ -20,10 +20,8 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import NoReturn
 
-from slimqwen import lifeline
+from slimqwen import host, lifeline
 from slimqwen.identity import changed_names
-from slimqwen.serving import platform
-from slimqwen.serving.flags import TORCH_VARIABLE
 
 _API_SERVER = "slimqwen.vllm_plugin.api_server"
 
@@ -70,7 +68,7 @@ def find_spawner(argv: Sequence[str]) -> socket.socket | None:
     """The socket on which the server of a command is requested from the spawner; None if it must be a new process."""
     if tuple(argv[1:3]) != ("-m", _API_SERVER):
         return None
-    if _block is not None and _requests is None and platform.detect() == "cpu":
+    if _block is not None and _requests is None and host.detect() == "cpu":
         _start_process(_block)
     return _requests
 
@@ -87,7 +85,7 @@ def _start_process(block: ExitStack) -> None:
             stderr=subprocess.DEVNULL,
             env={
                 **os.environ,
-                **platform.preloaded_libraries(os.environ),
+                **host.preloaded_libraries(os.environ),
                 "PYTHONPATH": os.pathsep.join(sys.path),
             },
             process_group=0,
@@ -118,7 +116,7 @@ def main() -> None:
 
 def drop_strays() -> dict[str, str]:
     """Drop the variables of this process that no server gets, before an import reads them; returns those left."""
-    for name in filter(platform.is_stray, [*os.environ]):
+    for name in filter(host.is_stray, [*os.environ]):
         del os.environ[name]
     return dict(os.environ)
 
@@ -199,7 +197,9 @@ def _serve(starter: int, spawner: int, output: int, before: Mapping[str, str]) -
 def _ignores(before: Mapping[str, str], environment: Mapping[str, str]) -> bool:
     """Whether a fork may ignore a variable: its value is neither the one that imports found nor the one they set."""
     changed = {*changed_names(before, environment)} & {*changed_names(os.environ, environment)}
-    return any(name.startswith("VLLM_") or TORCH_VARIABLE.fullmatch(name) for name in changed - _READ_AT_USE)
+    return any(
+        name.startswith("VLLM_") or host.TORCH_VARIABLE.fullmatch(name) for name in changed - _READ_AT_USE
+    )
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Tasks, their outcomes, and the interface of an executor.
 
 A task consists of a function that can be imported by name and an argument that can be pickled. It runs in a process of
-its own, so a crash of vLLM is a failure of the task and never of the search.
+its own, so a crash of vLLM is a failure of the task and never of its caller.
 
     with LocalExecutor(root, progress) as executor:
         executor.submit(Task("key", "title", function, argument))
@@ -18,6 +18,10 @@ from slimqwen.progress import Progress
 
 ENGINE_BYTES = 3 << 30
 """Resident memory of the processes of vLLM and of a measurement, bytes, without weights and KV cache."""
+
+
+class ExecutorError(SlimqwenError):
+    """Tasks cannot run; the message says why and what to do."""
 
 
 @dataclass(frozen=True)
@@ -98,7 +102,7 @@ class Executor(Protocol):
         """Wait for the next task that ends, and return its outcome.
 
         Raises:
-            SearchError: no task is pending.
+            ExecutorError: no task is pending.
         """
 
 

@@ -16,11 +16,10 @@ import httpx
 import psutil
 import pytest
 
-from slimqwen import variant
+from slimqwen import host, variant
+from slimqwen.processes import spawner, warm_worker
+from slimqwen.processes.warm_worker import WarmWorker
 from slimqwen.progress import Progress
-from slimqwen.recipe import warm_worker
-from slimqwen.recipe.warm_worker import WarmWorker
-from slimqwen.serving import platform, spawner
 from slimqwen.serving.command import ServerCommand
 from slimqwen.serving.server import free_port, run_server, start_process
 from tests.serving.real_server import ended
@@ -42,7 +41,7 @@ def test_only_servers_are_requested_from_a_spawner(monkeypatch: pytest.MonkeyPat
 BEFORE = {"TORCH_LOGS": "+dynamo", "PATH": os.environ["PATH"]}
 SPAWNER = f"""
 import os, socket
-from slimqwen.serving import spawner
+from slimqwen.processes import spawner
 from slimqwen.vllm_plugin import api_server
 
 def run_fork(*lifelines):
@@ -103,7 +102,7 @@ def test_a_fork_with_a_variable_that_an_import_may_have_read_executes_its_comman
 def test_a_process_that_inherits_the_socket_requests_servers_on_it(monkeypatch: pytest.MonkeyPatch) -> None:
     code = (
         "import os\n"
-        "from slimqwen.serving import spawner\n"
+        "from slimqwen.processes import spawner\n"
         f"spawner.find_spawner({API_SERVER!r}).send(' '.join(os.environ).encode())\n"
     )
     ours, theirs = socket.socketpair(type=socket.SOCK_SEQPACKET)
@@ -121,7 +120,7 @@ def test_without_a_spawner_nothing_is_passed_on(monkeypatch: pytest.MonkeyPatch)
     assert spawner.pass_on() == ({}, ())
 
 
-def ask(log: Path, _: Path, seconds: float, progress: Progress) -> dict[str, Any]:
+def ask(log: Path, seconds: float, progress: Progress) -> dict[str, Any]:
     """Start the embedded model, ask it for two tokens, and stay for a while."""
     command = ServerCommand.resolve(variant.load("tiny"), port=free_port(), platform="cpu")
     with run_server(command, log=log) as server:
@@ -144,7 +143,7 @@ def ask(log: Path, _: Path, seconds: float, progress: Progress) -> dict[str, Any
 
 @pytest.fixture(scope="module")
 def warm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WarmWorker]:
-    environment = os.environ | platform.preloaded_libraries(os.environ)
+    environment = os.environ | host.preloaded_libraries(os.environ)
     with (
         (tmp_path_factory.mktemp("warm") / "log").open("wb") as output,
         warm_worker.started(environment, output, forks_servers=True) as worker,
@@ -163,12 +162,12 @@ def receive(worker: WarmWorker, kind: str) -> tuple[Any, ...]:
 def test_a_job_s_server_is_a_fork_and_no_process_of_it_outlives_the_server(
     warm: WarmWorker, tmp_path: Path
 ) -> None:
-    job = psutil.Process(warm.give(os.environ, ask, tmp_path / "log", tmp_path, 600))
+    job = psutil.Process(warm.give(os.environ, tmp_path, ask, tmp_path / "log", 600))
     activity, *_ = receive(warm, "progress")
     server = psutil.Process(int(activity))
     parent = server.parent()
     assert parent is not None
-    assert "slimqwen.recipe.warm_worker" in parent.cmdline()
+    assert "slimqwen.processes.warm_worker" in parent.cmdline()
     processes = [server, *server.children(recursive=True)]
     assert {"VLLM::EngineCore", "VLLM::Worker"} <= {process.name() for process in processes}
     server.kill()
@@ -184,13 +183,13 @@ def test_a_job_s_server_is_a_fork_and_no_process_of_it_outlives_the_server(
 def test_a_block_has_one_spawner_made_with_its_first_server_and_ended_with_it(tmp_path: Path) -> None:
     code = f"""
 import json, pathlib, psutil
-from slimqwen.serving import spawner
-from tests.serving.test_spawner import API_SERVER, ask
+from slimqwen.processes import spawner
+from tests.processes.test_spawner import API_SERVER, ask
 
 with spawner.share_spawner():
     made_before = len(psutil.Process().children())
     log = pathlib.Path({str(tmp_path / "log")!r})
-    facts = ask(log, log, 0, lambda *_: None)
+    facts = ask(log, 0, lambda *_: None)
     with spawner.share_spawner():
         same = spawner.find_spawner(API_SERVER) is spawner._requests
     (process,) = psutil.Process().children()
@@ -205,7 +204,7 @@ print(json.dumps(facts | {{"runs": process.is_running(), "requests": spawner._re
     assert facts["command"][1:4] == ["-m", "slimqwen.vllm_plugin.api_server", "--model"]
     assert facts["leads_its_group"]
     assert facts["parent"] == facts["spawner"]
-    assert "slimqwen.serving.spawner" in facts["parent"]
+    assert "slimqwen.processes.spawner" in facts["parent"]
     assert facts["same"]
     assert not facts["runs"]
     assert facts["requests"] is None

@@ -5,16 +5,15 @@ from collections.abc import Collection, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
 
 import psutil
 
+from slimqwen import host
 from slimqwen.errors import SlimqwenError
+from slimqwen.processes import warm_worker, worker
+from slimqwen.processes.task import Failure, Outcome, Result, Task
+from slimqwen.processes.warm_worker import WarmWorker
 from slimqwen.progress import Progress
-from slimqwen.recipe import warm_worker, worker
-from slimqwen.recipe.warm_worker import WarmWorker
-from slimqwen.search.executors.task import Failure, Outcome, Result, Task
-from slimqwen.serving import platform
 
 _LOG = Path("logs") / "tasks.log"
 
@@ -52,7 +51,7 @@ class TaskProcess:
         self.start()
         assert self._worker is not None
         with suppress(BrokenPipeError):  # `receive` reports the death of the process
-            self._worker.send(os.environ, _call, self._root, self._root, (task.function, task.argument))
+            self._worker.send(os.environ, self._root, task.function, self._root, task.argument)
 
     def start(self) -> None:
         """Start the starter process, unless it runs; it imports what tasks need while this process goes on."""
@@ -75,9 +74,9 @@ class TaskProcess:
     def _start_worker(self) -> WarmWorker:
         (self._root / _LOG).parent.mkdir(parents=True, exist_ok=True)
         output = self._open_resources.enter_context((self._root / _LOG).open("ab"))
-        environment, forks_servers = dict(os.environ), self._warm and platform.detect() == "cpu"
+        environment, forks_servers = dict(os.environ), self._warm and host.detect() == "cpu"
         if forks_servers:
-            environment |= platform.preloaded_libraries(environment)
+            environment |= host.preloaded_libraries(environment)
         with _affinity(self._cpus):
             return self._open_resources.enter_context(
                 warm_worker.started(environment, output, forks_servers=forks_servers, imports=self._warm)
@@ -121,11 +120,6 @@ def run_task(task: Task, root: Path, progress: Progress) -> Outcome:
         return outcome
     finally:
         process.close()
-
-
-def _call(root: Path, _: Path, job: tuple[Any, Any], progress: Progress) -> Any:
-    function, argument = job
-    return function(root, argument, progress)
 
 
 @contextmanager

@@ -7,11 +7,10 @@ from multiprocessing import connection
 from pathlib import Path
 from typing import Self
 
+from slimqwen import host
+from slimqwen.processes.task import ExecutorError, Outcome, Task
+from slimqwen.processes.task_process import TaskProcess
 from slimqwen.progress import Progress, progress_of, silent
-from slimqwen.search import SearchError
-from slimqwen.search.executors.process import TaskProcess
-from slimqwen.search.executors.task import Outcome, Task
-from slimqwen.serving import platform
 
 _DEFAULT_MAX_WIDTH = 4
 """Largest default number of tasks at a time: with more, a search's sampler would see too few results per proposal."""
@@ -22,7 +21,7 @@ _ALONE = -1
 
 def default_width() -> int:
     """Default number of tasks at a time on this machine: one for each core; one if engines run on a GPU."""
-    return 1 if platform.detect() == "cuda" else min(_DEFAULT_MAX_WIDTH, platform.physical_cores())
+    return 1 if host.detect() == "cuda" else min(_DEFAULT_MAX_WIDTH, host.physical_cores())
 
 
 class LocalExecutor:
@@ -75,10 +74,10 @@ class LocalExecutor:
         """Wait for the next task that ends, and return its outcome.
 
         Raises:
-            SearchError: no task is pending.
+            ExecutorError: no task is pending.
         """
         if not (self._waiting or self._running):
-            raise SearchError("no task is pending; submit one before waiting for its outcome")
+            raise ExecutorError("no task is pending; submit one before waiting for its outcome")
         while True:
             self._begin_tasks()
             ready = connection.wait([self._processes[lane].messages for lane in self._running])
@@ -114,7 +113,7 @@ class LocalExecutor:
         if not self._running:
             return _ALONE if runs_alone else 0
         memory = sum(each.resources.memory_bytes for each in (task, *self._running.values()))
-        if runs_alone or _ALONE in self._running or memory > platform.total_memory():
+        if runs_alone or _ALONE in self._running or memory > host.total_memory():
             return None
         return next((lane for lane in range(self._width) if lane not in self._running), None)
 

@@ -2,14 +2,23 @@
 
 import os
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
 import pytest
 
-from slimqwen.search import SearchError
-from slimqwen.search.executors import Failure, LocalExecutor, Resources, Result, Task, local
-from tests.search.executors import tasks
+from slimqwen.processes import ExecutorError, Failure, LocalExecutor, Resources, Result, Task, local
+from tests.processes import tasks
+
+
+@pytest.fixture
+def all_cpus() -> Iterator[None]:
+    """Every CPU of the machine: a worker of the test run keeps to its share."""
+    before = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, range(os.cpu_count() or 1))
+    yield
+    os.sched_setaffinity(0, before)
 
 
 def test_a_task_gives_its_value_and_reports_its_progress(tmp_path: Path) -> None:
@@ -49,7 +58,7 @@ def test_one_key_is_run_once(tmp_path: Path) -> None:
         outcome = executor.wait()
         assert isinstance(outcome, Result)
         assert outcome.value == 2
-        with pytest.raises(SearchError, match="no task is pending; submit one"):
+        with pytest.raises(ExecutorError, match="no task is pending; submit one"):
             executor.wait()
 
 
@@ -126,6 +135,6 @@ def test_an_interrupt_stops_every_running_task(tmp_path: Path, others: int) -> N
 def test_by_default_a_task_runs_on_each_core_or_one_on_a_gpu(
     monkeypatch: pytest.MonkeyPatch, cuda: bool, cores: int, width: int
 ) -> None:
-    monkeypatch.setattr(local.platform, "detect", lambda: "cuda" if cuda else "cpu")
-    monkeypatch.setattr(local.platform, "physical_cores", lambda: cores)
+    monkeypatch.setattr(local.host, "detect", lambda: "cuda" if cuda else "cpu")
+    monkeypatch.setattr(local.host, "physical_cores", lambda: cores)
     assert local.default_width() == width
