@@ -8,7 +8,7 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from pydantic import Field
 
@@ -67,6 +67,13 @@ class Acceptance(SplitRecord):
     classes: dict[str, Positive] = Field(min_length=1, description="Longest prompt of each class, tokens.")
     prompts: Sha256 = Field(description="Digest of the prompts' token ids.")
     depths: tuple[Depth, ...] = Field(min_length=1)
+
+    @property
+    def basis(self) -> dict[str, Any]:
+        """Also settings, the gate's depth, and the split."""
+        split = str(self.split or "of no split")
+        own = {"settings": self.settings_name, "gate depth": self.gate_depth, "split": split}
+        return own | super().basis
 
     def figures(self) -> Mapping[str, Figure]:
         """All numbers; `acceptance_length` is of the gate's depth, or of the deepest if the gate's was not measured."""

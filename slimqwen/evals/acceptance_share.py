@@ -3,7 +3,6 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from slimqwen.evals.acceptance import Acceptance
 from slimqwen.evals.drafting import Item, acceptance_lengths
@@ -61,14 +60,7 @@ def pair_acceptance_records(
     def command(variant: str, like: Acceptance) -> str:
         return f"slimqwen eval acceptance --variant {variant}"
 
-    return newest_pair(first, second, Acceptance, comparison_key, command, fits)
-
-
-def comparison_key(record: Acceptance) -> dict[str, Any]:
-    """Properties that two acceptance records must share to be comparable, by name."""
-    data = {f"data file {name}": digest for name, digest in record.provenance.datasets.items()}
-    split = str(record.split or "of no split")
-    return {"settings": record.settings_name, "gate depth": record.gate_depth, "split": split, **data}
+    return newest_pair(first, second, Acceptance, command, fits)
 
 
 def compare_acceptance(first: Path, second: Path) -> AcceptanceShare:
@@ -79,9 +71,7 @@ def compare_acceptance(first: Path, second: Path) -> AcceptanceShare:
         RecordError: a record or its items are damaged.
     """
     baseline_record, record = (store.read_record(path, Acceptance) for path in (first, second))
-    first_split, second_split = (
-        {"split": comparison_key(each)["split"]} for each in (baseline_record, record)
-    )
+    first_split, second_split = ({"split": each.basis["split"]} for each in (baseline_record, record))
     require_same(first, second, first_split, second_split, "")
     items = (store.read_items(path) for path in (first, second))
     return compare_drafts(*items, depth=record.gate_depth, least_share=record.least_share)

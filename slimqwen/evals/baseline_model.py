@@ -1,7 +1,5 @@
 """A baseline's next-token distributions, computed by transformers in float32 from hidden states that are kept."""
 
-import hashlib
-import json
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,6 +11,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from slimqwen import checkpoint
+from slimqwen.identity import digest_of
 from slimqwen.models.language_model import load_in_float32
 
 KEPT_STATES = Path(".cache") / "baseline_states"
@@ -44,10 +43,7 @@ class BaselineModel:
 
     def log_probabilities(self, ids: Sequence[int]) -> Tensor:
         """Log-probabilities of every token after the first: float32 [len(ids) - 1, vocabulary], in main memory."""
-        file = (
-            self._cache
-            / f"{hashlib.sha256(json.dumps([self._origin, list(ids)]).encode()).hexdigest()}.safetensors"
-        )
+        file = self._cache / f"{digest_of([self._origin, list(ids)])}.safetensors"
         with torch.inference_mode():
             states = _read(file)
             if states is None:

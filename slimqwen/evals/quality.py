@@ -80,7 +80,7 @@ class TaskScore(Block):
     output_tokens: OutputTokens | None = Field(description="null if nothing is generated or reported.")
     settings: dict[str, Any] = Field(
         description="Settings that the suite adds to the task's own definition, and "
-        " the digest of the product's scorer if it scored."
+        "`code`, the digest of the product's code that asked and scored; old records have `scorer` instead."
     )
     floor: float | None = Field(
         default=None,
@@ -132,9 +132,10 @@ class Quality(SplitRecord):
         changed: list[str] = []
         for task in suite.tasks:
             score, present = self.tasks[task.name], suite.settings_of(task)
-            added = ("suite", "scorer") if may_be_old else ()
+            added = ("suite", "code") if may_be_old else ()
             before: dict[str, Any] = {**{name: present.get(name) for name in added}, **score.settings}
-            changed += [name for name in {**before, **present} if before.get(name) != present.get(name)]
+            before.pop("scorer", None)  # of before there was `code`: a digest of modules that a list named
+            changed += changed_names(before, present)
             if (score.measure, score.floor) != (task.measure, task.floor):
                 changed.append("measure or floor")
             if score.non_inferiority_margin != task.non_inferiority_margin:
@@ -142,6 +143,18 @@ class Quality(SplitRecord):
             if self.limit == AUTO and score.items_to_decide != task.items_to_decide:
                 changed.append("planned number of items")
         return list(dict.fromkeys(changed))
+
+    @property
+    def basis(self) -> dict[str, Any]:
+        """Also suite, number of items, split, and how each task is asked and scored."""
+        return {
+            "suite": self.suite,
+            "limit": self.limit or "all items",
+            "split": str(self.split or "of no split"),
+            "settings": {task: score.settings for task, score in self.tasks.items()},
+            "measures": {task: score.measure for task, score in self.tasks.items()},
+            **super().basis,
+        }
 
     @property
     def item_count(self) -> int:

@@ -65,21 +65,21 @@ def pair_quality_records(first: Path, second: Path) -> tuple[Path, Path]:
     chosen = best_pair(*(current_records(folder) for folder in (first, second)))
     if chosen:
         return chosen[0].path, chosen[1].path
-    return pairing.newest_pair(first, second, Quality, comparison_key, _command)
+    return pairing.newest_pair(first, second, Quality, _command)
 
 
 def best_pair(
     first: Iterable[StoredRecord[Quality]], second: Iterable[StoredRecord[Quality]]
 ) -> tuple[StoredRecord[Quality], StoredRecord[Quality]] | None:
     """The records of two variants that `pair_quality_records` chooses; None if no two are on the same items."""
-    pairs = [(a, b) for a in first for b in second if comparison_key(a.record) == comparison_key(b.record)]
+    pairs = [(a, b) for a in first for b in second if a.record.basis == b.record.basis]
     return max(pairs, key=_pair_order, default=None)
 
 
 def _pair_order(pair: tuple[StoredRecord[Quality], StoredRecord[Quality]]) -> tuple[int, bool, str, str]:
     a, b = pair
-    is_same_hardware = pairing.hardware_basis(a.record) == pairing.hardware_basis(b.record)
-    return a.record.item_count, is_same_hardware, a.path.name, b.path.name
+    hardware = [each.record.provenance.hardware.basis for each in pair]
+    return a.record.item_count, hardware[0] == hardware[1], a.path.name, b.path.name
 
 
 def current_records(folder: Path) -> list[StoredRecord[Quality]]:
@@ -113,18 +113,6 @@ def largest_record(records: Iterable[StoredRecord[Quality]]) -> StoredRecord[Qua
     return max(records, key=lambda entry: (entry.record.item_count, entry.path.name), default=None)
 
 
-def comparison_key(record: Quality) -> dict[str, Any]:
-    """Properties that two quality records must share to be comparable, by name."""
-    return {
-        "suite": record.suite,
-        "limit": record.limit or "all items",
-        "split": str(record.split or "of no split"),
-        "settings": {task: score.settings for task, score in record.tasks.items()},
-        "measures": {task: score.measure for task, score in record.tasks.items()},
-        **{f"data file {name}": digest for name, digest in record.provenance.datasets.items()},
-    }
-
-
 def compare_quality(first: Path, second: Path) -> list[TaskComparison]:
     """Compare two quality records item by item.
 
@@ -134,7 +122,7 @@ def compare_quality(first: Path, second: Path) -> list[TaskComparison]:
     """
     first_record, second_record = store.read_record(first, Quality), store.read_record(second, Quality)
     cure = _command(second_record.variant, first_record)
-    pairing.require_same(first, second, comparison_key(first_record), comparison_key(second_record), cure)
+    pairing.require_same(first, second, first_record.basis, second_record.basis, cure)
     first_items, second_items = _items_by_task(first), _items_by_task(second)
     looks = read_looks(second, second_items)
     rows = []

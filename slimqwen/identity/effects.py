@@ -62,6 +62,11 @@ def affecting(effect: Effect, flags: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in flags.items() if EFFECTS.get(name, Effect.ALL) & effect}
 
 
+def is_of_machine(variable: str) -> bool:
+    """Whether an environment variable only says where caches lie or how many threads compute on a machine."""
+    return variable.endswith(("OMP_NUM_THREADS", "CACHE_ROOT", "CACHE_DIR"))
+
+
 def decisive_flags(flags: Mapping[str, Any]) -> dict[str, str]:
     """The flags on which a compiled graph or a plan may depend, each value as JSON."""
     return {

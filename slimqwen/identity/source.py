@@ -87,11 +87,14 @@ def platform() -> str:
     return "cpu" if "cpu" in (_version("vllm") or "cpu") else "cuda"
 
 
-def reach(*starts: str, device: str | None = None, package: Path = _PACKAGE) -> ReachedSource:
+def reach(
+    *starts: str, within: str = "slimqwen", device: str | None = None, package: Path = _PACKAGE
+) -> ReachedSource:
     """Follow the names from some on.
 
     Args:
         starts: full names of functions or modules; their modules may lie outside the package.
+        within: full name of the package whose modules count; a name of another one leads nowhere.
         device: platform of vLLM, cpu or cuda, by default that of the installed one: of the engine fixes, only those
             for it are reached.
         package: folder of the package slimqwen to read.
@@ -106,6 +109,8 @@ def reach(*starts: str, device: str | None = None, package: Path = _PACKAGE) -> 
         if module is None:
             pending += _LOADED_BY_VLLM.get(full_name, ())
             packages.add(full_name.partition(".")[0])
+            continue
+        if _is_own(module) and not f"{module}.".startswith(f"{within}."):
             continue
         parts = _parts_of(module, modules[module].read_bytes())
         if module not in reached:

@@ -1,12 +1,7 @@
 """The interface of a recipe stage: a pure function from one checkpoint folder to another."""
 
-import ast
-import functools
-import hashlib
-import importlib.util
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Protocol, Self, TypeVar
 
 from pydantic import BaseModel, ConfigDict
@@ -158,26 +153,3 @@ def require_fit(faults: Iterable[Fault]) -> None:
     """
     for fault in faults:
         raise StageError(fault.text)
-
-
-def source_digest(module: str) -> str:
-    """SHA-256 of a module's source without its comments and docstrings, found without executing the module."""
-    spec = importlib.util.find_spec(module)
-    assert spec is not None
-    assert spec.origin is not None
-    return _code_digest(Path(spec.origin).read_bytes())
-
-
-@functools.cache  # a module takes 10 ms, and several stages share it
-def _code_digest(source: bytes) -> str:
-    tree = _WithoutDocstrings().visit(ast.parse(source))
-    return hashlib.sha256(ast.dump(tree).encode()).hexdigest()
-
-
-class _WithoutDocstrings(ast.NodeTransformer):
-    """Drops every string that stands as a statement: a corrected docstring must not make hours of calibration anew."""
-
-    def visit_Expr(self, node: ast.Expr) -> ast.Expr | None:
-        """The statement, or None if it is a string."""
-        is_string = isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
-        return None if is_string else node

@@ -8,12 +8,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from slimqwen import checkpoint
 from slimqwen.errors import SlimqwenError
 from slimqwen.file_lock import take_lock
 from slimqwen.identity import digest_of
-from slimqwen.identity.effects import Effect, affecting
 from slimqwen.records import provenance
+from slimqwen.records.record import Provenance
+from slimqwen.records.reuse import inputs_of
 from slimqwen.serving.command import ServerCommand
 from slimqwen.text.files import read_json_lines
 
@@ -78,16 +78,13 @@ def journal_file(kind: str, command: ServerCommand, *inputs: Any) -> Path:
         inputs: everything else that affects an answer, as JSON.
     """
     variant = command.variant
-    parts = [
-        inputs,
-        checkpoint.digest(variant.weights),
-        provenance.portable(affecting(Effect.FIGURES, command.flags), variant.root),
-        provenance.named_files(command),
-        provenance.redacted(command.environment),
-        provenance.package_versions(),
-        provenance.hardware().as_json(),
-    ]
-    return variant.root / ".cache" / kind / f"{variant.name}_{digest_of(parts)[:16]}.jsonl"
+    present = Provenance.model_construct(**provenance.of_present(command))
+    return (
+        variant.root
+        / ".cache"
+        / kind
+        / f"{variant.name}_{digest_of([inputs, inputs_of(present)])[:16]}.jsonl"
+    )
 
 
 @contextmanager

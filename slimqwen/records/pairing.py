@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from slimqwen.errors import SlimqwenError
+from slimqwen.identity import changed_names
 from slimqwen.records import store
 from slimqwen.records.record import Record
 from slimqwen.records.store import AnyRecord
@@ -18,7 +19,6 @@ def newest_pair(
     first: Path,
     second: Path,
     kind: type[AnyRecord],
-    basis: Callable[[AnyRecord], Mapping[str, Any]],
     command: Callable[[str, AnyRecord], str],
     condition: Callable[[AnyRecord], bool] = lambda record: True,
 ) -> tuple[Path, Path]:
@@ -27,7 +27,6 @@ def newest_pair(
     Args:
         first: folder of the first variant's records, experiments/<variant>.
         second: folder of the second variant's records.
-        basis: function that gives the properties, by name, that two records must share.
         command: function from a variant and a record to the command that measures the variant in the same way.
         condition: whether a record may be used.
 
@@ -43,14 +42,14 @@ def newest_pair(
         (_run(record) != _run(other), path, other_path)
         for path, record in candidates
         for other_path, other in others
-        if basis(record) == basis(other)
+        if record.basis == other.basis
     ]
     if fitting:
         # A pair that was measured in turns is preferred to a newer pair.
         _, path, other_path = min(fitting, key=lambda pair: pair[0])
         return path, other_path
     a, b = candidates[0][1], others[0][1]
-    require_same(*newest, basis(a), basis(b), command(b.variant, a))
+    require_same(*newest, a.basis, b.basis, command(b.variant, a))
     raise AssertionError("no pair fits, so the newest records differ")
 
 
@@ -82,20 +81,14 @@ def require_same(
         NotComparableError: a property differs; the message names the differences and the command.
     """
     shown = []
-    for name in {**first_basis, **second_basis}:
+    for name in changed_names(first_basis, second_basis):
         a, b = first_basis.get(name), second_basis.get(name)
-        if a != b:
-            shown.append(f"{name} ({a} and {b})" if isinstance(a, str | int) else name)
+        shown.append(f"{name} ({a} and {b})" if isinstance(a, str | int) else name)
     if shown:
         raise NotComparableError(
             f"{first.parent.name}/{first.name} and {second.parent.name}/{second.name} differ in {', '.join(shown)}; "
             + (f"run `{cure}` for a record that fits" if cure else "measure both again")
         )
-
-
-def hardware_basis(record: Record) -> dict[str, Any]:
-    """Facts about the hardware, by name, that two records must share for their times to be compared."""
-    return record.provenance.hardware.model_dump(exclude={"memory_bytes"})
 
 
 def _run(record: Record) -> str | None:

@@ -151,6 +151,17 @@ def _circumstances(root: Path, command: Sequence[str], started: str) -> dict[str
     }
 
 
+def of_present(command: ServerCommand, progress: Progress = silent) -> dict[str, Any]:
+    """Fields of a provenance on which figures depend, beside data files, as they are now for a server's command."""
+    return {
+        "files": {},
+        **of_server(command),
+        "checkpoint": checkpoint_files(command.variant.weights, command.variant.root, progress),
+        "packages": package_versions(),
+        "hardware": hardware(),
+    }
+
+
 def of_server(command: ServerCommand) -> dict[str, Any]:
     """Fields of a provenance that describe a server's engine: flags, the files that they name, environment, threads."""
     flags = {

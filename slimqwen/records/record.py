@@ -103,6 +103,11 @@ class Hardware(Block):
     memory_bytes: Count = Field(description="Of the machine, or the limit of the process's container.")
     gpus: tuple[InstalledGpu, ...]
 
+    @property
+    def basis(self) -> dict[str, Any]:
+        """Facts, by name, that two records must share for their times to be compared."""
+        return self.model_dump(exclude={"memory_bytes"})
+
 
 Build = Literal["same", "another build", "unknown build", "another recipe"]
 """How one checkpoint is related to another of the same variant.
@@ -315,6 +320,11 @@ class Record(VersionedFile):
     def topic(self) -> str:
         """Property that a newer record must share to replace this one, such as the workload; empty if none."""
         return ""
+
+    @property
+    def basis(self) -> dict[str, Any]:
+        """Properties, by name, that two records must share to be compared; of each kind, the data files."""
+        return {f"data file {name}": digest for name, digest in self.provenance.datasets.items()}
 
     @property
     def outcome(self) -> str:

@@ -3,7 +3,8 @@
 from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 
-from slimqwen.identity.effects import Effect, affecting
+from slimqwen.identity import changed_names
+from slimqwen.identity.effects import Effect, affecting, is_of_machine
 from slimqwen.progress import Progress, silent
 from slimqwen.records import provenance, store
 from slimqwen.records.record import Provenance
@@ -63,32 +64,34 @@ def changed_inputs(
         on_any_machine: whether hardware, threads, folders of caches and the build of the checkpoint may differ.
         progress: as `checkpoint.digest` takes it.
     """
-    root, present = command.variant.root, provenance.of_server(command)
-    flags = [affecting(Effect.FIGURES, each) for each in (block.flags, present["flags"])]
-    environments = [block.environment, present["environment"]]
-    same_files = block.files == present.get("files", {})
+    root = command.variant.root
+    fields = provenance.of_present(command, progress)
+    present = block.model_copy(update=fields)
+    before, now = (
+        inputs_of(each, deciding_flags, on_any_machine=on_any_machine) for each in (block, present)
+    )
+    changed = changed_names(before, now)
+    if on_any_machine and block.checkpoint and block.checkpoint.has_recipe_of(fields["checkpoint"]):
+        changed = [name for name in changed if name != "checkpoint"]
+    return changed + (["data files"] if changed_data(block, root, files) else [])
+
+
+def inputs_of(
+    block: Provenance, deciding_flags: Collection[str] | None = None, *, on_any_machine: bool = False
+) -> dict[str, object]:
+    """What figures depend on beside data files, by the words for it."""
+    flags = affecting(Effect.FIGURES, block.flags)
+    inputs: dict[str, object] = {"checkpoint": block.checkpoint_digest, "package versions": block.packages}
+    if not on_any_machine:
+        inputs["hardware"] = block.hardware.as_json()
     if deciding_flags is not None:
-        flags = [{name: each[name] for name in deciding_flags if name in each} for each in flags]
-        environments, same_files = [], True
-    if on_any_machine:
-        ignored = "OMP_NUM_THREADS", "CACHE_ROOT", "CACHE_DIR"
-        environments = [
-            {name: value for name, value in each.items() if not name.endswith(ignored)}
-            for each in environments
-        ]
-    present_checkpoint = provenance.checkpoint_files(command.variant.weights, root, progress)
-    is_same = block.checkpoint_digest == present_checkpoint.digest
-    is_build = block.checkpoint is not None and block.checkpoint.has_recipe_of(present_checkpoint)
-    same = {
-        "checkpoint": is_same or (on_any_machine and is_build),
-        "data files": not changed_data(block, root, files),
-        "flags": flags[0] == flags[1],
-        "files that flags name": same_files,
-        "environment": not environments or environments[0] == environments[1],
-        "package versions": block.packages == provenance.package_versions(),
-        "hardware": on_any_machine or block.hardware == provenance.hardware(),
+        return inputs | {"flags": {name: flags[name] for name in deciding_flags if name in flags}}
+    environment = {
+        name: value
+        for name, value in block.environment.items()
+        if not (on_any_machine and is_of_machine(name))
     }
-    return [name for name, is_same in same.items() if not is_same]
+    return inputs | {"flags": flags, "files that flags name": block.files, "environment": environment}
 
 
 def changed_data(block: Provenance, root: Path, files: Iterable[Path] = ()) -> list[str]:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from slimqwen.bench.latency import Latency
-from slimqwen.bench.latency.speedups import ALL_CLASSES, Speedup, compare_latency, count_tries, latency_basis
+from slimqwen.bench.latency.speedups import ALL_CLASSES, Speedup, compare_latency, count_tries
 from slimqwen.evals import quality_comparison
 from slimqwen.evals.gate import Gate
 from slimqwen.evals.quality import Quality, TaskScore
@@ -352,7 +352,7 @@ def _timing(
         as_scored = builds.fits(entry, scored)
         for other in collection.select(Latency, baseline) if baseline else ():
             is_one_run = entry.record.run == other.record.run
-            if not is_one_run or latency_basis(other.record) != latency_basis(entry.record):
+            if not is_one_run or other.record.basis != entry.record.basis:
                 continue
             if not (_has_items(entry, problems) and _has_items(other, problems)):
                 continue

@@ -25,6 +25,7 @@ from slimqwen.fit import cost
 from slimqwen.fit.architecture import shape_model
 from slimqwen.fit.memory import fitting_batch
 from slimqwen.identity import digest_of
+from slimqwen.identity.effects import Effect, may_affect
 from slimqwen.models.shape import Shape
 from slimqwen.plan.devices import Gpu
 from slimqwen.processes import ENGINE_BYTES, Resources, Task
@@ -136,7 +137,11 @@ class Ladder:
             [
                 recipe,
                 [dict(step.stage.data(step.parameters)) for step in steps],
-                {name: setting.value for name, setting in variant.settings.items() if name != "VLLM_MODEL"},
+                {
+                    name: setting.value
+                    for name, setting in variant.settings.items()
+                    if name != "VLLM_MODEL" and may_affect(Effect.FIGURES, name)
+                },
                 *self._circumstances,
                 # The size of the proof's sample does not affect this measurement.
                 settings.model_dump(mode="json", exclude={"proof_prompts"}),

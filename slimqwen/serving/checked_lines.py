@@ -5,7 +5,6 @@ not need otherwise. The name of a cached file is the digest of all inputs of the
 """
 
 import functools
-import importlib.metadata
 import json
 import tempfile
 from contextlib import suppress
@@ -19,8 +18,6 @@ from slimqwen.identity.source import reach
 from slimqwen.serving import flags
 from slimqwen.serving.flags import Flag, Resolved
 from slimqwen.variant import OWN_KEYS, Variant
-
-_PACKAGES = ("vllm", "torch")
 
 
 def resolve(variant: Variant) -> Resolved:
@@ -83,7 +80,7 @@ def _digest(variant: Variant) -> str:
 
 
 @functools.cache
-def _check() -> list[str]:
-    """What identifies the check itself: versions of the packages, and its code."""
-    versions = [importlib.metadata.version(package) for package in _PACKAGES]
-    return [*versions, reach(f"{flags.__name__}.resolve").digest]
+def _check() -> list[object]:
+    """What identifies the check itself: its code, and the versions of the packages that this imports."""
+    source = reach(f"{flags.__name__}.resolve")
+    return [source.digest, source.versions()]

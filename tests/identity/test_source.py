@@ -104,6 +104,16 @@ def test_what_runs_at_the_import_of_a_module_or_its_package_counts(write: Write)
     assert digest(package) != before
 
 
+def test_names_of_another_package_lead_nowhere(write: Write) -> None:
+    package = write(
+        p__a="from slimqwen.p.b import two\nfrom slimqwen.q.c import three\ndef run(): two(), three()\n",
+        p__b="def two(): ...\n",
+        q__c="def three(): ...\n",
+    )
+    found = reach("slimqwen.p.a.run", within="slimqwen.p", package=package)
+    assert found.names == {"slimqwen.p.a": {"run"}, "slimqwen.p.b": {"two"}}
+
+
 def test_other_packages_count_by_their_versions(write: Write) -> None:
     package = write(
         a="import json\nimport numpy as np\nfrom torch.nn import Linear\nimport pydantic\n"

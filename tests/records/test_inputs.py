@@ -22,7 +22,7 @@ from slimqwen.checkpoint.files import carry_all
 from slimqwen.errors import SlimqwenError
 from slimqwen.evals import acceptance, engine, fidelity, gate, promotion, quality
 from slimqwen.evals.gate_checks import KINDS, GateChecks
-from slimqwen.evals.suites import scorer
+from slimqwen.evals.suites import suite
 from slimqwen.evals.suites.suite import Suite
 from slimqwen.plan import devices, rehearsal, start
 from slimqwen.plan.start import MissingPlanError
@@ -233,8 +233,8 @@ def replace(name: str, before: str, after: str) -> Callable[[Path, Any], None]:
     return edit
 
 
-def rewrite_scorer(_: Path, patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(scorer, "source_digest", lambda module: f"another {module}")
+def rewrite_code(_: Path, patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(suite, "_digest_code", lambda *starts: f"other {starts}")
 
 
 EDITS: dict[str, Callable[[Path, Any], None]] = {
@@ -262,7 +262,7 @@ EDITS: dict[str, Callable[[Path, Any], None]] = {
     "eval/devices.yaml": replace("eval/devices.yaml", "memory_bandwidth_gb_per_s: 600", "memory_bandwidth_gb_per_s: 9"),
     "a line of config.env": replace("experiments/small/config.env", "VLLM_MODEL", "VLLM_DTYPE=float32\nVLLM_MODEL"),
     "the baseline's context": replace("experiments/tiny/config.env", "LEN=256", "LEN=255"),
-    "the scorer's code": rewrite_scorer,
+    "the code that scores": rewrite_code,
 }  # fmt: skip
 """An edit of each input; a name with a slash is the file's."""
 
@@ -278,7 +278,7 @@ _GATE = (
 _BASELINE = ("weights/tiny/config.json", "the baseline's context")
 _QUESTIONS = (
     f"{OWN}/questions.jsonl", "questions in a table", f"{OWN}/suite.yaml", "eval/own.yaml", "the margin", "thinking",
-    "the scorer's code", f"{OWN}/chat.jinja", "a line of config.env", *_MODEL,
+    "the code that scores", f"{OWN}/chat.jinja", "a line of config.env", *_MODEL,
 )  # fmt: skip
 _TIMED = (f"{OWN}/chat.jinja", "a line of config.env", *_MODEL)
 INPUTS: dict[str, tuple[str, ...]] = {

@@ -114,7 +114,7 @@ def test_a_journal_belongs_to_all_that_decides_an_answer_and_to_no_port(monkeypa
     ]
     other_machine = provenance.hardware().model_copy(update={"cpu_count": 99})
     patches = [
-        (checkpoint, "digest", lambda folder: "0"),
+        (checkpoint, "digest", lambda *_: "0" * 16),
         (provenance, "package_versions", dict),
         (provenance, "hardware", lambda: other_machine),
     ]

@@ -22,6 +22,7 @@ def keep(tmp_path, latency, monkeypatch):
             "variant": name,
             "run": run or f"{name} {hour}",
             "max_model_len": context,
+            "workload": f"of {context}",
             "provenance": made,
         }
         folder = tmp_path / "experiments" / name
@@ -32,15 +33,11 @@ def keep(tmp_path, latency, monkeypatch):
     return add
 
 
-def basis(record):
-    return {"context": record.max_model_len, "lengths": {}}
-
-
 @pytest.fixture
 def pair(tmp_path):
     def find(**options):
         folders = [tmp_path / "experiments" / name for name in ("first", "second")]
-        return pairing.newest_pair(*folders, Latency, basis, lambda name, like: f"time {name}", **options)
+        return pairing.newest_pair(*folders, Latency, lambda name, like: f"time {name}", **options)
 
     return find
 
@@ -76,7 +73,9 @@ def test_where_none_fit_the_difference_of_the_newest_and_the_cure_are_named(keep
     keep("second", 1, context=1023)
     with pytest.raises(NotComparableError) as error:
         pair(condition=lambda record: record.max_model_len != 1)
-    assert "differ in context (2048 and 1024); run `time second` for a record that fits" in str(error.value)
+    assert "differ in workload (of 2048 and of 1024); run `time second` for a record that fits" in str(
+        error.value
+    )
 
 
 def test_records_of_a_busy_host_are_refused_by_name(keep):
@@ -95,21 +94,13 @@ def test_only_values_that_fit_a_line_are_shown(tmp_path):
         pairing.require_same(
             *files, {"n": 1, "lengths": [1], "gone": "x"}, {"n": 2, "lengths": [2], "new": 3}, ""
         )
-    said = "a/x.json and b/y.json differ in n (1 and 2), lengths, gone (x and None), new; measure both again"
+    said = "a/x.json and b/y.json differ in gone (x and None), lengths, n (1 and 2), new; measure both again"
     assert str(error.value) == said
     pairing.require_same(*files, {"n": 1}, {"n": 1}, "")
 
 
 def test_memory_alone_makes_no_other_hardware(latency):
-    record = record_of(latency)
-    hardware = record.provenance.hardware
+    hardware = record_of(latency).provenance.hardware
     more = hardware.model_copy(update={"memory_bytes": 1})
     slower = hardware.model_copy(update={"cpu_count": 1})
-
-    def of(machine):
-        changed = record.model_copy(
-            update={"provenance": record.provenance.model_copy(update={"hardware": machine})}
-        )
-        return pairing.hardware_basis(changed)
-
-    assert of(more) == of(hardware) != of(slower)
+    assert more.basis == hardware.basis != slower.basis

@@ -5,7 +5,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
@@ -182,6 +182,20 @@ class Latency(ServedRecord):
     def topic(self) -> str:
         """The record's workload."""
         return self.workload
+
+    @property
+    def basis(self) -> dict[str, Any]:
+        """Also workload, lengths, arrivals and hardware."""
+        classes = self.classes.items()
+        return {
+            "workload": self.workload,
+            "lengths": {
+                name: (one.prompt_tokens, one.output_tokens, one.concurrency) for name, one in classes
+            },
+            "arrivals": {name: one.arrival for name, one in classes},
+            "hardware": self.provenance.hardware.basis,
+            **super().basis,
+        }
 
     def tables(self, path: Path) -> list[Table]:
         """Table of the figures of each prompt class."""

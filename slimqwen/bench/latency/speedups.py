@@ -16,12 +16,7 @@ from slimqwen.bench.latency.record import ClassFigures, Latency
 from slimqwen.errors import SlimqwenError
 from slimqwen.identity.effects import Effect, affecting
 from slimqwen.records import store
-from slimqwen.records.pairing import (
-    hardware_basis,
-    newest_pair,
-    require_quiet,
-    require_same,
-)
+from slimqwen.records.pairing import newest_pair, require_quiet, require_same
 from slimqwen.stats import intervals, multiplicity
 from slimqwen.stats.estimates import CONFIDENCE_LEVEL, Ratio
 
@@ -82,7 +77,7 @@ def latency_pair(first: Path, second: Path, workload: str) -> tuple[Path, Path]:
     def fits(record: Latency) -> bool:
         return record.workload == workload
 
-    return newest_pair(first, second, Latency, latency_basis, _command, fits)
+    return newest_pair(first, second, Latency, _command, fits)
 
 
 def shared_workloads(first: Path, second: Path) -> list[str]:
@@ -109,22 +104,8 @@ def shared_workloads(first: Path, second: Path) -> list[str]:
     shared = sorted(workloads[0] & workloads[1], key=lambda name: (name != "classes", name))
     if not shared:
         a, b = (store.read_record(path, Latency) for path in newest)
-        require_same(*newest, latency_basis(a), latency_basis(b), _command(b.variant, a))
+        require_same(*newest, a.basis, b.basis, _command(b.variant, a))
     return shared
-
-
-def latency_basis(record: Latency) -> dict[str, Any]:
-    """Properties that two latency records must share to be comparable, by name."""
-    return {
-        "workload": record.workload,
-        "lengths": {
-            name: (figures.prompt_tokens, figures.output_tokens, figures.concurrency)
-            for name, figures in record.classes.items()
-        },
-        "arrivals": {name: figures.arrival for name, figures in record.classes.items()},
-        "hardware": hardware_basis(record),
-        **{f"data file {name}": digest for name, digest in record.provenance.datasets.items()},
-    }
 
 
 def compare_latency(first: Path, second: Path) -> list[Speedup]:
@@ -138,7 +119,7 @@ def compare_latency(first: Path, second: Path) -> list[Speedup]:
     """
     a, b = store.read_record(first, Latency), store.read_record(second, Latency)
     require_quiet(a, b)
-    require_same(first, second, latency_basis(a), latency_basis(b), _command(b.variant, a))
+    require_same(first, second, a.basis, b.basis, _command(b.variant, a))
     level = CONFIDENCE_LEVEL
     if a.run == b.run:
         level = multiplicity.confidence_of_try(count_tries(first, second))
@@ -167,11 +148,7 @@ def count_tries(first: Path, second: Path) -> int:
 
 def _is_timed_alike(other: Latency, record: Latency) -> bool:
     flags = [affecting(Effect.FIGURES, each.provenance.flags) for each in (other, record)]
-    return (
-        latency_basis(other) == latency_basis(record)
-        and flags[0] == flags[1]
-        and _has_recipe_of(other, record)
-    )
+    return other.basis == record.basis and flags[0] == flags[1] and _has_recipe_of(other, record)
 
 
 def _has_recipe_of(other: Latency, record: Latency) -> bool:

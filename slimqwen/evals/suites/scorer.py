@@ -1,27 +1,15 @@
 """Scores responses to questions: right or wrong, by one of four metrics."""
 
-import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
-from slimqwen.evals.suites import exact_answers, loops, stated_choices
-from slimqwen.recipe.stage import source_digest
+from slimqwen.evals.suites import exact_answers, stated_choices
 
 Metric = Literal["exact", "contains", "choice", "tool_call"]
 
 _CALLS = "slimqwen-calls:"
 """Separates the text of a response from the tool calls that the server found in it, as JSON."""
-
-
-def digest(*asking: str) -> str:
-    """Digest of the code that scores: records with another one are of other scores, whatever the model answered.
-
-    Args:
-        asking: modules that make the requests, where these are the product's own too.
-    """
-    modules = (__name__, exact_answers.__name__, stated_choices.__name__, loops.__name__, *asking)
-    return hashlib.sha256("".join(map(source_digest, modules)).encode()).hexdigest()[:16]
 
 
 def form_of(answer: str | Sequence[str] | Mapping[str, Any], choices: Sequence[str] | None) -> Metric:

@@ -1,6 +1,7 @@
 """Suites: the lm-eval tasks that are scored together, as eval/suites/<name>.yaml states them."""
 
 import contextlib
+import functools
 from pathlib import Path
 from typing import Any, ClassVar, Final, Literal, Self
 
@@ -14,11 +15,12 @@ from pydantic import (
     model_validator,
 )
 
-from slimqwen.evals.suites import questions, scorer
+from slimqwen.evals.suites import questions
 from slimqwen.evals.suites.datasets import HubDataset, is_fetched
 from slimqwen.evals.suites.question_rows import find_questions
 from slimqwen.evals.suites.questions import Question
 from slimqwen.evals.suites.scorer import Metric
+from slimqwen.identity.source import reach
 from slimqwen.records.settings import OWN, Settings
 from slimqwen.records.split import Side, Split
 from slimqwen.stats import sequential
@@ -36,11 +38,6 @@ ENDED: Final = "ended"
 
 AUTO: Final = "auto"
 """Sample size by power analysis: the items that a verdict at the task's margin needs under the suite's assumptions."""
-
-_ASKING = tuple(
-    f"{__package__}.{name}" for name in ("own_questions", "questions", "question_rows", "generation")
-)
-"""Modules that make the requests of own questions, and read the responses."""
 
 Limit = int | Literal["auto"] | None
 """Number of items of each task; None for all, AUTO for the sample size by power analysis."""
@@ -217,20 +214,19 @@ class Suite(Settings):
         return self.chat_template if task.chat_template is None else task.chat_template
 
     def settings_of(self, task: SuiteTask) -> dict[str, Any]:
-        """All settings that change responses to a task or their scores, the scorer's code among them.
+        """All settings that change responses to a task or their scores; `code` digests what asks and scores.
 
         Two records must share them to be comparable, in addition to measure and items.
         """
         settings = task.settings(rendered=self.uses_chat_template(task))
         if self.questions is None:
             shared = {"chat_template", "text_prefix", "sample", "lm_eval_folders"}
-            return {
-                **settings,
-                "suite": self.model_dump(mode="json", include=shared),
-                "scorer": scorer.digest(),
-            }
+            scoring = ("lm_eval_run._score", "lm_eval_run.score_stated_choice", "loops.is_looping")
+            suite = self.model_dump(mode="json", include=shared)
+            return {**settings, "suite": suite, "code": _digest_code(*scoring)}
         own = self.questions.model_dump(include={"metric", "max_gen_toks"})
-        return {**settings, **own, "sampling": questions.SAMPLING, "scorer": scorer.digest(*_ASKING)}
+        asking = _digest_code("own_questions.ask_questions")
+        return {**settings, **own, "sampling": questions.SAMPLING, "code": asking}
 
     def inputs(self, root: Path) -> list[Path]:
         """The questions of an own evaluation; for other suites their task files and the code that these call.
@@ -296,3 +292,9 @@ class Suite(Settings):
     def split(self, side: Side | None) -> Split | None:
         """The named side of the split of the suite's items; None for all items."""
         return Split(side=side, proof_share=self.proof_share) if side else None
+
+
+@functools.cache
+def _digest_code(*starts: str) -> str:
+    """Digest of the code of this package that these functions reach; with another one scores may be others."""
+    return reach(*(f"{__package__}.{start}" for start in starts), within=__package__).digest[:16]
