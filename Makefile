@@ -87,8 +87,8 @@ report: | $(READY) ## report/index.html: what to serve, the leaderboard, each va
 build: | $(READY) ## VARIANT as a container image (BASE_IMAGE=name@sha256:…|debootstrap PLATFORM=cpu|cuda CONTAINER_TOOL=… TAG=… WHEELHOUSE=folder)
 	@$(RUN) image build --variant $(VARIANT) $(IMAGE) $(CONTEXT)
 
-build-import: | $(READY) ## as build, with the compile cache of another host (CACHE=compile_cache.tar.gz, its manifests beside it)
-	@$(RUN) image build --variant $(VARIANT) --cache '$(CACHE)' $(IMAGE) $(CONTEXT)
+build-import: | $(READY) ## as build, with the compile cache of another host (CACHE=compile_cache.tar.gz, its manifests beside it, SHA256=that of the archive)
+	@$(RUN) image build --variant $(VARIANT) --cache '$(CACHE)' $(call option,SHA256,--trust-cache) $(IMAGE) $(CONTEXT)
 
 verify-image: | $(READY) ## look into VARIANT's image without a GPU; one for a CPU is started and asked
 	@$(RUN) image verify --variant $(VARIANT) $(IMAGE)

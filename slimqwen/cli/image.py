@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 import typer
 
 from slimqwen.cli.console import console, progress_bar, say
-from slimqwen.cli.options import PlatformName, VariantOption
+from slimqwen.cli.options import PlatformName, TrustedCache, VariantOption
 
 app = typer.Typer(help="Build and verify container images.", no_args_is_help=True)
 
@@ -38,12 +38,16 @@ def build_variant_image(
             help="compile_cache.tar.gz made on another host; compile_cache.json and manifest.json must be beside it"
         ),
     ] = None,
+    trust_cache: TrustedCache = None,
 ) -> None:
     """Build the container image of a variant: library, environment, checkpoint, compile cache, flags."""
     from slimqwen.image import build, context, tools
     from slimqwen.serving import baked_cache
 
     tool = tools.find_tool(container_tool)
+    if trust_cache:
+        archive = cache or variant.weights / baked_cache.ARCHIVE
+        baked_cache.import_archive(variant.root, archive, trust_cache)
     log = variant.root / "logs" / f"image-{variant.name}.log"
     with progress_bar() as progress:
         progress("read the variant", 0, 0)
@@ -53,7 +57,8 @@ def build_variant_image(
             content, tool=tool, base=base_image, tag=tag, log=log, wheelhouse=wheelhouse, progress=progress
         )
     if content.cache:
-        say(f"compile cache: {baked_cache.origin(variant.weights, content.cache)}")
+        origin = baked_cache.find_origin(variant.root, content.cache)
+        say(f"compile cache {origin}, SHA-256 {content.cache.archive_sha256}")
     say(f"built {tag}; `slimqwen image verify --variant {variant.name}` verifies it")
 
 

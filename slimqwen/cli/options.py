@@ -53,6 +53,10 @@ WorkloadName = Annotated[
     str | None,
     _settings_file("workloads", " (default: the prompts of the variant's own evaluation, else classes)"),
 ]
+TrustedCache = Annotated[
+    str | None,
+    typer.Option(metavar="SHA256", help="import the compile cache with this SHA-256: its code will be run"),
+]
 RecordsFolder = Annotated[
     Path | None,
     typer.Option(

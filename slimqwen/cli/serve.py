@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from slimqwen.cli.console import errors, relative, say, waiting
-from slimqwen.cli.options import PlatformName, VariantOption
+from slimqwen.cli.options import PlatformName, TrustedCache, VariantOption
 from slimqwen.cli.plan import find_recorded_plan
 from slimqwen.variant import DRAFTS_NOTE, making_command
 
@@ -27,6 +27,7 @@ def serve(
         Literal["1"] | None,
         typer.Option(help="refuse to serve without the baked compile cache, as REQUIRE_BAKED=1 does"),
     ] = None,
+    trust_cache: TrustedCache = None,
     require_plan: Annotated[
         Literal["1"] | None,
         typer.Option(
@@ -61,6 +62,8 @@ def serve(
     if not dry_run:  # what takes no vLLM to find out is found out first
         checks.check_platform(variant, platform)
         variant.require_weights()
+        if trust_cache:
+            baked_cache.import_archive(variant.root, variant.weights / baked_cache.ARCHIVE, trust_cache)
     # As the shell left them: the import of vLLM and the engine fixes set variables of this process.
     shell = {key: value for key, value in os.environ.items() if key.startswith("VLLM_")}
     with waiting("reading vLLM's flags"):
@@ -85,7 +88,7 @@ def serve(
             change = f"{line.replacement} instead" if line.replacement is not None else "left out"
             errors.print(f"  {line.key}={line.value}: {change}: {line.why}", markup=False)
     if command.cache is not None and command.cache.baked is not None:
-        origin = baked_cache.origin(command.variant.weights, command.cache.baked)
+        origin = command.cache.origin or "of unknown origin"
         errors.print(f"Compile cache {origin}: {_fitness(command.cache)}.", markup=False)
     if dry_run:
         weights = command.variant.weights

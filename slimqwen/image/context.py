@@ -116,7 +116,10 @@ def gather(
         for name, file in stored.items()
         if file.is_file() and name not in COMPILE_CACHE
     }
-    served |= {f"{weights}/{name}": cache_folder / name for name in (COMPILE_CACHE if cache else ())}
+    if cache:
+        served |= {f"{weights}/{name}": cache_folder / name for name in COMPILE_CACHE}
+        trusted = f"{baked_cache.TRUSTED}/{cache.archive_sha256}"
+        served[trusted] = root / trusted
     for file in (*sorted((code / "slimqwen").rglob("*")), code / "scripts" / "serve.py"):
         if file.is_file() and "__pycache__" not in file.parts:
             served[file.relative_to(code).as_posix()] = file

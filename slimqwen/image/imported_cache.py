@@ -26,7 +26,8 @@ def read_imported_cache(command: ServerCommand, archive: Path) -> baked_cache.Ba
         archive: compile_cache.tar.gz, with compile_cache.json and the checkpoint's manifest.json beside it.
 
     Raises:
-        ImageError: one of the three files is missing or damaged, or the cache does not fit the image.
+        ImageError: one of the three files is missing or damaged, the archive was not imported by its hash, or the cache
+            does not fit the image.
     """
     variant, manifest = command.variant, archive.with_name(baked_cache.MANIFEST)
     if command.cache is None:
@@ -45,6 +46,11 @@ def read_imported_cache(command: ServerCommand, archive: Path) -> baked_cache.Ba
     if not is_whole:
         raise ImageError(
             f"{archive} is not the archive that {manifest.name} describes; copy both again from the host that baked it"
+        )
+    if baked_cache.find_origin(variant.root, baked) is None:
+        raise ImageError(
+            f"{archive} is code of another host, and this workspace has not imported it; add --trust-cache "
+            f"{baked.archive_sha256} if the host that baked it says the same SHA-256"
         )
     listed, present = (
         {name: record for name, record in records.items() if name not in (*COMPILE_CACHE, MANIFEST)}

@@ -151,6 +151,7 @@ def _file_faults(files: Mapping[str, str], expected: Mapping[str, str]) -> list[
         name
         for name in files.keys() | expected.keys()
         if PurePosixPath(name).name not in COMPILE_CACHE
+        and not name.startswith(f"{baked_cache.TRUSTED}/")
         and not fnmatch(name, f"experiments/*/{PlanRecord.kind}_*.json")
     )
     states = {name: (files.get(name), expected.get(name)) for name in names}

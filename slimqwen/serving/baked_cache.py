@@ -5,6 +5,9 @@ The archive holds what one start compiled: graphs, Triton kernels and FlashInfer
 The manifest beside the archive states the machine and the flags that it was made with. The archive is used only where
 all of them are the same, because vLLM's own cache keys leave some out (the draft depth, the thread count). A cache hit
 is never assumed: `slimqwen.vllm_plugin.compile_watch` logs for each graph whether it was loaded or compiled.
+
+An archive is code: pickled graphs and shared libraries. A server loads only one that this workspace baked, or that its
+user imported by its SHA-256; a checkpoint from elsewhere may hold any.
 """
 
 import hashlib
@@ -21,11 +24,10 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
 from slimqwen import host
-from slimqwen.checkpoint.files import COMPILE_CACHE, Manifest, sha256
-from slimqwen.checkpoint.files import MANIFEST as CHECKPOINT_MANIFEST
+from slimqwen.checkpoint.files import COMPILE_CACHE, sha256
 from slimqwen.file_lock import hold_lock
 from slimqwen.identity import changed_names, source
 from slimqwen.identity.effects import decisive_flags
@@ -33,6 +35,14 @@ from slimqwen.serving import gpu
 from slimqwen.serving.errors import ServingError
 
 ARCHIVE, MANIFEST = COMPILE_CACHE
+
+TRUSTED = "weights/store/.compile_caches"
+"""Folder of a workspace with one file for each archive that its servers may load, named by the SHA-256.
+
+It lies outside every checkpoint, so none can bring it along, and in weights/, so that a copy of weights/ keeps it.
+"""
+
+Origin = Literal["baked here", "imported by its hash"]
 
 LIBRARIES = "flashinfer"
 """Folder of a cache root with FlashInfer's libraries as <name>/<name>.so, FlashInfer's layout of prebuilt ones."""
@@ -78,7 +88,7 @@ class BakedCache(BaseModel):
     environment: dict[str, str]
     graphs: dict[str, float]
     files: dict[Annotated[str, AfterValidator(_below_root)], str]
-    archive_sha256: str
+    archive_sha256: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 
 
 @dataclass(frozen=True)
@@ -146,11 +156,37 @@ def read_manifest(folder: Path) -> BakedCache | None:
         ) from None
 
 
-def origin(folder: Path, baked: BakedCache) -> str:
-    """Where the archive beside a checkpoint comes from: the checkpoint's own recipe, or another host."""
-    made = Manifest.read(folder).files.get(ARCHIVE) if (folder / CHECKPOINT_MANIFEST).is_file() else None
-    is_own = made is not None and made.sha256 == baked.archive_sha256
-    return "baked by this recipe" if is_own else f"imported (SHA-256 {baked.archive_sha256[:16]})"
+def trust(root: Path, archive_sha256: str, origin: Origin) -> None:
+    """Let servers of the workspace `root` load an archive; the first origin stays."""
+    file = root / TRUSTED / archive_sha256
+    if not file.is_file():
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(f"{origin}\n", encoding="utf-8")
+
+
+def import_archive(root: Path, archive: Path, archive_sha256: str) -> None:
+    """Trust an archive whose SHA-256 the user gave.
+
+    Raises:
+        ServingError: there is no archive, or it is another one.
+    """
+    if not archive.is_file():
+        names = " and ".join(COMPILE_CACHE)
+        raise ServingError(f"{archive} is missing; copy {names} there from the host that baked them")
+    if (found := sha256(archive)) != archive_sha256:
+        raise ServingError(
+            f"{archive} has the SHA-256 {found}, not {archive_sha256}; copy it again from the host that baked it"
+        )
+    trust(root, archive_sha256, "imported by its hash")
+
+
+def find_origin(root: Path, baked: BakedCache) -> Origin | None:
+    """Why servers of the workspace `root` may load an archive; None if they may not."""
+    try:
+        said = (root / TRUSTED / baked.archive_sha256).read_text(encoding="utf-8").strip()
+    except FileNotFoundError:
+        return None
+    return "baked here" if said == "baked here" else "imported by its hash"
 
 
 def list_differences(

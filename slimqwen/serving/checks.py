@@ -208,7 +208,7 @@ def _check_cache(command: ServerCommand) -> None:
     if cache.baked is None:
         reason = f"{command.variant.weights} has no baked compile cache"
     elif cache.differences:
-        reason = f"the baked compile cache was made under other conditions: {'; '.join(cache.differences)}"
+        reason = f"the baked compile cache cannot be loaded here: {'; '.join(cache.differences)}"
     else:
         return
     raise ServingError(

@@ -60,7 +60,9 @@ class CompileCache:
     Attributes:
         root: cache folder, one per set of flags or per baked archive.
         baked: manifest of the archive beside the checkpoint; None without an archive.
-        differences: reasons why the archive does not fit this machine or these flags.
+        differences: reasons why the archive is not loaded: it does not fit this machine or these flags, or is not
+            trusted.
+        origin: why the archive is trusted; None if it is not, or there is none.
         required: whether the server must not start unless the archive fits.
     """
 
@@ -68,10 +70,11 @@ class CompileCache:
     baked: baked_cache.BakedCache | None
     differences: tuple[str, ...]
     required: bool
+    origin: baked_cache.Origin | None = None
 
     @property
     def usable(self) -> baked_cache.BakedCache | None:
-        """The manifest, if the archive fits this machine and these flags."""
+        """The manifest, if the archive is trusted and fits this machine and these flags."""
         return None if self.differences else self.baked
 
 
@@ -284,14 +287,21 @@ def _compile_cache(
 ) -> CompileCache:
     baked = baked_cache.read_manifest(variant.weights)
     differences: tuple[str, ...] = ()
+    origin = None if baked is None else baked_cache.find_origin(variant.root, baked)
     # vLLM's own cache key has left out flags (num_speculative_tokens), so each set of flags has its own root.
     name = f"{variant.name}-{digest_of({'model': str(variant.weights), **decisive_flags(flags)})[:16]}"
     if baked is not None:
         facts = baked_cache.describe_machine(platform)
         differences = tuple(baked_cache.list_differences(baked, facts, flags, variables))
+        if origin is None:
+            why = (
+                "it is code that this workspace neither baked nor imported "
+                f"(`slimqwen serve --variant {variant.name} --trust-cache {baked.archive_sha256}` imports it)"
+            )
+            differences = (why, *differences)
         if not differences:
             name = f"baked-{baked.archive_sha256[:16]}"
-    return CompileCache(variant.root / ".cache" / name, baked, differences, variant.require_baked)
+    return CompileCache(variant.root / ".cache" / name, baked, differences, variant.require_baked, origin)
 
 
 def _environment(

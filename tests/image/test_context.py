@@ -119,17 +119,32 @@ def imported(repository: Path, add_variant, tmp_path) -> Path:
     return other / baked_cache.ARCHIVE
 
 
-def test_a_cache_of_another_host_goes_in_at_the_path_it_was_made_at(imported, repository, tmp_path):
-    content = context.gather(variant.load("compiled", repository), "cpu", imported)
+@pytest.fixture
+def trusted(imported: Path, repository: Path) -> Path:
+    """The cache, imported by its hash."""
+    baked_cache.import_archive(repository, imported, sha256(imported))
+    return imported
+
+
+def test_a_cache_of_another_host_is_refused_until_it_is_imported_by_its_hash(imported, repository):
+    one = variant.load("compiled", repository)
+    with pytest.raises(ImageError, match=f"code of another host.*add --trust-cache {sha256(imported)}"):
+        context.gather(one, "cpu", imported)
+    assert not (repository / baked_cache.TRUSTED).exists()
+
+
+def test_a_cache_of_another_host_goes_in_at_the_path_it_was_made_at(trusted, repository, tmp_path):
+    content = context.gather(variant.load("compiled", repository), "cpu", trusted)
     assert (content.root, content.cache.machine["python"]) == ("/home/one", "3.12.1")
-    assert content.cache.archive_sha256 == sha256(imported)
+    assert content.cache.archive_sha256 == sha256(trusted)
     folder = laid_out(content, tmp_path)
     assert (folder / "variant" / "weights" / "child" / baked_cache.ARCHIVE).is_file()
+    # The image's own server may load it.
+    assert baked_cache.find_origin(folder / "variant", content.cache) == "imported by its hash"
 
 
-def test_a_cache_of_another_checkpoint_flags_or_versions_is_refused_with_the_differences(
-    imported, repository
-):
+def test_a_cache_of_another_checkpoint_flags_or_versions_is_refused_with_the_differences(trusted, repository):
+    imported = trusted
     one = variant.load("compiled", repository)
     beside = imported.parent / baked_cache.MANIFEST
     made = json.loads(beside.read_text())

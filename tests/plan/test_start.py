@@ -214,7 +214,7 @@ def test_a_start_from_a_baked_cache_needs_no_compiler(resolve, record):
     (death,) = start.match_start_trouble(plan, command, compiles=False).dies
     assert "FlashInfer" in death.description
     baked = baked_cache.BakedCache(
-        machine={}, flags={}, environment={}, graphs={}, files={}, archive_sha256="ab"
+        machine={}, flags={}, environment={}, graphs={}, files={}, archive_sha256="ab" * 32
     )
     for differences, refused in (((), False), (("torch was 1",), True)):
         cache = dataclasses.replace(command.cache, baked=baked, differences=differences)

@@ -30,7 +30,7 @@ def servable(add_variant, tmp_path):
 def baked_for(monkeypatch, servable, tmp_path):
     """The variant with a manifest beside its weights that says it was baked for this machine, or another."""
 
-    def make(machine=None, flags=None):
+    def make(machine=None, flags=None, *, trusted=True):
         command = servable("VLLM_ENFORCE_EAGER=0")
         manifest = baked_cache.BakedCache(
             machine=baked_cache.describe_machine("cpu") | (machine or {}),
@@ -41,6 +41,8 @@ def baked_for(monkeypatch, servable, tmp_path):
             archive_sha256="ab" * 32,
         )
         (tmp_path / "weights/v" / baked_cache.MANIFEST).write_text(manifest.model_dump_json())
+        if trusted:
+            baked_cache.trust(tmp_path, manifest.archive_sha256, "baked here")
         return servable()
 
     return make

@@ -6,7 +6,6 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from slimqwen import host, variant
-from slimqwen.checkpoint.files import FileRecord, Manifest
 from slimqwen.identity.effects import decisive_flags
 from slimqwen.serving import baked_cache
 from slimqwen.serving.command import ServerCommand
@@ -252,16 +251,24 @@ def test_of_triton_s_kernels_what_a_start_reads_is_packed(root, tmp_path):
     assert names == {f"triton/KEY/{name}" for name in ("__grp__k.json", "k.json", "k.cubin")}
 
 
-def test_an_archive_of_another_host_is_told_from_that_of_the_recipe(packed):
+def test_an_archive_is_imported_by_its_own_hash_alone(packed, tmp_path):
     folder, baked = packed
-    files = {baked_cache.ARCHIVE: FileRecord(bytes=1, sha256=baked.archive_sha256)}
-    made = Manifest(stage="bake_cache", files=files, wall_seconds=1, peak_memory_bytes=1, versions={})
-    imported = f"imported (SHA-256 {baked.archive_sha256[:16]})"
-    assert baked_cache.origin(folder, baked) == imported
-    made.write(folder)
-    assert baked_cache.origin(folder, baked) == "baked by this recipe"
-    made.model_copy(update={"files": {}}).write(folder)
-    assert baked_cache.origin(folder, baked) == imported
+    archive = folder / baked_cache.ARCHIVE
+    with pytest.raises(ServingError, match=f"has the SHA-256 {baked.archive_sha256}, not {'0' * 64}"):
+        baked_cache.import_archive(tmp_path, archive, "0" * 64)
+    with pytest.raises(ServingError, match="is missing; copy"):
+        baked_cache.import_archive(tmp_path, tmp_path / "nowhere", baked.archive_sha256)
+    assert baked_cache.find_origin(tmp_path, baked) is None
+    baked_cache.import_archive(tmp_path, archive, baked.archive_sha256)
+    assert baked_cache.find_origin(tmp_path, baked) == "imported by its hash"
+
+
+def test_a_manifest_cannot_name_a_file_of_its_own_as_its_trust(packed):
+    folder, baked = packed
+    manifest = {**baked.model_dump(), "archive_sha256": "../../../weights/v/config.json"}
+    (folder / baked_cache.MANIFEST).write_text(json.dumps(manifest))
+    with pytest.raises(ServingError, match="is no manifest of a compile cache"):
+        baked_cache.read_manifest(folder)
 
 
 def test_a_manifest_of_before_has_seconds_of_libraries_too(packed):

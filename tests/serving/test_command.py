@@ -1,5 +1,6 @@
 import dataclasses
 import json
+import shutil
 
 import pytest
 import torch
@@ -169,8 +170,29 @@ def test_a_baked_cache_for_something_else_is_not_used_and_refused_where_required
     assert "baked-" not in command.environment["VLLM_CACHE_ROOT"]
     checks.check_command(command)
     required = resolved_again(command, REQUIRE_BAKED="1")
-    with pytest.raises(ServingError, match=r"compile cache was made under other conditions: torch was"):
+    with pytest.raises(ServingError, match=r"compile cache cannot be loaded here: torch was"):
         checks.check_command(required)
+
+
+def test_code_that_came_with_a_checkpoint_is_not_loaded_until_its_hash_is_given(baked_for, tmp_path):
+    command = baked_for(trusted=False)
+    assert not command.cache.usable
+    assert "baked-" not in command.environment["VLLM_CACHE_ROOT"]
+    checks.check_command(command)
+    with pytest.raises(
+        ServingError, match=f"neither baked nor imported .*--trust-cache {'ab' * 32}` imports it"
+    ):
+        checks.check_command(resolved_again(command, REQUIRE_BAKED="1"))
+    baked_cache.trust(tmp_path, "ab" * 32, "imported by its hash")
+    assert resolved_again(command).cache.usable
+    # The checkpoint alone brings its trust nowhere; a copy of all weights does.
+    for copied, usable in (("v", False), ("", True)):
+        elsewhere = tmp_path / f"elsewhere{copied}"
+        for folder in ("experiments", f"weights/{copied}"):
+            shutil.copytree(tmp_path / folder, elsewhere / folder)
+        again = ServerCommand.resolve(variant.load("v", elsewhere), platform="cpu")
+        names = [said.partition(" ")[0] for said in again.cache.differences]
+        assert ("it" not in names) is usable
 
 
 def test_a_cache_baked_with_other_plugins_does_not_fit_because_vllms_own_key_holds_them(baked_for, tmp_path):

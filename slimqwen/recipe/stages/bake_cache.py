@@ -102,7 +102,7 @@ def bake_compile_cache(
             raise ServingError("vLLM compiled no graph; read why in the stage's log")
         progress("packing", 0, 0)
         libraries = baked_cache.collect_libraries(Path(folder))
-        baked_cache.pack_cache(
+        packed = baked_cache.pack_cache(
             Path(folder),
             destination,
             machine=baked_cache.describe_machine(command.platform),
@@ -110,6 +110,7 @@ def bake_compile_cache(
             environment=dict(command.variables),
             graphs={graph.name: graph.seconds for graph in compiled},
         )
+    baked_cache.trust(variant.root, packed.archive_sha256, "baked here")
     proof = ServerCommand.resolve(variant.with_lines({"REQUIRE_BAKED": "1"}), port=free_port())
     with tempfile.TemporaryDirectory(prefix=".proof.", dir=destination) as folder:
         loaded = _start(proof, parameters.prompt_tokens[:1], Path(folder) / "vllm.log", progress)

@@ -71,6 +71,7 @@ def test_the_stage_publishes_the_checkpoint_with_a_cache_that_hit(repository: Pa
         Path(name).stem.rpartition("-")[2] for name in baked.files if name.startswith("vllm/modelinfos/")
     }
     assert asked == {"Qwen3_5ForCausalLM", "DraftVocabularyMTP"}
+    assert baked_cache.find_origin(repository, baked) == "baked here"
     before, after = ({file.name for file in place.iterdir()} for place in (TINY, folder))
     assert after - before == {baked_cache.ARCHIVE, baked_cache.MANIFEST}
     assert sha256(folder / "model.safetensors") == sha256(TINY / "model.safetensors")
@@ -83,9 +84,11 @@ def test_a_second_run_reuses_it(repository: Path) -> None:
 
 @pytest.fixture
 def moved(repository: Path, tmp_path: Path) -> Iterator[Path]:
-    """The baked checkpoint in another repository."""
+    """The baked checkpoint in another repository, which imported its cache."""
     root = a_repository(tmp_path / "elsewhere")
     shutil.copytree(repository / "weights" / "v", root / "weights" / "v")
+    archive = root / "weights" / "v" / baked_cache.ARCHIVE
+    baked_cache.import_archive(root, archive, sha256(archive))
     return root
 
 
