@@ -31,6 +31,13 @@ def report(
         bool,
         typer.Option("--newest", help="with --tables: replace the records that a table names by newer ones"),
     ] = False,
+    field: Annotated[
+        bool,
+        typer.Option(
+            "--field",
+            help="write what this machine measured, without a name or path of yours, into eval/field/",
+        ),
+    ] = False,
     mlflow: Annotated[
         str | None,
         typer.Option(
@@ -52,9 +59,11 @@ def report(
         _rewrite_tables(root, context.find_root().command, newest=newest)
     if mlflow is not None:
         _export_records(root, mlflow)
+    if field:
+        _write_field_report(root)
     if check:
         _check_records(root)
-    if not (check or tables or schemas or mlflow):
+    if not (check or tables or schemas or mlflow or field):
         _build_page(root, output or root / "report")
 
 
@@ -126,6 +135,16 @@ def _export_records(root: Path, uri: str) -> None:
     )
     for problem in exported.problems:
         say(f"left out: {problem.location}: {problem.reason}")
+
+
+def _write_field_report(root: Path) -> None:
+    from slimqwen.report.field import write_report
+
+    file, content, left_out = write_report(root)
+    for problem in left_out:
+        say(f"left out: {problem.location}: {problem.reason}")
+    rows, card = len(content.rows), content.card.name
+    say(f"written: {relative(file)}, {rows} rows of {card}; read it, then send it as a pull request")
 
 
 def _write_schemas() -> None:

@@ -88,7 +88,7 @@ def serve(
             change = f"{line.replacement} instead" if line.replacement is not None else "left out"
             errors.print(f"  {line.key}={line.value}: {change}: {line.why}", markup=False)
     if command.cache is not None and command.cache.baked is not None:
-        origin = command.cache.origin or "of unknown origin"
+        origin = baked_cache.find_origin(command.variant.root, command.cache.baked) or "of unknown origin"
         errors.print(f"Compile cache {origin}: {_fitness(command.cache)}.", markup=False)
     if dry_run:
         weights = command.variant.weights

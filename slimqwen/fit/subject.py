@@ -152,12 +152,19 @@ def find_subject(model: str, root: Path) -> Subject:
 
 def variant_subject(variant: Variant) -> Subject:
     """A variant's checkpoint on this machine, else the one that its recipe would make; raises as `find_subject`."""
-    settings = {key: setting.value for key, setting in variant.settings.items()}
     if (variant.weights / "config.json").is_file():
-        found = _of_folder(variant.weights, variant.name)
-    else:
-        found = _of_shape(shapes.variant_shape(variant), variant.name)
-    return replace(found, name=variant.name, settings=settings, variant=variant)
+        return _with_settings(_of_folder(variant.weights, variant.name), variant)
+    return promised_subject(variant)
+
+
+def promised_subject(variant: Variant) -> Subject:
+    """The checkpoint of a variant by published dimensions and its recipe alone; a ShapeError where none are."""
+    return _with_settings(_of_shape(shapes.variant_shape(variant), variant.name), variant)
+
+
+def _with_settings(subject: Subject, variant: Variant) -> Subject:
+    settings = {key: setting.value for key, setting in variant.settings.items()}
+    return replace(subject, name=variant.name, settings=settings, variant=variant)
 
 
 def _of_file(file: Path, name: str, root: Path) -> Subject:

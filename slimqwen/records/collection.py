@@ -14,7 +14,7 @@ from types import MappingProxyType
 from typing import Any, Generic, TypeVar
 
 from slimqwen.records import store
-from slimqwen.records.record import Measurements, Record
+from slimqwen.records.record import Measurements, Record, VersionedFile
 from slimqwen.records.split import Split, split_of
 from slimqwen.variant import names
 
@@ -212,7 +212,7 @@ class _Reader:
         if record.items is None or path.with_name(record.items.file).is_file():
             self.records.append(StoredRecord(path, self.location(path), record))
 
-    def parse(self, path: Path) -> Record | Measurements | None:
+    def parse(self, path: Path) -> VersionedFile | None:
         """Read and validate a record; returns None if that fails, and adds the fault to the problems."""
         if path.is_symlink() or not path.is_file():
             self.leave_out(path, "not a plain file; replace it by the record itself")
@@ -246,16 +246,18 @@ class _Reader:
             )
             return
         claims = self.parse(path)
-        if isinstance(claims, Record):
+        if claims is None:
+            return
+        if not isinstance(claims, Measurements):
             self.leave_out(path, f"holds a record of kind {claims.kind}, not measurements")
-        elif claims is not None and claims.baseline == variant:
+        elif claims.baseline == variant:
             self.leave_out(path, "its baseline is itself; name an existing variant, or null")
-        elif claims is not None and claims.baseline not in (None, *self.variants):
+        elif claims.baseline not in (None, *self.variants):
             self.leave_out(
                 path,
                 f"its baseline {claims.baseline!r} is no variant of experiments/; name an existing variant, or null",
             )
-        elif claims is not None:
+        else:
             self.measurements[variant] = claims
 
     def require_cited(self) -> None:

@@ -377,11 +377,11 @@ def commit_name(git: Git) -> str:
 
 def _gpus() -> tuple[InstalledGpu, ...]:
     """GPUs as nvidia-smi lists them; as torch sees them if that is missing or lists a whole GPU for a MIG slice."""
-    listing = _ask_driver("--query-gpu=name,memory.total,driver_version", "--format=csv,noheader,nounits")
+    listing = ask_driver("--query-gpu=name,memory.total,driver_version", "--format=csv,noheader,nounits")
     # A warning line of nvidia-smi has fewer columns.
     rows = [row for line in listing.splitlines() if len(row := line.rsplit(", ", 2)) == 3]
     version = re.search(r"\d+\.\d+[.\d]*", _DRIVER.read_text()) if _DRIVER.exists() else None
-    if (version and not rows) or "UUID: MIG-" in _ask_driver("-L"):
+    if (version and not rows) or "UUID: MIG-" in ask_driver("-L"):
         import torch
 
         seen = [torch.cuda.get_device_properties(gpu.index) for gpu in all_gpus()]
@@ -400,7 +400,7 @@ def _gpus() -> tuple[InstalledGpu, ...]:
     )
 
 
-def _ask_driver(*options: str) -> str:
+def ask_driver(*options: str) -> str:
     """Output of nvidia-smi with these options; empty if it is missing or fails."""
     try:
         return _output(["nvidia-smi", *options], timeout_s=_DRIVER_TIMEOUT_S)

@@ -1,6 +1,7 @@
 """The JSON Schemas of all record kinds, generated from their models and committed as schemas.json in this folder.
 
-A measurements.json, which people write, is checked by its schema; records, which commands write, by their models.
+A measurements.json, which people write, and a field report, which others send, are checked by their schemas too;
+records, which commands write, by their models.
 """
 
 import json
@@ -12,7 +13,8 @@ from typing import Any
 from pydantic.json_schema import GenerateJsonSchema, models_json_schema
 
 from slimqwen.records import registry
-from slimqwen.records.record import Measurements, Record
+from slimqwen.records.field_report import FieldReport
+from slimqwen.records.record import Measurements, VersionedFile
 
 FILE = Path(__file__).with_suffix(".json")
 _DRAFT = "https://json-schema.org/draft/2020-12/schema"
@@ -25,9 +27,9 @@ class _WithoutTitles(GenerateJsonSchema):
         return False
 
 
-def models() -> Mapping[str, type[Record] | type[Measurements]]:
-    """The models that have a schema, by the name of the kind: every record kind, and measurements."""
-    return {**registry.kinds(), "measurements": Measurements}
+def models() -> Mapping[str, type[VersionedFile]]:
+    """The models that have a schema, by the name of the kind: every record kind, measurements, field report."""
+    return {**registry.kinds(), "measurements": Measurements, "field_report": FieldReport}
 
 
 def generate_schemas() -> dict[str, Any]:

@@ -20,7 +20,7 @@ from pydantic import ValidationError
 
 from slimqwen.errors import SlimqwenError
 from slimqwen.records import schemas
-from slimqwen.records.record import Items, Measurements, Provenance, Record, ServedRecord
+from slimqwen.records.record import Items, Measurements, Provenance, Record, ServedRecord, VersionedFile
 from slimqwen.records.split import split_of
 from slimqwen.text.files import CorpusError, read_json_lines
 
@@ -126,7 +126,7 @@ def parse(path: Path) -> dict[str, Any]:
     return fields
 
 
-def validate(fields: Mapping[str, Any], location: str) -> Record | Measurements:
+def validate(fields: Mapping[str, Any], location: str) -> VersionedFile:
     """Validate the fields of a record by the model of their schema.
 
     Args:
@@ -149,7 +149,7 @@ def validate(fields: Mapping[str, Any], location: str) -> Record | Measurements:
             f"{location}: schema {schema!r}, this checkout has {models[kind].present_schema()}; measure again, or "
             "check out the commit of the record"
         )
-    if kind == Measurements.kind and (fault := schemas.find_fault(kind, fields)):
+    if not issubclass(models[kind], Record) and (fault := schemas.find_fault(kind, fields)):
         raise RecordError(f"{location}: {fault}; correct it")
     try:
         # JSON can express half of a surrogate pair, which cannot be encoded in UTF-8.

@@ -2,7 +2,7 @@
 
 `records.collection` reports files that cannot be read or that break their schema. This module compares items with their
 digests, the checkpoints of cited records with those on this machine, generated tables with their records, and records
-with those of an earlier commit. It also reports records in git that nothing cites.
+with those of an earlier commit. It also reports records in git that nothing cites, and faulty field reports.
 """
 
 import hashlib
@@ -17,7 +17,7 @@ from slimqwen.errors import SlimqwenError
 from slimqwen.records.collection import Collection, Problem, StoredRecord, collect
 from slimqwen.records.provenance import checkpoint_files, run_git, tracked_files
 from slimqwen.records.record import Build, Record
-from slimqwen.report import markdown
+from slimqwen.report import field, markdown
 
 _RECORDS = (
     ":(glob)experiments/*/*_*.json",
@@ -56,6 +56,7 @@ def check_records(root: Path, base: str | None = None) -> CheckResult:
     checkpoint_faults, absent, builds = _checkpoint_faults(collection)
     history_faults, notes = _history_faults(root, base)
     faults += [*checkpoint_faults, *history_faults, *_table_faults(root), *_uncited_records(collection)]
+    faults += field.read_reports(root)[1]
     if absent:
         names = ", ".join(absent[:_LISTED_NAMES])
         if len(absent) > _LISTED_NAMES:

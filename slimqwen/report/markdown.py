@@ -16,9 +16,10 @@ from types import MappingProxyType
 from slimqwen.errors import SlimqwenError
 from slimqwen.fit.tables import shapes_table
 from slimqwen.plan.record import overview_table
-from slimqwen.records import registry, store
+from slimqwen.records import collection, registry, store
 from slimqwen.records.table import Table
 from slimqwen.report import tables
+from slimqwen.report.cells import cells_table
 
 _BLOCK = re.compile(
     r"(?P<open><!-- table:(?P<name>[\w-]+)(?P<words>[^\n]*?) -->\n)(?P<text>.*?)(?P<close><!-- end -->)",
@@ -35,6 +36,7 @@ TABLES: Mapping[str, tuple[str, Callable[..., Sequence[Table]]]] = MappingProxyT
             lambda root, *names: tables.comparison_tables(*(root / "experiments" / name for name in names)),
         ),
         "plans": ("", lambda root: [overview_table(root)]),
+        "cells": ("", lambda root: [cells_table(collection.collect(root))]),
         "fit": ("", lambda root: [shapes_table(root)]),
         "summary": ("BASELINE VARIANT", lambda root, *names: [tables.summary_table(root, *names)]),
     }

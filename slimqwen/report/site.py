@@ -14,6 +14,7 @@ from typing import Any
 import jinja2
 
 from slimqwen import variant as variants
+from slimqwen.errors import SlimqwenError
 from slimqwen.evals.changed_items import changed_items_table
 from slimqwen.progress import Progress, silent
 from slimqwen.records import collection, provenance, registry
@@ -21,8 +22,10 @@ from slimqwen.records.collection import Collection, Problem, StoredRecord
 from slimqwen.records.record import Record
 from slimqwen.records.table import Table
 from slimqwen.report import choice, leaderboard, quality_pairs, tables
+from slimqwen.report.cells import cells_table
 from slimqwen.report.choice import DEMO as DEMO
 from slimqwen.report.choice import Choice
+from slimqwen.report.field import read_reports
 from slimqwen.report.leaderboard import Row
 from slimqwen.report.pareto_chart import draw_front
 from slimqwen.report.unproven import list_unproven
@@ -61,11 +64,16 @@ def build_page(root: Path, destination: Path, progress: Progress = silent) -> Si
         problems |= {problem.location: problem for problem in unusable}
     rows = sorted(leaderboard.sort_rows(rows), key=lambda row: row.variant not in own)
     demo = _demo_tables(records, problems)
+    problems |= {problem.location: problem for problem in read_reports(root)[1]}
+    cells: list[Table] = []
+    with contextlib.suppress(SlimqwenError):  # damaged records are among the problems
+        cells = [cells_table(records)]
     left_out = tuple(problems[location] for location in sorted(problems))
     content = {
         "demo": demo,
         "choices": _put_first(choice.choose_variants(rows), rows, own),
         "leaderboard": leaderboard.leaderboard_table([row for row in rows if row.is_measured]),
+        "cells": cells,
         "front": _draw_largest_front(rows, own),
         "sections": [_variant_section(records, name, rows) for name in names],
         "problems": left_out,

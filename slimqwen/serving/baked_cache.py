@@ -42,8 +42,6 @@ TRUSTED = "weights/store/.compile_caches"
 It lies outside every checkpoint, so none can bring it along, and in weights/, so that a copy of weights/ keeps it.
 """
 
-Origin = Literal["baked here", "imported by its hash"]
-
 LIBRARIES = "flashinfer"
 """Folder of a cache root with FlashInfer's libraries as <name>/<name>.so, FlashInfer's layout of prebuilt ones."""
 
@@ -156,8 +154,8 @@ def read_manifest(folder: Path) -> BakedCache | None:
         ) from None
 
 
-def trust(root: Path, archive_sha256: str, origin: Origin) -> None:
-    """Let servers of the workspace `root` load an archive; the first origin stays."""
+def trust(root: Path, archive_sha256: str, origin: str) -> None:
+    """Let servers of the workspace `root` load an archive; `origin` says why in words, and the first one stays."""
     file = root / TRUSTED / archive_sha256
     if not file.is_file():
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -180,13 +178,10 @@ def import_archive(root: Path, archive: Path, archive_sha256: str) -> None:
     trust(root, archive_sha256, "imported by its hash")
 
 
-def find_origin(root: Path, baked: BakedCache) -> Origin | None:
+def find_origin(root: Path, baked: BakedCache) -> str | None:
     """Why servers of the workspace `root` may load an archive; None if they may not."""
-    try:
-        said = (root / TRUSTED / baked.archive_sha256).read_text(encoding="utf-8").strip()
-    except FileNotFoundError:
-        return None
-    return "baked here" if said == "baked here" else "imported by its hash"
+    file = root / TRUSTED / baked.archive_sha256
+    return file.read_text(encoding="utf-8").strip() if file.is_file() else None
 
 
 def list_differences(

@@ -62,7 +62,6 @@ class CompileCache:
         baked: manifest of the archive beside the checkpoint; None without an archive.
         differences: reasons why the archive is not loaded: it does not fit this machine or these flags, or is not
             trusted.
-        origin: why the archive is trusted; None if it is not, or there is none.
         required: whether the server must not start unless the archive fits.
     """
 
@@ -70,7 +69,6 @@ class CompileCache:
     baked: baked_cache.BakedCache | None
     differences: tuple[str, ...]
     required: bool
-    origin: baked_cache.Origin | None = None
 
     @property
     def usable(self) -> baked_cache.BakedCache | None:
@@ -250,6 +248,8 @@ class ServerCommand:
 
     def compared_with_plan(self, expected: engine_facts.PlanExpectation) -> "ServerCommand":
         """The same command, for a server that compares its engine with the plan `expected` when it starts."""
+        kept = self.variant.root / engine_facts.COMPARISONS / f"{self.variant.name}.json"
+        expected = expected.model_copy(update={"result_file": str(kept)})
         plan = {engine_facts.VARIABLE: expected.model_dump_json()}
         return dataclasses.replace(self, environment=MappingProxyType({**self.environment, **plan}))
 
@@ -287,13 +287,12 @@ def _compile_cache(
 ) -> CompileCache:
     baked = baked_cache.read_manifest(variant.weights)
     differences: tuple[str, ...] = ()
-    origin = None if baked is None else baked_cache.find_origin(variant.root, baked)
     # vLLM's own cache key has left out flags (num_speculative_tokens), so each set of flags has its own root.
     name = f"{variant.name}-{digest_of({'model': str(variant.weights), **decisive_flags(flags)})[:16]}"
     if baked is not None:
         facts = baked_cache.describe_machine(platform)
         differences = tuple(baked_cache.list_differences(baked, facts, flags, variables))
-        if origin is None:
+        if baked_cache.find_origin(variant.root, baked) is None:
             why = (
                 "it is code that this workspace neither baked nor imported "
                 f"(`slimqwen serve --variant {variant.name} --trust-cache {baked.archive_sha256}` imports it)"
@@ -301,7 +300,7 @@ def _compile_cache(
             differences = (why, *differences)
         if not differences:
             name = f"baked-{baked.archive_sha256[:16]}"
-    return CompileCache(variant.root / ".cache" / name, baked, differences, variant.require_baked, origin)
+    return CompileCache(variant.root / ".cache" / name, baked, differences, variant.require_baked)
 
 
 def _environment(

@@ -5,10 +5,13 @@ Only the worker knows its backends and graphs, so `slimqwen.serving.command` pas
 A plan is made with the same functions (`slimqwen.plan.resolution`).
 """
 
+import contextlib
+import json
 import logging
 import os
 from collections import Counter
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -16,6 +19,9 @@ from pydantic import BaseModel, ConfigDict, Field
 logger = logging.getLogger(__name__)
 
 VARIABLE = "SLIMQWEN_PLAN"
+
+COMPARISONS = ".cache/starts"
+"""Folder of a workspace with the comparison of each variant's last start with its plan."""
 
 
 class PlanExpectation(BaseModel):
@@ -26,6 +32,7 @@ class PlanExpectation(BaseModel):
         facts: name -> planned value.
         tolerances: name -> largest difference, as a share of the planned number; all other facts have to be equal.
         required: whether the server ends if a fact differs.
+        result_file: file that gets plan, number of facts and names of those that differ, as JSON; empty for none.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -34,6 +41,7 @@ class PlanExpectation(BaseModel):
     facts: dict[str, Any]
     tolerances: dict[str, float] = {}
     required: bool = False
+    result_file: str = ""
 
 
 class AttentionLayers(BaseModel):
@@ -182,6 +190,7 @@ async def compare_with_plan(app: Any) -> bool:
     expected = PlanExpectation.model_validate_json(os.environ[VARIABLE])
     try:
         lines = list_differences(expected, await collect_facts(app))
+        _keep_result(expected, lines)
     except Exception as error:
         lines = [f"nothing could be compared: {error!r}"]
     for line in lines:
@@ -196,3 +205,14 @@ async def compare_with_plan(app: Any) -> bool:
             "; ".join(lines),
         )
     return not (lines and expected.required)
+
+
+def _keep_result(expected: PlanExpectation, lines: Iterable[str]) -> None:
+    if not expected.result_file:
+        return
+    names = [line.partition(": ")[0] for line in lines]
+    compared = {"plan": expected.plan, "facts": len(expected.facts), "differences": names}
+    with contextlib.suppress(OSError):  # a read-only file system
+        file = Path(expected.result_file)
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(json.dumps(compared), encoding="utf-8")

@@ -182,7 +182,8 @@ def test_serve_hands_the_plan_of_the_start_to_vllm(resolve, record, tmp_path, mo
 
     ((_, argv, environment),) = started
     expected = engine_facts.PlanExpectation.model_validate_json(environment[engine_facts.VARIABLE])
-    assert expected == start.expect_facts(plan, required=True)
+    kept = f"{one.root}/{engine_facts.COMPARISONS}/{one.name}.json"
+    assert expected == start.expect_facts(plan, required=True).model_copy(update={"result_file": kept})
     assert "slimqwen.vllm_plugin.engine_facts.EngineFacts" in argv
 
 

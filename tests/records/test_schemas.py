@@ -64,7 +64,7 @@ def test_the_committed_schemas_are_those_of_the_models():
 
 def test_every_schema_is_one_of_its_draft():
     jsonschema.Draft202012Validator.check_schema(DOCUMENT)
-    assert set(DOCUMENT["kinds"]) == {*registry.kinds(), "measurements"}
+    assert set(DOCUMENT["kinds"]) == {*registry.kinds(), "measurements", "field_report"}
 
 
 @pytest.mark.parametrize("path", COMMITTED, ids=lambda path: f"{path.parent.name}/{path.stem}")

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import json
 import logging
 import math
 from types import SimpleNamespace
@@ -90,19 +91,24 @@ def test_layers_of_one_kind_and_backend_are_one_fact():
     ],
 )
 def test_a_start_that_differs_is_printed_and_fails_only_where_the_plan_is_required(
-    monkeypatch, caplog, block_size, required, holds, said
+    monkeypatch, caplog, tmp_path, block_size, required, holds, said
 ):
     async def collect(app):
         if block_size is None:
             raise RuntimeError("the engine is gone")
         return FACTS | {"block_size": block_size}
 
-    expected = PlanExpectation(plan=PLAN, facts=FACTS, required=required)
+    kept = tmp_path / "starts" / "v.json"
+    expected = PlanExpectation(plan=PLAN, facts=FACTS, required=required, result_file=str(kept))
     monkeypatch.setenv(engine_facts.VARIABLE, expected.model_dump_json())
     monkeypatch.setattr(engine_facts, "collect_facts", collect)
     with caplog.at_level(logging.INFO, "slimqwen"):
         assert asyncio.run(engine_facts.compare_with_plan(SimpleNamespace())) is holds
     assert said in caplog.text
+    different = [] if block_size == 544 else ["block_size"]
+    assert kept.is_file() is (block_size is not None)
+    if block_size:
+        assert json.loads(kept.read_bytes()) == {"plan": PLAN, "facts": 3, "differences": different}
 
 
 def test_without_a_plan_nothing_is_asked_of_the_engine(monkeypatch):
