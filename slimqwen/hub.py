@@ -40,6 +40,9 @@ from slimqwen.variant import Variant, making_command
 _PATTERNS = ("*.safetensors", "*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken")
 """Files that are downloaded for a checkpoint; a server never opens pickles, other engines' formats or pictures."""
 
+GGUF = ".gguf"
+"""Ending of llama.cpp's files."""
+
 _COMMIT = "[0-9a-f]" * 40
 
 _PROXIES = ("http", "https", "socks5", "socks5h")
@@ -54,7 +57,7 @@ class Repository(NamedTuple):
     """A repository of the hub, with texts for error messages.
 
     Attributes:
-        name: owner/name.
+        name: owner/name, or owner/name/file.gguf for a checkpoint made of one file (`slimqwen.models.gguf_file`).
         revision: commit of 40 hexadecimal digits; None: the commit of an interrupted download, else the newest of main.
         command: command that starts the download again, or continues it.
         place: where the user wrote name and revision.
@@ -97,6 +100,8 @@ def download_copy(repository: Repository, target: Path, progress: Progress = sil
     """Download a checkpoint to a folder, or check the copy that is already there, as `download_checkpoint` does."""
     if os.path.lexists(target):
         return _check_copy(target, repository, f"move {target} away and run {repository.command}")
+    if repository.name.endswith(GGUF):
+        return _download_gguf(repository, target, progress)
     started = time.monotonic()
     with download_files(repository, target, _select_checkpoint, progress) as (folder, commit, fetched):
         files = {name: record for name, record in fetched.items() if name != CARD}
@@ -113,6 +118,31 @@ def download_copy(repository: Repository, target: Path, progress: Progress = sil
         manifest.write(folder)
         keep_records(folder, files)
     return manifest
+
+
+def _download_gguf(repository: Repository, target: Path, progress: Progress) -> Manifest:
+    """Download a GGUF file, and make a checkpoint of it in its place."""
+    # Imports numpy and tokenizers, and most downloads need neither.
+    from slimqwen.models.gguf_file import GgufFile, convert_gguf, write_manifest
+
+    started = time.monotonic()
+    owner, name, file = repository.name.split("/", 2)
+
+    def select(names: Sequence[str]) -> list[str]:
+        if file not in names:
+            found = ", ".join(each for each in names if each.endswith(GGUF)) or "none"
+            raise HubError(
+                f"{owner}/{name} has no {file}; correct {repository.place}; its GGUF files: {found}"
+            )
+        return [file]
+
+    asked = repository._replace(name=f"{owner}/{name}")
+    with download_files(asked, target, select, progress) as (folder, commit, _):
+        facts = convert_gguf(GgufFile(folder / file), folder, progress)
+        downloaded = folder / Path(file).parts[0]
+        shutil.rmtree(downloaded) if downloaded.is_dir() else downloaded.unlink()
+        facts |= {"repository": repository.name, "revision": commit}
+        return write_manifest(folder, "download", facts, time.monotonic() - started)
 
 
 def _check_copy(folder: Path, repository: Repository, cure: str) -> Manifest:

@@ -23,6 +23,8 @@ from slimqwen.errors import SlimqwenError
 from slimqwen.hub import HubError
 from tests import hub_server
 from tests.hub_server import COMMIT, Hub
+from tests.models.gguf_files import original_tokenizer, write_gguf
+from tests.zoo.animals import ANIMALS
 
 ROOT = Path(__file__).parents[1]
 BIG = 400_000
@@ -120,6 +122,22 @@ def test_the_files_of_a_checkpoint_are_downloaded_with_progress_in_bytes(
     assert steps[-1] == (total, total)
     assert steps == sorted(steps)
     assert len(steps) > BIG / CHUNK
+
+
+def test_of_a_gguf_file_a_checkpoint_is_made_in_its_place(served: Hub, tmp_path: Path) -> None:
+    animal = ANIMALS["llama"].build(tmp_path / "animal")
+    (served.folder / "q8").mkdir()
+    write_gguf(animal, served.folder / "q8" / "m.gguf", original_tokenizer("smollm"), "smollm", "Q8_0")
+    asked = hub.Repository("owner/name/q8/m.gguf", "model", None, "`again`", "the name")
+    for _ in range(2):  # the second asks nobody
+        manifest = hub.download_copy(asked, tmp_path / "weights" / "made")
+        assert manifest.facts["repository"] == "owner/name/q8/m.gguf"
+    assert [name for name, _ in served.fetched()] == ["m.gguf"]
+    checkpoint.verify(tmp_path / "weights" / "made", "download it anew")
+    assert not list(tmp_path.glob("weights/**/*.gguf"))
+    lacking = asked._replace(name="owner/name/q4.gguf")
+    with pytest.raises(HubError, match=r"owner/name has no q4\.gguf; .*its GGUF files: q8/m\.gguf, x\.gguf"):
+        hub.download_copy(lacking, tmp_path / "weights" / "lacking")
 
 
 def test_a_second_run_asks_nobody(served: Hub, copy: variant.Variant) -> None:

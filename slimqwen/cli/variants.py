@@ -32,8 +32,8 @@ def new(
     checkpoint: Annotated[
         str | None,
         typer.Option(
-            metavar="FOLDER|OWNER/NAME[@COMMIT]",
-            help="create a baseline of this checkpoint instead: a folder, or a hub repository, which is downloaded",
+            metavar="FOLDER|FILE.gguf|OWNER/NAME[/FILE.gguf][@COMMIT]",
+            help="create a baseline of this checkpoint instead: a folder, a GGUF file, or either on a hub",
         ),
     ] = None,
     hypothesis: Annotated[
@@ -65,7 +65,7 @@ def new(
         # Checks that the evaluation exists and has questions now, not only at the gate.
         Suite.load(evaluation, variants.repository_root()).require_questions(variants.repository_root())
     if checkpoint:
-        folder = _create_baseline(name, checkpoint, hypothesis or _BASELINE, evaluation or "core")
+        folder = _create_baseline(name, checkpoint, hypothesis, evaluation or "core")
     else:
         assert base is not None
         recipe = template.render_recipe(variants.load(base), stage) if stage else None
@@ -91,8 +91,14 @@ def new(
 _BASELINE = "The checkpoint as it is published: what every variant of it has to beat at equal quality."
 
 
-def _create_baseline(name: str, checkpoint: str, hypothesis: str, evaluation: str) -> Path:
-    """Write a baseline variant of a folder or hub repository, and print what was found in the checkpoint."""
+_OF_GGUF = (
+    "The weights of {gguf} in 16 bits, with the loss of its own quantisation: what every variant has to beat."
+)
+
+
+def _create_baseline(name: str, checkpoint: str, hypothesis: str | None, evaluation: str) -> Path:
+    """Write a baseline variant of a folder, GGUF file or hub repository, and print what was found in the checkpoint."""
+    from slimqwen.models.gguf_file import read_gguf_facts
     from slimqwen.recipe.base_variant import REASONS, CheckpointFacts
     from slimqwen.variant import scaffold
     from slimqwen.variant.config_env import quoted
@@ -103,18 +109,36 @@ def _create_baseline(name: str, checkpoint: str, hypothesis: str, evaluation: st
     weights = Path(checkpoint).expanduser().resolve()
     # A path whose parent folder exists is a misspelt folder, not a hub repository.
     is_path = weights.exists() or ("@" not in checkpoint and weights.parent.is_dir())
-    if not is_path and re.fullmatch(r"[\w.-]+/[\w.-]+(@[0-9a-f]{40})?", checkpoint):
+    if not is_path and re.fullmatch(r"[\w.-]+/[\w.-]+(/.+\.gguf)?(@[0-9a-f]{40})?", checkpoint):
         weights, source = _download_copy(name, checkpoint)
+    elif weights.suffix == ".gguf" and weights.is_file():
+        weights = _convert_file(name, weights)
     facts = CheckpointFacts.read(weights)
     for found, value in facts.lines():
         say(f"{found + ':':<15}{value}")
+    expected = _BASELINE
+    if made := read_gguf_facts(weights):
+        say(
+            f"{'made of:':<15}GGUF, {made['quantisation']}; the weights carry that loss. Original: {made['origin']}"
+        )
+        expected = _OF_GGUF.format_map(made)
     shown = weights.relative_to(root) if weights.is_relative_to(root) else weights
     lines = {**source, "EVALUATION": evaluation, "VLLM_MODEL": quoted(str(shown)), **facts.settings()}
-    return scaffold.create(name, None, hypothesis, lines=lines, reasons=REASONS, root=root)
+    return scaffold.create(name, None, hypothesis or expected, lines=lines, reasons=REASONS, root=root)
+
+
+def _convert_file(name: str, file: Path) -> Path:
+    """Make a 16-bit checkpoint of a GGUF file in weights/<name>; return its folder."""
+    from slimqwen.models.gguf_file import GgufFile, make_checkpoint
+
+    weights = variants.repository_root() / "weights" / name
+    with progress_bar() as progress:
+        make_checkpoint(GgufFile(file), weights, progress)
+    return weights
 
 
 def _download_copy(name: str, checkpoint: str) -> tuple[Path, dict[str, str]]:
-    """Download a repository, owner/name[@commit], into weights/<name>; return the folder and lines for config.env."""
+    """Download owner/name[/file.gguf][@commit] into weights/<name>; return the folder and lines for config.env."""
     silence_hub_client()
     from slimqwen import hub
 

@@ -53,7 +53,8 @@ class Origin(NamedTuple):
         base = variants.load(made, variant.root)
         while base.recipe is not None:
             base = variants.load(find_base_variant(read_recipe(base.recipe).base, variant.root), variant.root)
-        source = base.settings["SOURCE"].value.partition("@")[0] if "SOURCE" in base.settings else base.name
+        setting = base.settings.get("SOURCE")  # owner/name, or owner/name/file.gguf
+        source = "/".join(setting.value.split("/")[:2]) if setting else base.name
         metadata = _front_matter(base.weights / CARD)
         parents = metadata.get("base_model") or []
         parents = [parents] if isinstance(parents, str) else parents

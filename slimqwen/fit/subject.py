@@ -245,7 +245,9 @@ def _refuse_mlx(config: Mapping[str, Any], name: str) -> None:
 def _refuse_format(suffix: str, name: str) -> None:
     """Raise SubjectError for a file ending of weights that are no safetensors."""
     if suffix in _OTHER_FORMATS:
-        raise SubjectError(_say_original(f"{name} has weights in {_OTHER_FORMATS[suffix]} ({suffix})"))
+        made = "; or make one of it: `slimqwen variant new --name NAME --checkpoint FILE.gguf`"
+        fault = _say_original(f"{name} has weights in {_OTHER_FORMATS[suffix]} ({suffix})")
+        raise SubjectError(fault + (made if suffix == ".gguf" else ""))
 
 
 def _say_original(fault: str) -> str:

@@ -17,7 +17,7 @@ from slimqwen.errors import SlimqwenError, suggest_name
 OWN_KEYS: Mapping[str, str] = MappingProxyType(
     {
         "BASE": "variant whose config.env this one inherits",
-        "SOURCE": "owner/name of the hub repository that weights/<this variant> is a copy of",
+        "SOURCE": "owner/name of the hub repository, or owner/name/file.gguf, that weights/<this variant> is a copy of",
         "REVISION": "commit of SOURCE that weights/<this variant> is a copy of, 40 hexadecimal digits",
         "PLATFORM": "cuda for a variant that only a GPU can serve; unset: the platform of this machine",
         "EVALUATION": "suite and gate limits of the variant, by their name in eval/",

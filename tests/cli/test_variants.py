@@ -20,6 +20,7 @@ from slimqwen.text.files import CorpusError
 from slimqwen.variant import Variant
 from tests.cli.conftest import said_by
 from tests.evals.test_promotion import gated, one  # noqa: F401  (a fixture)
+from tests.models.gguf_files import original_tokenizer, write_gguf
 from tests.zoo.animals import ANIMALS
 
 
@@ -167,6 +168,20 @@ def test_a_hub_name_is_downloaded_first_and_the_same_command_continues(
     assert repository.command == f"`slimqwen variant new --name new --checkpoint owner/name@{'0' * 40}`"
     assert target == root / "weights" / "new"
     assert not (root / "experiments" / "new").exists()
+
+
+def test_a_gguf_file_becomes_a_baseline_that_carries_its_loss(root: Path) -> None:
+    animal = ANIMALS["qwen2"].build(root / "animal")
+    write_gguf(animal, root / "m.gguf", original_tokenizer("qwen2"), "qwen2", "Q4_0", general__name="Animal")
+    said = said_by("variant new --name base --checkpoint m.gguf")
+    assert "GGUF, Q4_0 (15); the weights carry that loss. Original: Animal" in " ".join(said.split())
+    base = variant.load("base", root)
+    assert base.weights == root / "weights" / "base"
+    assert base.hypothesis.startswith(
+        "The weights of m.gguf in 16 bits, with the loss of its own quantisation"
+    )
+    with pytest.raises(SlimqwenError, match="weights/mymodel exists already; move it away"):
+        said_by("variant new --name mymodel --checkpoint m.gguf")
 
 
 def git(root: Path, *words: str) -> str:

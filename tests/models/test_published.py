@@ -24,7 +24,7 @@ FORMATS = [
         "fp8-rows",
     ),
     *("mixed", "fp8-blocks", "fp8-blocks-mtp16", "gptq", "gptq-act-order", "auto-round", "awq"),
-    *("qwen3", "qwen3.5-moe", "qwen3.5-moe-w4a16", "mtp-lost"),
+    *("llama", "qwen2", "qwen3", "qwen3.5-moe", "qwen3.5-moe-w4a16", "mtp-lost"),
 ]
 BY_NAMES_ALONE = {
     "gptq-act-order",  # its MTP layer is quantised, though its config leaves out whatever has attn in its name
