@@ -55,12 +55,12 @@ def report(
     root = variant.repository_root()
     if schemas:
         _write_schemas()
+    if field:
+        _write_field_report(root)
     if tables:
         _rewrite_tables(root, context.find_root().command, newest=newest)
     if mlflow is not None:
         _export_records(root, mlflow)
-    if field:
-        _write_field_report(root)
     if check:
         _check_records(root)
     if not (check or tables or schemas or mlflow or field):
@@ -144,7 +144,7 @@ def _write_field_report(root: Path) -> None:
     for problem in left_out:
         say(f"left out: {problem.location}: {problem.reason}")
     rows, card = len(content.rows), content.card.name
-    say(f"written: {relative(file)}, {rows} rows of {card}; read it, then send it as a pull request")
+    say(f"written: {relative(file)}, {rows} rows of {card}; read it, then send it with docs/cells.md")
 
 
 def _write_schemas() -> None:
