@@ -572,7 +572,7 @@ def test_core_is_scored_by_lm_evals_own_rules(add_served, stand_in, tmp_path, te
 def test_core_goes_the_whole_way_over_a_real_server(served_tiny, tmp_path):
     """Three items a task, which the tiny model knows nothing of; a rule of IFEval it may keep by chance.
 
-    It was not taught to call tools: test_felt.py plants the calls.
+    It was not taught to call tools: test_planted_responses.py plants the calls.
     """
     core = write_core_data(tmp_path)
     (tmp_path / "weights").symlink_to(repository_root() / "weights")  # the template is the checkpoint's
