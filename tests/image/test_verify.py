@@ -44,7 +44,11 @@ def test_changed_missing_and_unlisted_files_are_found(look, content):
     assert (secrets, writable) == ([], [])
     elsewhere = {
         f"./opt/slimqwen/{name}": b""
-        for name in ("experiments/child/plan_2026-01-01T000000Z.json", "weights/child/compile_cache.json")
+        for name in (
+            "experiments/child/plan_2026-01-01T000000Z.json",
+            "weights/child/compile_cache.json",
+            f"weights/store/.compile_caches/{'ab' * 32}",
+        )
     }
     assert look(added=elsewhere | {"./opt/slimqwen/.cache/x": b"", "./opt/slimqwen/.venv/x.py": b""}) == (
         [],

@@ -1,5 +1,6 @@
 import dataclasses
 import json
+import os
 import shutil
 
 import pytest
@@ -7,6 +8,7 @@ import torch
 
 from slimqwen import host, variant
 from slimqwen.checkpoint.config import read_config, write_config
+from slimqwen.cli import serve
 from slimqwen.serving import baked_cache, checks, cuda_toolkit
 from slimqwen.serving.command import ServerCommand
 from slimqwen.serving.errors import ServingError
@@ -193,6 +195,31 @@ def test_code_that_came_with_a_checkpoint_is_not_loaded_until_its_hash_is_given(
         again = ServerCommand.resolve(variant.load("v", elsewhere), platform="cpu")
         names = [said.partition(" ")[0] for said in again.cache.differences]
         assert ("it" not in names) is usable
+
+
+def test_serve_goes_on_without_such_code_in_one_line_until_its_hash_is_given(
+    baked_for, tmp_path, monkeypatch, capfd
+):
+    one = baked_for(trusted=False).variant
+    archive, manifest = (
+        tmp_path / "weights/v" / name for name in (baked_cache.ARCHIVE, baked_cache.MANIFEST)
+    )
+    archive.write_bytes(b"anything")
+    (tmp_path / "eval").mkdir()
+    (tmp_path / "eval" / "known_trouble.yaml").write_text("[]")
+    digest = baked_cache.sha256(archive)
+    manifest.write_text(manifest.read_text().replace("ab" * 32, digest))
+    started = []
+    monkeypatch.setattr(os, "chdir", lambda folder: None)
+    monkeypatch.setattr(os, "execve", lambda *words: started.append(words[2]["VLLM_CACHE_ROOT"]))
+    serve.serve(one, port=free_port(), platform="cpu")
+    said = " ".join(capfd.readouterr().err.split())
+    assert "Compile cache of unknown origin: not used, so vLLM compiles: it is code" in said
+    with pytest.raises(ServingError, match=f"has the SHA-256 {digest}, not {'0' * 64}"):
+        serve.serve(one, port=free_port(), platform="cpu", trust_cache="0" * 64)
+    serve.serve(one, port=free_port(), platform="cpu", trust_cache=digest)
+    assert [f"baked-{digest[:16]}" in place for place in started] == [False, True]
+    assert "Compile cache imported by its hash: fits this machine" in " ".join(capfd.readouterr().err.split())
 
 
 def test_a_cache_baked_with_other_plugins_does_not_fit_because_vllms_own_key_holds_them(baked_for, tmp_path):
