@@ -91,14 +91,12 @@ def new(
 _BASELINE = "The checkpoint as it is published: what every variant of it has to beat at equal quality."
 
 
-_OF_GGUF = (
-    "The weights of {gguf} in 16 bits, with the loss of its own quantisation: what every variant has to beat."
-)
+_OF_GGUF = "The weights of {}: what every variant of them has to beat at equal quality."
 
 
 def _create_baseline(name: str, checkpoint: str, hypothesis: str | None, evaluation: str) -> Path:
     """Write a baseline variant of a folder, GGUF file or hub repository, and print what was found in the checkpoint."""
-    from slimqwen.models.gguf_file import read_gguf_facts
+    from slimqwen.models.gguf_file import describe_origin
     from slimqwen.recipe.base_variant import REASONS, CheckpointFacts
     from slimqwen.variant import scaffold
     from slimqwen.variant.config_env import quoted
@@ -116,12 +114,10 @@ def _create_baseline(name: str, checkpoint: str, hypothesis: str | None, evaluat
     facts = CheckpointFacts.read(weights)
     for found, value in facts.lines():
         say(f"{found + ':':<15}{value}")
-    expected = _BASELINE
-    if made := read_gguf_facts(weights):
-        say(
-            f"{'made of:':<15}GGUF, {made['quantisation']}; the weights carry that loss. Original: {made['origin']}"
-        )
-        expected = _OF_GGUF.format_map(made)
+    origin = describe_origin(weights)
+    if origin:
+        say(f"{'made of:':<15}{origin}")
+    expected = _OF_GGUF.format(origin) if origin else _BASELINE
     shown = weights.relative_to(root) if weights.is_relative_to(root) else weights
     lines = {**source, "EVALUATION": evaluation, "VLLM_MODEL": quoted(str(shown)), **facts.settings()}
     return scaffold.create(name, None, hypothesis or expected, lines=lines, reasons=REASONS, root=root)

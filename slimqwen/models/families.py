@@ -66,8 +66,16 @@ class Family:
         return "experts" in self.linears
 
     def layer_types(self, text: Mapping[str, Any]) -> tuple[str, ...]:
-        """The kind of attention of each layer: as config.json lists it, else by its interval of full attention."""
+        """The kind of attention of each layer: as config.json lists it, else by its interval of full attention.
+
+        Raises:
+            FamilyError: a layer has another kind.
+        """
         if listed := text.get("layer_types"):
+            if others := set(listed) - {FULL_ATTENTION, LINEAR_ATTENTION}:
+                raise FamilyError(
+                    f"config.json has layers of the kind {min(others)}, which is not supported; take a model without"
+                )
             return tuple(listed)
         interval = text.get("full_attention_interval", 4) if LINEAR_ATTENTION in self.linears else 1
         return tuple(

@@ -48,12 +48,7 @@ _LLAMA3_SCALING = {
 }
 """Rotary scaling as published with every Llama 3.1, 3.2 and 3.3, but for `factor`."""
 
-_ORIGIN_KEYS = (
-    "general.source.huggingface.repository",
-    "general.source.repo_url",
-    "general.base_model.0.repo_url",
-    "general.repo_url",
-)
+_ORIGIN_KEYS = ("general.source.huggingface.repository", "general.source.repo_url", "general.repo_url")
 
 
 class GgufError(SlimqwenError):
@@ -119,7 +114,7 @@ class GgufFile:
         return GgufError(f"{self.path} {fault}; take the safetensors checkpoint {original}")
 
     @property
-    def quantisation(self) -> str:
+    def types(self) -> str:
         """The types of the matrices and how many have each, that of most weights first: `Q4_1 (210), Q8_0 (1)`."""
         counts, weights = Counter[str](), Counter[str]()
         for tensor in self.tensors.values():
@@ -152,6 +147,8 @@ class GgufFile:
                 raise self.refused(f"has no setting {self.architecture}.{key}")
             return value
 
+        if "token_embd.weight" not in self.tensors:
+            raise self.refused("lacks the tensor token_embd.weight")
         heads, hidden = required("attention.head_count"), required("embedding_length")
         if self.get("{arch}.attention.sliding_window"):
             raise self.refused("has sliding attention")
@@ -282,7 +279,9 @@ def make_checkpoint(file: GgufFile, target: Path, progress: Progress = silent) -
         return write_manifest(folder, "convert_gguf", facts, time.monotonic() - started)
 
 
-def write_manifest(folder: Path, stage: str, facts: Mapping[str, str], wall_seconds: float) -> Manifest:
+def write_manifest(
+    folder: Path, stage: str, facts: Mapping[str, str | bool], wall_seconds: float
+) -> Manifest:
     """Write the manifest of a folder that was made of a GGUF file; `stage` says how the folder came here."""
     manifest = Manifest(
         stage=stage,
@@ -296,7 +295,7 @@ def write_manifest(folder: Path, stage: str, facts: Mapping[str, str], wall_seco
     return manifest
 
 
-def convert_gguf(file: GgufFile, folder: Path, progress: Progress = silent) -> dict[str, str]:
+def convert_gguf(file: GgufFile, folder: Path, progress: Progress = silent) -> dict[str, str | bool]:
     """Write the 16-bit checkpoint of a GGUF file into a folder, as a model hub has it.
 
     Args:
@@ -332,13 +331,21 @@ def convert_gguf(file: GgufFile, folder: Path, progress: Progress = silent) -> d
     (folder / "generation_config.json").write_text(json.dumps(ends, indent=2) + "\n", encoding="utf-8")
     for name, content in tokenizer.files(config["max_position_embeddings"]).items():
         (folder / name).write_text(content, encoding="utf-8")
-    return {"gguf": file.path.name, "quantisation": file.quantisation, "origin": file.origin or "unknown"}
+    return {
+        "gguf": file.path.name,
+        "types": file.types,
+        "quantised": file.is_quantised,
+        "origin": file.origin or "unknown",
+    }
 
 
-def read_gguf_facts(folder: Path) -> dict[str, str]:
-    """What the manifest of a checkpoint says of the GGUF file that it was made of; empty if it was made otherwise."""
+def describe_origin(folder: Path) -> str | None:
+    """Of which GGUF file a checkpoint was made and whose loss it carries, in words; None if it was made otherwise."""
     facts = Manifest.read(folder).facts if (folder / MANIFEST).is_file() else {}
-    return {key: str(facts[key]) for key in ("gguf", "quantisation", "origin")} if "gguf" in facts else {}
+    if "gguf" not in facts:
+        return None
+    loss = "with the loss of its own quantisation" if facts["quantised"] else "without loss"
+    return f"{facts['gguf']} ({facts['types']}) in 16 bits, {loss}; original: {facts['origin']}"
 
 
 def _rounded(number: float) -> float:

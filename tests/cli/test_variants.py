@@ -174,12 +174,11 @@ def test_a_gguf_file_becomes_a_baseline_that_carries_its_loss(root: Path) -> Non
     animal = ANIMALS["qwen2"].build(root / "animal")
     write_gguf(animal, root / "m.gguf", original_tokenizer("qwen2"), "qwen2", "Q4_0", general__name="Animal")
     said = said_by("variant new --name base --checkpoint m.gguf")
-    assert "GGUF, Q4_0 (15); the weights carry that loss. Original: Animal" in " ".join(said.split())
+    origin = "m.gguf (Q4_0 (15)) in 16 bits, with the loss of its own quantisation; original: Animal"
+    assert f"made of: {origin}" in " ".join(said.split())
     base = variant.load("base", root)
     assert base.weights == root / "weights" / "base"
-    assert base.hypothesis.startswith(
-        "The weights of m.gguf in 16 bits, with the loss of its own quantisation"
-    )
+    assert base.hypothesis.startswith(f"The weights of {origin}: what every variant")
     with pytest.raises(SlimqwenError, match="weights/mymodel exists already; move it away"):
         said_by("variant new --name mymodel --checkpoint m.gguf")
 

@@ -79,14 +79,28 @@ def write_gguf(folder: Path, file: Path, tokenizer: Tokenizer, rule: str, kind: 
             # As `permute` of convert_hf_to_gguf.py.
             halves = numbers.reshape(count, 2, -1, *numbers.shape[1:])
             numbers = np.ascontiguousarray(halves.swapaxes(1, 2)).reshape(numbers.shape)
-        form = gguf.GGMLQuantizationType["F32" if numbers.ndim == 1 else kind]
-        content = gguf.quantize(numbers, form)
+        form, content = _quantised(numbers, kind)
         writer.add_tensor(f"{names.get_name(module)}.{part}", content, raw_dtype=form)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
     return file
+
+
+def _quantised(numbers: np.ndarray, kind: str) -> tuple[gguf.GGMLQuantizationType, np.ndarray]:
+    """A tensor in a type: vectors in float32, rows that no block divides in Q8_0, as llama.cpp does."""
+    form = gguf.GGMLQuantizationType["F32" if numbers.ndim == 1 else kind]
+    if numbers.shape[-1] % gguf.GGML_QUANT_SIZES[form][0]:
+        form = gguf.GGMLQuantizationType.Q8_0
+    if form != gguf.GGMLQuantizationType.Q6_K:
+        return form, gguf.quantize(numbers, form)
+    # gguf cannot make these blocks, so their integers are made up; the last two bytes are the scale.
+    size, length = gguf.GGML_QUANT_SIZES[form]
+    shape = (len(numbers), numbers.shape[1] // size, length)
+    blocks = np.random.default_rng(0).integers(0, 256, shape, dtype=np.uint8)
+    blocks[..., -2:] = np.array([1e-5], np.float16).view(np.uint8)
+    return form, blocks.reshape(len(numbers), -1)
 
 
 def _add_tokenizer(writer: gguf.GGUFWriter, tokenizer: Tokenizer, rule: str, rows: int) -> None:

@@ -63,7 +63,7 @@ def animal(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     return ANIMALS[request.param].build(tmp_path / "animal")
 
 
-@pytest.mark.parametrize("kind", ["Q8_0", "Q4_0"])
+@pytest.mark.parametrize("kind", ["Q4_0", "Q6_K"])
 # transformers 5.17 gives Qwen3 heads of 128, whatever the file says.
 @pytest.mark.parametrize("animal", FAMILIES[:2], indirect=True)
 def test_the_weights_are_those_that_transformers_reads(animal: Path, tmp_path: Path, kind: str) -> None:
@@ -133,7 +133,7 @@ def test_another_form_is_one_line_with_the_original(
     animal: Path, tmp_path: Path, settings: dict[str, int | str], said: str
 ) -> None:
     rule = str(settings.pop("tokenizer__ggml__pre", "smollm"))
-    source = {"general__base_model__0__repo_url": "https://huggingface.co/owner/name"}
+    source = {"general__source__repo_url": "https://huggingface.co/owner/name"}
     file = write_gguf(
         animal, tmp_path / "m.gguf", original_tokenizer("smollm"), rule, "Q8_0", **settings, **source
     )
@@ -142,7 +142,6 @@ def test_another_form_is_one_line_with_the_original(
     ):
         converted(file)
     assert not (tmp_path / "m").exists()
-    assert not list(tmp_path.rglob("*.safetensors"))[1:]  # but for the animal's
 
 
 def test_another_architecture_and_a_broken_file_are_one_line(tmp_path: Path) -> None:
