@@ -61,7 +61,7 @@ def change(file, edit):
 
 
 def faults(root):
-    return [each for each in checks.check_records(root).faults if each.location.startswith("eval/field")]
+    return field.read_reports(root)[1]
 
 
 def test_a_report_has_the_figures_of_this_card_and_no_word_of_its_owner(repository):
@@ -108,12 +108,15 @@ def test_a_report_with_a_path_or_a_figure_that_contradicts_its_own_is_refused(re
     assert re.search(reason, fault.reason)
 
 
-@pytest.mark.parametrize("content", ["not JSON", '{"schema": "latency/1"}', "[]"])
-def test_any_other_file_among_the_reports_is_a_fault(repository, content):
+def test_any_other_file_among_the_reports_is_a_fault_of_the_records(repository):
     (repository / field.FOLDER).mkdir(parents=True)
-    (repository / field.FOLDER / "x.json").write_text(content)
-    (fault,) = faults(repository)
-    assert fault.cure
+    for number, content in enumerate(("not JSON", '{"schema": "latency/1"}', "[]")):
+        (repository / field.FOLDER / f"{number}.json").write_text(content)
+    found = [
+        each for each in checks.check_records(repository).faults if each.location.startswith("eval/field")
+    ]
+    assert [fault.location for fault in found] == [f"eval/field/{number}.json" for number in range(3)]
+    assert all(fault.cure for fault in found)
 
 
 def test_where_nothing_was_timed_the_command_is_named(repository, monkeypatch):
