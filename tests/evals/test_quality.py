@@ -11,7 +11,7 @@ import pandas
 import pytest
 
 from slimqwen.evals import EvalError, quality
-from slimqwen.evals.quality import OutputTokens
+from slimqwen.evals.quality import OutputTokens, Quality
 from slimqwen.evals.suites import lm_eval_run
 from slimqwen.evals.suites.generation import Generation, PromptTooLongError
 from slimqwen.evals.suites.scored import TaskRun
@@ -20,6 +20,7 @@ from slimqwen.records import store
 from slimqwen.serving import shared_server
 from slimqwen.variant import load, repository_root
 from tests.byte_tokenizer import byte_tokenizer
+from tests.record_files import example as example_of
 from tests.stand_in import WORDS
 
 
@@ -173,6 +174,22 @@ def test_a_floor_is_judged_by_the_whole_interval(parse, floor, said):
     """One of three is right: the exact interval reaches from 0.8 % to 90.6 %."""
     row, _ = parse("small_facts", floor=floor)
     assert (row.floor, row.floor_verdict) == (floor, said)
+
+
+def test_a_record_with_an_earlier_digest_of_the_code_is_evidence_but_no_reason_not_to_measure():
+    suite = Suite.load("tinyworld", repository_root())
+    example = Quality.model_validate(example_of("quality"))
+    earlier = {
+        task.name: example.tasks["example_facts"].model_copy(
+            update={"settings": {**suite.settings_of(task), "scorer": "0" * 16}}
+        )
+        for task in suite.tasks
+    }
+    for score in earlier.values():
+        del score.settings["code"]
+    record = example.model_copy(update={"suite": suite.name, "tasks": earlier})
+    assert "code" in record.changed_settings(suite)
+    assert not {"code", "scorer"} & {*record.changed_settings(suite, may_be_old=True)}
 
 
 def test_the_suites_of_the_repository_are_readable():
