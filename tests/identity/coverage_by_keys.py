@@ -4,6 +4,7 @@ import ast
 import functools
 import itertools
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,8 +20,13 @@ from tests.identity.traced import calls
 
 PACKAGE = Path(source.__file__).parents[1]
 
-NOT_OF_THE_STAGE = {"slimqwen.processes.worker", "slimqwen.lifeline", "slimqwen.progress"}
-"""What runs a stage: it takes the job, passes its progress on, and ends with its parent."""
+NOT_OF_THE_STAGE = {
+    "slimqwen.processes.worker",
+    "slimqwen.lifeline",
+    "slimqwen.progress",
+    "slimqwen.recipe.registry",
+}
+"""What finds and runs a stage: it takes the job, passes its progress on, and ends with its parent."""
 
 
 @contextmanager
@@ -44,6 +50,18 @@ def every_stage_covered(folder: Path) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(runner, "_run_in_process", run)
         yield
+
+
+@contextmanager
+def covered(run: Callable[..., Any], folder: Path) -> Iterator[None]:
+    """Trace a stage's function that a block calls in this process; an AssertionError names what its key leaves out."""
+    calls.trace_into(str(folder), str(PACKAGE))
+    try:
+        yield
+    finally:
+        sys.settrace(None)
+        threading.settrace(None)  # type: ignore[arg-type]
+    assert_covered(run, folder)
 
 
 def assert_covered(run: Callable[..., Any], folder: Path) -> None:

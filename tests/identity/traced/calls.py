@@ -31,6 +31,8 @@ def trace_into(folder: str, package: str) -> None:
 
 def _is_import(frame: FrameType | None, prefix: str) -> bool:
     """Whether a module of the package is being imported, or this is its body."""
+    if frame is not None and frame.f_code.co_name == "<module>":
+        return True
     while frame is not None:
         code = frame.f_code
         if code.co_name == "<module>" and code.co_filename.startswith(prefix):

@@ -20,6 +20,7 @@ from slimqwen.serving.errors import ServingError
 from slimqwen.serving.server import free_port, run_server
 from slimqwen.vllm_plugin import compile_watch
 from tests.checkpoints import TINY
+from tests.identity.coverage_by_keys import every_stage_covered
 from tests.recipe.workshop import CONFIG, repository_of_v
 
 
@@ -53,7 +54,8 @@ def run(root: Path) -> runner.Outcome:
 def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A repository whose only variant was baked by its recipe."""
     root = a_repository(tmp_path_factory.mktemp("repository"))
-    run(root)
+    with every_stage_covered(tmp_path_factory.mktemp("calls")):
+        run(root)
     return root
 
 

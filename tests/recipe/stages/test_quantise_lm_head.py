@@ -20,6 +20,7 @@ from slimqwen.recipe.stage import StageError
 from slimqwen.recipe.stages import quantise_lm_head
 from slimqwen.recipe.stages.quantise_lm_head import QuantiseLmHeadParameters
 from tests.checkpoints import TINY, stage_output, stored
+from tests.identity.coverage_by_keys import covered
 from tests.zoo.animals import ANIMALS
 
 
@@ -29,7 +30,8 @@ def quantised(source: Path, destination: Path, group_size: int = 32) -> Path:
 
 @pytest.fixture(scope="module")
 def packed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return quantised(TINY, tmp_path_factory.mktemp("lm_head") / "packed")
+    with covered(quantise_lm_head.STAGE.run, tmp_path_factory.mktemp("calls")):
+        return quantised(TINY, tmp_path_factory.mktemp("lm_head") / "packed")
 
 
 @pytest.mark.parametrize("group_size", [32, 64])
