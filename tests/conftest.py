@@ -9,6 +9,7 @@ import signal
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import ModuleType
 
 # `pytest -n 2`: each worker, and every server that it starts, keeps to cores of its own, because OpenMP threads that
 # wait for one another spin, and take minutes from a test beside them.
@@ -29,7 +30,7 @@ from slimqwen import host_load, variant
 from slimqwen.errors import SlimqwenError
 from slimqwen.processes import spawner
 from slimqwen.processes.worker import GARBAGE_THRESHOLD
-from slimqwen.records import store
+from slimqwen.records import registry, store
 from slimqwen.serving.command import ServerCommand
 from slimqwen.serving.server import RunningServer, free_port, run_server
 from slimqwen.serving.shared_server import SharedServer, max_model_len
@@ -196,3 +197,22 @@ def stamps(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every record a day newer than the one before: two of one kind and second would have one name."""
     days = (f"2026-{month:02}-{day:02}T000000Z" for month in range(1, 13) for day in range(1, 29))
     monkeypatch.setattr(store, "_stamp", lambda: next(days))
+
+
+@pytest.fixture
+def add_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
+    """Add a module to a package for the length of a test; its record kinds are among the others."""
+    added: list[str] = []
+
+    def add(package: ModuleType, name: str, text: str) -> None:
+        folder = tmp_path / "modules" / package.__name__
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / f"{name}.py").write_text(text)
+        monkeypatch.setattr(package, "__path__", [*package.__path__, str(folder)])
+        added.append(f"{package.__name__}.{name}")
+        registry.kinds.cache_clear()
+
+    yield add
+    registry.kinds.cache_clear()
+    for module in added:
+        sys.modules.pop(module, None)

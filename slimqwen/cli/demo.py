@@ -12,15 +12,11 @@ from slimqwen import variant as variants
 from slimqwen.cli.console import command, console, progress_bar, relative, say
 
 if TYPE_CHECKING:
-    from slimqwen.evals.gate_checks import Check
     from slimqwen.processes import Outcome, Task
+    from slimqwen.search.measurements import RecordSettings
     from slimqwen.stats.verdict import Verdict
 
 _BASELINE, _VARIANT = "tiny", "tiny-best"
-_CHECKS: Sequence["Check"] = ("quality", "fidelity", "acceptance")
-_GATE_ALONE = "engine"
-"""The gate's check that the demo leaves out, because it takes minutes."""
-
 _FAILED = "failed"
 
 
@@ -87,19 +83,22 @@ def _measure(root: Path, rounds: int) -> DemoRecords:
     from slimqwen.processes import Failure, run_tasks
     from slimqwen.processes.local import LocalExecutor, default_width
     from slimqwen.recipe import variant_recipe
-    from slimqwen.report.site import DEMO
     from slimqwen.search import SearchError
-    from slimqwen.search.measurements import RecordSettings, check_task, latency_task, recipe_task
+    from slimqwen.search.measurements import check_task, latency_task, recipe_task
 
     baseline, variant = variants.load(_BASELINE), variants.load(_VARIANT)
     reused_keys = {forecast.key for forecast in variant_recipe.forecast_recipe(variant) if forecast.reused}
-    settings = RecordSettings(tuple(command()), DEMO)
+    settings = _record_settings()
+    # The last of the gate's checks takes longest, so it begins first and the others run beside it.
+    gated = reversed([*settings.load_checks(variant).values()])
+    checks = [check for check in gated if not check.takes_minutes]
     parts: dict[str, list[Task]] = {}
 
-    def add_checks(side: variants.Variant, checks: Sequence["Check"]) -> list["Task"]:
-        tasks = [check_task(check, side, variant, settings) for check in checks]
-        for check, task in zip(checks, tasks, strict=True):
-            parts.setdefault(check, []).append(task)
+    def add_checks(side: variants.Variant) -> list["Task"]:
+        asked = [check for check in checks if side.name in [each.name for each in check.sides]]
+        tasks = [check_task(check, side, settings) for check in asked]
+        for check, task in zip(asked, tasks, strict=True):
+            parts.setdefault(check.name, []).append(task)
         return tasks
 
     steps = variant_recipe.read_recipe(variant).steps
@@ -111,13 +110,13 @@ def _measure(root: Path, rounds: int) -> DemoRecords:
         outcomes: dict[str, Outcome] = {}
         for make, beside in (
             # The baseline is measured while the variant is made.
-            (recipe_task(variant, len(makers)), add_checks(baseline, ["quality", "acceptance"])),
+            (recipe_task(variant, len(makers)), add_checks(baseline)),
             (recipe_task(variant, alone=True), []),
         ):
             outcomes |= run_tasks([make, *beside], executor)
             if isinstance(failure := outcomes[make.key], Failure):
                 raise SearchError(failure.reason)
-        outcomes |= run_tasks(add_checks(variant, _CHECKS), executor)
+        outcomes |= run_tasks(add_checks(variant), executor)
         parts["speed"] = [latency_task((baseline, variant), rounds, settings)]
         outcomes |= run_tasks(parts["speed"], executor)
     for stage in variant_recipe.run_recipe(variant):
@@ -158,15 +157,16 @@ def _conclude(found: DemoRecords) -> Iterator[str]:
     variant = variants.load(_VARIANT)
     verdicts = {part: _judge(part, paths) for part, paths in found.records.items()}
     speed = verdicts.pop("speed", None)
-    left_out = f" ({_GATE_ALONE} not checked: `slimqwen gate --variant {_VARIANT}`)"
-    if gated := choice.judged_by_gate(variant):
-        path, gate = gated
-        found_before = f"{gate.verdicts[_GATE_ALONE]}, by {relative(path)}"
-        left_out = ""
+    slow = [name for name, check in _record_settings().load_checks(variant).items() if check.takes_minutes]
+    left_out = f" ({', '.join(slow)} not checked: `slimqwen gate --variant {_VARIANT}`)"
+    gated = choice.judged_by_gate(variant)
     for part, outcome in {**verdicts, **({"speed": speed} if speed else {}), **found.missing}.items():
         yield f"  {part:<11} {outcome}"
     if gated:
-        yield f"  {_GATE_ALONE:<11} {found_before}"
+        path, gate = gated
+        left_out = ""
+        for name in slow:
+            yield f"  {name:<11} {gate.verdicts[name]}, by {relative(path)}"
     decision = choice.decide(
         choice.Case(
             variant=_VARIANT,
@@ -182,22 +182,22 @@ def _conclude(found: DemoRecords) -> Iterator[str]:
     yield f"  {'serve':<11} slimqwen serve --variant {decision.serve}: {decision.reason}{again}{left_out}"
 
 
+def _record_settings() -> "RecordSettings":
+    from slimqwen.report.site import DEMO
+    from slimqwen.search.measurements import RecordSettings
+
+    return RecordSettings(tuple(command()), DEMO)
+
+
 def _judge(part: str, paths: Sequence[Path]) -> "Verdict":
     """Verdict on a part; the speed passes if the interval of the speed-up over all requests is wholly above 1."""
     from slimqwen.bench.latency import speedups
-    from slimqwen.evals import acceptance_share, quality_comparison
-    from slimqwen.evals.fidelity import Fidelity
-    from slimqwen.records import store
-    from slimqwen.stats.verdict import Verdict, overall
+    from slimqwen.stats.verdict import Verdict
 
-    if part == "fidelity":
-        return store.read_record(paths[0], Fidelity).verdict
-    baseline, variant = paths
-    if part == "acceptance":
-        return acceptance_share.compare_acceptance(baseline, variant).verdict
-    if part == "quality":
-        return overall([task.judgement.verdict for task in quality_comparison.compare_quality(*paths)])
-    rows = speedups.compare_latency(baseline, variant)
+    checks = _record_settings().load_checks(variants.load(_VARIANT))
+    if part in checks:
+        return checks[part].judge(paths)
+    rows = speedups.compare_latency(*paths)
     (total,) = (row for row in rows if row.prompt_class == speedups.ALL_CLASSES and row.measure == "wall_ms")
     is_faster = total.interval is not None and total.interval[0] > 1
     return Verdict.PASS if is_faster else Verdict.INCONCLUSIVE

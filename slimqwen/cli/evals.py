@@ -79,12 +79,13 @@ def fidelity(
     Exit code 0: every figure is within its limit, 1: a figure is beyond its limit, 2: inconclusive, 3: error.
     """
     from slimqwen.evals import fidelity
+    from slimqwen.evals.fidelity_figures import FidelitySettings
 
     log = variant.root / "logs" / f"fidelity-{variant.name}.log"
     with measuring(log) as progress:
         path = fidelity.measure_fidelity(
             variant,
-            settings or variant.evaluation,
+            FidelitySettings.load(settings or variant.evaluation, variant.root),
             command=command(),
             records_folder=records_dir and records_dir / variant.name,
             progress=progress,
@@ -102,12 +103,13 @@ def engine(
     Exit code 0: the served engine's tokens are equal but for near ties, 1: wrong, 2: inconclusive, 3: error.
     """
     from slimqwen.evals import engine
+    from slimqwen.evals.engine_process import EngineSettings
 
     log = variant.root / "logs" / f"engine-{variant.name}.log"
     with measuring(log) as progress:
         path = engine.measure_engine(
             variant,
-            settings or variant.evaluation,
+            EngineSettings.load(settings or variant.evaluation, variant.root),
             command=command(),
             records_folder=records_dir and records_dir / variant.name,
             progress=progress,
@@ -128,12 +130,13 @@ def acceptance(
 ) -> None:
     """Measure the acceptance length of drafts for each K, prompt class and temperature."""
     from slimqwen.evals import acceptance
+    from slimqwen.evals.drafting import AcceptanceSettings
 
     log = variant.root / "logs" / f"acceptance-{variant.name}.log"
     with measuring(log) as progress:
         path = acceptance.measure_acceptance(
             variant,
-            settings or variant.evaluation,
+            AcceptanceSettings.load(settings or variant.evaluation, variant.root),
             sorted(set(depth or range(1, 8))),
             command=command(),
             greedy_only=greedy,

@@ -17,7 +17,7 @@ _NEXT = {
 
 
 def gate(variant: VariantOption, settings: GateSettingsName = None) -> None:
-    """Judge a variant by the four checks fidelity, acceptance, quality and engine: one page, one verdict.
+    """Judge a variant by the checks fidelity, acceptance, quality and engine: one page, one verdict.
 
     Exit code 0: pass, 1: fail, 2: inconclusive, 3: error.
     """
@@ -27,22 +27,23 @@ def gate(variant: VariantOption, settings: GateSettingsName = None) -> None:
     baseline = find_baseline(variant)
     check_preconditions(baseline, variant)
     from slimqwen.evals import gate
-    from slimqwen.evals.gate_checks import GateSettings
-    from slimqwen.evals.suites.suite import Suite
+    from slimqwen.evals.checks import GateSettings
     from slimqwen.serving import checks
     from slimqwen.serving.command import ServerCommand
 
     server = ServerCommand.resolve(variant)
     checks.refuse_trouble(server, find_recorded_plan(server)[1])
     log = variant.root / "logs" / f"gate-{variant.name}.log"
+    chosen = GateSettings.load(settings or variant.evaluation, variant.root)
     with measuring(log) as progress:
         path = gate.measure_gate(
-            variant, settings or variant.evaluation, command=command(), progress=progress
+            variant,
+            chosen,
+            command=command(),
+            progress=progress,
         )
     outcome = show_record(path, log).outcome
-    if left_out := Suite.load(
-        GateSettings.load(settings or variant.evaluation, variant.root).quality, variant.root
-    ).describe_left_out():
+    if left_out := chosen.suite(variant.root).describe_left_out():
         say(left_out)
     say(f"Next: {_NEXT[outcome].format(variant=variant.name, baseline=baseline.name)}.")
     raise typer.Exit(EXIT_CODES[outcome])

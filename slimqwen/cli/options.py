@@ -18,16 +18,14 @@ def _stems(folder: str, incomplete: str) -> list[str]:
     return sorted(file.stem for file in files)
 
 
-def _settings_file(folder: str, default: str, *names: str) -> typer.models.OptionInfo:
+def _settings_file(folder: str, default: str) -> typer.models.OptionInfo:
     """An option whose value names a file of eval/<folder>/; the shell completes it from the files there.
 
     Args:
         folder: folder in eval/.
         default: text of the help about the default value.
-        names: names of the option; by default that of its parameter.
     """
     option: typer.models.OptionInfo = typer.Option(
-        *names,
         metavar="NAME",
         help=f"file of eval/{folder}/{default}",
         autocompletion=lambda incomplete: _stems(folder, incomplete),
@@ -35,7 +33,6 @@ def _settings_file(folder: str, default: str, *names: str) -> typer.models.Optio
     return option
 
 
-_SETTINGS = ("--plan", "--settings")  # the first is the former name
 _OWN = " (default: the variant's EVALUATION in config.env)"
 
 _VARIANT = typer.Option(
@@ -48,7 +45,7 @@ _VARIANT = typer.Option(
 VariantOption = Annotated[variant.Variant, _VARIANT]
 OptionalVariant = Annotated[variant.Variant | None, _VARIANT]
 SuiteName = Annotated[str | None, _settings_file("suites", _OWN)]
-GateSettingsName = Annotated[str | None, _settings_file("gates", _OWN, *_SETTINGS)]
+GateSettingsName = Annotated[str | None, _settings_file("gates", _OWN)]
 WorkloadName = Annotated[
     str | None,
     _settings_file("workloads", " (default: the prompts of the variant's own evaluation, else classes)"),

@@ -101,11 +101,10 @@ class Acceptance(SplitRecord):
 
 def measure_acceptance(
     variant: Variant,
-    settings_name: str,
+    settings: AcceptanceSettings,
     depths: Sequence[int],
     *,
     command: Sequence[str],
-    gate_depth: int | None = None,
     greedy_only: bool = False,
     split: Split | None = None,
     records_folder: Path | None = None,
@@ -117,7 +116,6 @@ def measure_acceptance(
 
     Args:
         depths: tokens drafted at a time (K).
-        gate_depth: K at which the gate compares two records; None for the K that the settings name.
         greedy_only: whether to leave out temperatures above 0.
 
     Raises:
@@ -126,7 +124,6 @@ def measure_acceptance(
     """
     speed_only.refuse_speed_only(variant, "acceptance")
     started = provenance.utc_now()
-    settings = AcceptanceSettings.load(settings_name, variant.root)
     server = ServerCommand.resolve(variant)
     checkpoint.digest(variant.weights, progress)
     flags = fidelity.weight_flags(server.flags)
@@ -146,9 +143,9 @@ def measure_acceptance(
         record = Acceptance(
             variant=variant.name,
             reference=Reference.of(variant, progress),
-            settings_name=settings_name,
+            settings_name=settings.name,
             split=split,
-            gate_depth=gate_depth or settings.depth_of(variant),
+            gate_depth=settings.depth_of(variant),
             least_share=settings.least_share,
             classes=longest,
             prompts=digest,

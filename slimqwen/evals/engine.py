@@ -89,7 +89,7 @@ class CheckedEngine(Block):
         return Verdict.INCONCLUSIVE if has_idle_drafts or has_idle_cache else Verdict.PASS
 
 
-class EngineCheck(ServedRecord):
+class Engine(ServedRecord):
     """Greedy tokens of a variant's served engine and its neighbours, compared with a plain reference engine's."""
 
     kind = "engine"
@@ -159,7 +159,7 @@ class TokenComparison:
 
 def measure_engine(
     variant: Variant,
-    settings_name: str,
+    settings: EngineSettings,
     *,
     command: Sequence[str],
     records_folder: Path | None = None,
@@ -175,7 +175,6 @@ def measure_engine(
         ServingError: the variant needs a GPU and there is none.
     """
     started = provenance.utc_now()
-    settings = EngineSettings.load(settings_name, variant.root)
     variant.require_weights()
     server = ServerCommand.resolve(variant)
     if server.platform != host.detect():
@@ -218,9 +217,9 @@ def measure_engine(
         engine, compared = compare_engine(name, flags_by_name[name], run, by_request, near_tie_nats, seconds)
         engines.append(engine)
         items += compared
-    record = EngineCheck(
+    record = Engine(
         variant=variant.name,
-        settings_name=settings_name,
+        settings_name=settings.name,
         near_tie_nats=near_tie_nats,
         engines=tuple(engines),
         provenance=provenance.describe(

@@ -76,12 +76,22 @@ class Reference(Block):
             flags={**weight_flags(server.flags), "max-model-len": server.max_model_len},
         )
 
-    def is_still(self, present: "Reference", *, on_any_machine: bool = False) -> bool:
-        """Whether the present baseline is this one; `on_any_machine`, another build of its checkpoint is too."""
-        build = self.checkpoint.compare_build(present.checkpoint)
-        return self.flags == present.flags and (
-            build == "same" or (on_any_machine and build == "another build")
-        )
+
+def changed_reference(
+    before: Reference | None, side: Variant, *, on_any_machine: bool, progress: Progress
+) -> list[str]:
+    """Name of the baseline, as a list, if that of a side is other than a record says; else an empty list.
+
+    Args:
+        before: the baseline by the record; None in an old record, which is as good as another one.
+        on_any_machine: whether another build of its checkpoint, and an old record, count as the same.
+    """
+    if before is None:
+        return [] if on_any_machine else ["baseline"]
+    present = Reference.of(side, progress)
+    builds = ("same", "another build") if on_any_machine else ("same",)
+    is_same = before.flags == present.flags and before.checkpoint.compare_build(present.checkpoint) in builds
+    return [] if is_same else ["baseline"]
 
 
 class Fidelity(SplitRecord):
@@ -151,7 +161,7 @@ def weight_flags(flags: Mapping[str, Any]) -> dict[str, Any]:
 
 def measure_fidelity(
     variant: Variant,
-    settings_name: str,
+    settings: FidelitySettings,
     *,
     command: Sequence[str],
     split: Split | None = None,
@@ -176,7 +186,6 @@ def measure_fidelity(
     speed_only.refuse_speed_only(variant, "fidelity")
     started = provenance.utc_now()
     root = variant.root
-    settings = FidelitySettings.load(settings_name, root)
     baseline = variants.load(variant.baseline, root) if variant.baseline else variant
     for side in (variant, baseline):
         side.require_weights()
@@ -207,7 +216,7 @@ def measure_fidelity(
         variant=variant.name,
         baseline=baseline.name,
         reference=Reference.of(variant, progress),
-        settings_name=settings_name,
+        settings_name=settings.name,
         split=split,
         limits=settings.limits,
         unchanged=unchanged,

@@ -10,9 +10,10 @@ from pathlib import Path
 
 from slimqwen.checkpoint.files import CARD
 from slimqwen.evals import EvalError
+from slimqwen.evals.checks import GateSettings, Pair
 from slimqwen.evals.gate import Gate
-from slimqwen.evals.gate_checks import GateChecks
 from slimqwen.evals.model_card import render_card
+from slimqwen.evals.preconditions import find_baseline
 from slimqwen.progress import Progress, silent
 from slimqwen.records import store
 from slimqwen.records.record import MeasuredCheckpoint
@@ -95,24 +96,26 @@ def _is_of_build(path: Path, gated: MeasuredCheckpoint) -> bool:
 def _passing_gate(variant: Variant, progress: Progress) -> tuple[Path, Gate]:
     """Find the newest gate record that fits the variant's present state; an EvalError if it did not pass."""
     command = f"`slimqwen gate --variant {variant.name}`"
-    newest = ""
+    pair, newest = Pair(variant, find_baseline(variant), command=(), progress=progress), ""
     for path in store.records(variant.folder, Gate):
         record = store.read_record(path, Gate)
         if record.split:
             continue  # a search or its proof measured only some of the items
         try:
-            checks = GateChecks.load(variant, record.settings_name, command=[], progress=progress)
+            settings = GateSettings.load(record.settings_name, variant.root)
         except SettingsError:
             newest = newest or f" (the newest, {path.name}, has other settings)"
             continue
         changes = changed_inputs(
             record.provenance,
             ServerCommand.resolve(variant),
-            files=checks.settings.files(variant.root),
+            files=settings.files(variant.root),
             on_any_machine=True,
             progress=progress,
         )
-        changes += ["baseline"] if record.baseline != checks.baseline.name else []
+        checks = settings.checks(pair)
+        changes += ["baseline"] if record.baseline != pair.baseline.name else []
+        changes += ["checks"] if record.verdicts.keys() != checks.keys() else []
         if changes:
             newest = newest or f" (the newest, {path.name}, has other {' and '.join(changes)})"
             continue
@@ -127,13 +130,15 @@ def _passing_gate(variant: Variant, progress: Progress) -> tuple[Path, Gate]:
                 f"the newest gate record of {variant.name} in its present state says {record.verdict} "
                 f"({failed}; {location}); {cure}, and promote it after {command} passes"
             )
-        checks.baseline.require_weights()  # half of the evidence is of them
+        pair.baseline.require_weights()  # half of the evidence is of them
         for cited in _evidence(variant, record):
             shown = f"{cited.parent.name}/{cited.name}, which {location} cites,"
             if not cited.is_file():
                 raise EvalError(f"{shown} is missing; run {command} to measure again")
-            (side,) = (each for each in checks.sides if each.name == cited.parent.name)
-            if changes := checks.changed_since(store.read_record(cited), side):
+            (side,) = (each for each in pair.sides if each.name == cited.parent.name)
+            found = store.read_record(cited)
+            (check,) = (each for each in checks.values() if isinstance(found, each.kind))
+            if changes := check.changed_since(found, side):
                 raise EvalError(
                     f"{shown} is of other {' and '.join(changes)}; run {command} to measure again"
                 )

@@ -88,6 +88,14 @@ class Settings(BaseModel):
         content = text.content
         return text.validate(cls, {**content, "name": name} if isinstance(content, dict) else content)
 
+    @classmethod
+    def top_keys(cls) -> dict[str, Any]:
+        """The top-level keys of a file that these settings read, with their types as `create_model` takes them."""
+        if cls.section:
+            return {cls.section: (cls, ...)}
+        own = ((name, field) for name, field in cls.model_fields.items() if name != "name")
+        return {field.alias or name: (field.annotation, field) for name, field in own}
+
     def files(self, root: Path) -> list[Path]:
         """The YAML files that these settings come from; for an own evaluation eval/own.yaml, then its own file."""
         file = root / "eval" / self.folder / f"{self.name}.yaml"

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from slimqwen.errors import SlimqwenError
 from slimqwen.evals import quality_comparison
-from slimqwen.evals.gate_checks import find_response_limits
+from slimqwen.evals.checks.quality import find_response_limits
 from slimqwen.evals.quality import Quality
 from slimqwen.evals.runaways import compare_responses
 from slimqwen.records.collection import Collection, StoredRecord

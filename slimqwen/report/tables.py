@@ -10,9 +10,10 @@ from slimqwen import variant as variants
 from slimqwen.bench.latency import Latency, speedups
 from slimqwen.bench.latency.tables import comparisons
 from slimqwen.bench.start_up import StartUp
-from slimqwen.evals import acceptance_share, gate_checks, quality, quality_comparison, runaways
+from slimqwen.evals import acceptance_share, quality, quality_comparison, runaways
 from slimqwen.evals.acceptance import Acceptance
 from slimqwen.evals.changed_items import changed_items_table
+from slimqwen.evals.checks.quality import find_response_limits
 from slimqwen.evals.fidelity import Fidelity
 from slimqwen.evals.quality import Quality
 from slimqwen.records import pairing, provenance, store
@@ -151,7 +152,7 @@ def summary_table(root: Path, baseline: str, name: str, folder: str = "experimen
                 f"{row.difference.count} items{quality_comparison.items_planned(row)}",
             )
         )
-    limits = gate_checks.find_response_limits(records[0].suite, root)
+    limits = find_response_limits(records[0].suite, root)
     if limits and (responses := runaways.compare_responses(*paths, limits)):
         rows.append(
             (
@@ -198,7 +199,7 @@ def response_tables(first: Path, second: Path, root: Path) -> list[Table]:
     Args:
         root: the repository, whose gates have the limits.
     """
-    limits = gate_checks.find_response_limits(store.read_record(first, Quality).suite, root)
+    limits = find_response_limits(store.read_record(first, Quality).suite, root)
     table = runaways.responses_table(first, second, limits) if limits else None
     return [table] if table else []
 

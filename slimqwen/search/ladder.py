@@ -13,7 +13,7 @@ the recipe's steps, flags, settings and versions; the task's key is a digest of 
 """
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -32,6 +32,7 @@ from slimqwen.processes import ENGINE_BYTES, Resources, Task
 from slimqwen.recipe.recipe_file import read_recipe
 from slimqwen.recipe.registry import STAGES
 from slimqwen.records import provenance
+from slimqwen.records.settings import Settings
 from slimqwen.search.candidate import Candidate
 from slimqwen.search.rungs import Budget, RungInput, compare_distributions, measure_acceptance
 from slimqwen.search.space import Space
@@ -117,7 +118,7 @@ class Ladder:
 
     def fidelity_task(self, candidate: Candidate) -> Task:
         """The task that compares a candidate's distributions; candidates with the same target model share it."""
-        return self._task("fidelity", self.in_overlay(candidate.target), [])
+        return self._task(compare_distributions, self.budget.fidelity, self.in_overlay(candidate.target), [])
 
     def acceptance_task(self, variant: Variant, *depths: int) -> Task:
         """The task that measures the acceptance of a variant's drafts.
@@ -126,11 +127,12 @@ class Ladder:
             variant: base, incumbent or candidate, as a variant of the overlay.
             depths: tokens drafted at a time (K); the gate's depth is added.
         """
-        return self._task("acceptance", variant, sorted({*depths, self.budget.acceptance.gate_depth}))
+        settings = self.budget.acceptance
+        return self._task(measure_acceptance, settings, variant, sorted({*depths, settings.gate_depth}))
 
-    def _task(self, rung: str, variant: Variant, depths: Sequence[int]) -> Task:
-        is_fidelity = rung == "fidelity"
-        settings = self.budget.fidelity if is_fidelity else self.budget.acceptance
+    def _task(
+        self, measure: Callable[..., object], settings: Settings, variant: Variant, depths: Sequence[int]
+    ) -> Task:
         recipe = variant.recipe.read_text(encoding="utf-8") if variant.recipe else None
         steps = read_recipe(variant.recipe).steps if variant.recipe else ()
         key = digest_of(
@@ -151,14 +153,14 @@ class Ladder:
             ]
         )[:24]
         return Task(
-            f"{key}-{rung}",
-            f"{rung} of {variant.name}",
-            compare_distributions if is_fidelity else measure_acceptance,
+            f"{key}-{settings.section}",
+            f"{settings.section} of {variant.name}",
+            measure,
             RungInput(
                 base=self.base.name,
                 variant=variant.name,
                 overlay=str(self.overlay.relative_to(self.base.root)),
-                budget=self.budget.name,
+                budget=self.budget,
                 deepest=self.deepest,
                 depths=tuple(depths),
             ),

@@ -5,9 +5,10 @@ of the first run and reuses it, unless it no longer holds.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from slimqwen import host
 from slimqwen import variant as variants
@@ -16,8 +17,8 @@ from slimqwen.bench.latency import Latency
 from slimqwen.bench.workload import Workload
 from slimqwen.checkpoint.files import bytes_on_disk
 from slimqwen.evals import gate
-from slimqwen.evals.gate_checks import Check, GateChecks
-from slimqwen.evals.suites.suite import AUTO, Limit
+from slimqwen.evals.checks import Check, GateSettings, Pair
+from slimqwen.evals.preconditions import find_baseline
 from slimqwen.processes import ENGINE_BYTES, Resources, Task
 from slimqwen.progress import Progress, silent
 from slimqwen.recipe import variant_recipe
@@ -48,17 +49,19 @@ class RecordSettings:
     folder: str = "experiments"
     split_side: Side | None = None
 
-    def load_checks(self, variant: Variant, progress: Progress) -> GateChecks:
+    def load_checks(self, variant: Variant, progress: Progress = silent) -> Mapping[str, Check[Any]]:
         """Load the checks of a variant by its EVALUATION, for servers on a free port."""
-        return GateChecks.load(
+        gate_settings = GateSettings.load(variant.evaluation, variant.root)
+        pair = Pair(
             variant,
-            variant.evaluation,
-            command=self.command,
-            folder=self.folder,
-            split_side=self.split_side,
-            port=free_port(),
-            progress=progress,
+            find_baseline(variant),
+            self.command,
+            self.folder,
+            gate_settings.split(self.split_side, variant.root),
+            free_port(),
+            progress,
         )
+        return gate_settings.checks(pair)
 
 
 @dataclass(frozen=True)
@@ -92,34 +95,32 @@ def run_stages(root: Path, argument: tuple[str, int | None], progress: Progress)
     variant_recipe.run_recipe(variants.load(name, root), stages, progress=progress)
 
 
-def check_task(check: Check, side: Variant, variant: Variant, settings: RecordSettings) -> Task:
+def check_task(check: Check[Any], side: Variant, settings: RecordSettings) -> Task:
     """The task that measures one side, the variant or its baseline, for a check; variants share a baseline's task.
+
+    Args:
+        check: one of `settings.load_checks`.
 
     Raises:
         SlimqwenError: a config.env or a checkpoint cannot be used.
     """
-    checks = settings.load_checks(variant, silent)
-    depth = f", K = {checks.depth}" if check == "acceptance" else ""
+    title = f"{check.name} of {side.name}"
     return Task(
-        f"{check} of {side.name}{depth}",
-        f"{check} of {side.name}",
+        f"{title}, {check.setup}",
+        title,
         measure_check,
-        (check, side.name, variant.name, settings),
-        # Every check except quality may also load the baseline, in float32.
-        estimate_resources([side], loaded=None if check == "quality" else checks.baseline),
+        (check.name, side.name, check.pair.variant.name, settings),
+        estimate_resources([side], loaded=check.pair.baseline if check.loads_baseline else None),
     )
 
 
-def measure_check(
-    root: Path, argument: tuple[Check, str, str, RecordSettings], progress: Progress
-) -> Measured:
-    """Measure a check (`argument`: check, names of side and variant, settings), unless a record still holds."""
-    check, side_name, name, settings = argument
-    side, checks = variants.load(side_name, root), settings.load_checks(variants.load(name, root), progress)
-    limit: Limit = None if settings.split_side else AUTO
-    if known := checks.find(check, side, limit):
-        return Measured([known], reused=True)
-    return Measured([checks.measure(check, side, limit)])
+def measure_check(root: Path, argument: tuple[str, str, str, RecordSettings], progress: Progress) -> Measured:
+    """Measure a check (`argument`: its name, names of side and variant, settings), unless a record still holds."""
+    name, side_name, variant_name, settings = argument
+    check = settings.load_checks(variants.load(variant_name, root), progress)[name]
+    side = variants.load(side_name, root)
+    known = check.find(side)
+    return Measured([known or check.measure(side)], reused=known is not None)
 
 
 def gate_task(variant: Variant, settings: RecordSettings) -> Task:
@@ -139,7 +140,7 @@ def measure_gate(root: Path, argument: tuple[str, RecordSettings], progress: Pro
     variant = variants.load(name, root)
     return gate.measure_gate(
         variant,
-        variant.evaluation,
+        GateSettings.load(variant.evaluation, root),
         command=settings.command,
         split_side=settings.split_side,
         progress=progress,

@@ -16,7 +16,6 @@ from slimqwen.errors import SlimqwenError
 from slimqwen.evals import gate
 from slimqwen.evals.gate import Gate
 from slimqwen.processes import Executor, Failure, Result, Task, run_tasks
-from slimqwen.progress import silent
 from slimqwen.records import store
 from slimqwen.records.record import Block, Finding, RelativePath, Share, VariantName, Verdict
 from slimqwen.search import SearchError
@@ -116,10 +115,10 @@ def _recipe_tasks(finalist: Variant, _: RecordSettings) -> list[Task]:
 
 
 def _check_tasks(finalist: Variant, settings: RecordSettings) -> list[Task]:
-    checks = settings.load_checks(finalist, silent)
-    for side in checks.sides:
+    checks = settings.load_checks(finalist)
+    for side in next(iter(checks.values())).pair.sides:
         side.require_weights()
-    return [check_task(check, side, finalist, settings) for check, side in checks.list_measurements()]
+    return [check_task(check, side, settings) for check in checks.values() for side in check.sides]
 
 
 def _gate_tasks(finalist: Variant, settings: RecordSettings) -> list[Task]:

@@ -7,9 +7,9 @@ from typing import Any
 
 from slimqwen import variant as variants
 from slimqwen.evals import acceptance_share, drafting, fidelity
+from slimqwen.evals.checks import GateSettings
 from slimqwen.evals.drafting import AcceptanceSettings, Item
 from slimqwen.evals.fidelity_figures import FidelitySettings, Figures, summarise_texts
-from slimqwen.evals.gate_checks import GateSettings
 from slimqwen.progress import Progress
 from slimqwen.recipe import variant_recipe
 from slimqwen.records.record import Estimate, Ratio
@@ -24,11 +24,9 @@ class Budget:
     """The quality budget: limits that candidates have to keep.
 
     Attributes:
-        name: name of the file, eval/gates/<name>.yaml.
         split: side of texts and documents that the search uses; the proof uses the other side.
     """
 
-    name: str
     fidelity: FidelitySettings
     acceptance: AcceptanceSettings
     split: Split | None
@@ -41,8 +39,13 @@ class Budget:
             SettingsError: the file is missing or cannot be used.
         """
         gate = GateSettings.load(name, base.root)
-        acceptance = gate.acceptance.at_depth_of(base)
-        return cls(name, gate.fidelity, acceptance, gate.split("search", base.root))
+        acceptance = gate.of(AcceptanceSettings).at_depth_of(base)
+        return cls(gate.of(FidelitySettings), acceptance, gate.split("search", base.root))
+
+    @property
+    def name(self) -> str:
+        """Name of the file, eval/gates/<name>.yaml."""
+        return self.fidelity.name
 
     def is_met_by(self, trial: SearchTrial) -> bool:
         """Whether a trial keeps its limits: KL and acceptance with their whole interval, the others with their value.
@@ -109,7 +112,6 @@ class RungInput:
         base: name of the base.
         variant: name of the variant in the overlay.
         overlay: folder of the overlay, relative to the repository.
-        budget: name of the budget.
         deepest: largest depth of the search, for which prompts must leave room.
         depths: tokens drafted at a time (K); none for fidelity.
     """
@@ -117,21 +119,22 @@ class RungInput:
     base: str
     variant: str
     overlay: str
-    budget: str
+    budget: Budget
     deepest: int
     depths: tuple[int, ...]
 
-    def load(self, root: Path) -> tuple[Variant, Variant, Budget]:
-        """Load the base, the variant and the budget."""
+    def load(self, root: Path) -> tuple[Variant, Variant]:
+        """Load the base and the variant."""
         base, variant = (variants.load(name, root / self.overlay) for name in (self.base, self.variant))
-        return base, variant, Budget.of_variant(base, self.budget)
+        return base, variant
 
 
 def compare_distributions(root: Path, argument: RungInput, progress: Progress) -> dict[str, Any]:
     """Make a variant and compare its next-token distributions with the base's; returns `Figures` as JSON."""
     from slimqwen.evals import token_distributions
 
-    base, variant, budget = argument.load(root)
+    base, variant = argument.load(root)
+    budget = argument.budget
     _make_checkpoint(variant, progress)
     command = ServerCommand.resolve(variant)
     reference = token_distributions.ReferenceTexts.load(
@@ -154,7 +157,8 @@ def compare_distributions(root: Path, argument: RungInput, progress: Progress) -
 
 def measure_acceptance(root: Path, argument: RungInput, progress: Progress) -> list[dict[str, Any]]:
     """Make a variant and measure the acceptance of its greedy drafts; returns items of an acceptance record."""
-    base, variant, budget = argument.load(root)
+    base, variant = argument.load(root)
+    budget = argument.budget
     _make_checkpoint(variant, progress)
     command = ServerCommand.resolve(variant)
     settings = budget.acceptance

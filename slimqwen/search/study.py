@@ -7,7 +7,7 @@ constraint and has no score. The study is a journal in .cache/search/, so the sa
 
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -234,19 +234,19 @@ class Study:
     def _advance(self, running: _Running) -> None:
         """Judge a candidate by the rungs that are measured; then submit the next rung's task or finish the trial."""
         ladder, candidate = self._ladder, running.candidate
-        rungs: list[tuple[Rung, Task]] = [("fidelity", ladder.fidelity_task(candidate))]
+        rungs: list[tuple[Rung, Task, Callable[[_Running, Any], str]]] = [
+            ("fidelity", ladder.fidelity_task(candidate), self._judge_fidelity)
+        ]
         if candidate.depth:
-            rungs.append(
-                ("acceptance", ladder.acceptance_task(ladder.in_overlay(candidate), candidate.depth))
-            )
-        for rung, task in rungs:
+            task = ladder.acceptance_task(ladder.in_overlay(candidate), candidate.depth)
+            rungs.append(("acceptance", task, self._judge_acceptance))
+        for rung, task, judge in rungs:
             outcome = self._ask(task)
             if outcome is None:
                 return
             if isinstance(outcome, Failure):
                 running.row["crashed"], reason = True, outcome.reason
             else:
-                judge = self._judge_fidelity if rung == "fidelity" else self._judge_acceptance
                 reason = judge(running, outcome.value)
             if reason:
                 self._finish_trial(running, rung, reason)

@@ -27,7 +27,6 @@ NEW = "variant new --name new --base tiny --hypothesis x"
         ("gate --variant nope", 3, UNKNOWN),  # 2 is a verdict there: inconclusive
         ("eval fidelity --variant nope", 3, UNKNOWN),
         ("eval engine --variant nope", 3, UNKNOWN),
-        ("eval engine --variant nope --plan tinyworld", 3, UNKNOWN),  # former name of --settings
         ("variant promote --variant tiny", 2, "tiny is a baseline"),
         (f"{NEW.replace('new --base', 'tiny --base')}", 2, "experiments/tiny exists"),
         (f"{NEW.replace('--base tiny', '--base tinny')}", 2, "did you mean tiny?"),

@@ -73,7 +73,7 @@ def test_the_baseline_is_checked_while_the_variant_is_made_and_times_are_taken_l
     assert phases == [
         ["recipe of tiny-best", "quality of tiny", "acceptance of tiny"],
         ["recipe of tiny-best"],
-        ["quality of tiny-best", "fidelity of tiny-best", "acceptance of tiny-best"],
+        ["quality of tiny-best", "acceptance of tiny-best", "fidelity of tiny-best"],
         ["latency of tiny-best"],
     ]
     assert result.missing == {"quality": LOST, "speed": BUSY}

@@ -4,7 +4,11 @@ import dataclasses
 from pathlib import Path
 from typing import Any, Literal
 
-from slimqwen.evals import acceptance
+import pytest
+
+from slimqwen import variant
+from slimqwen.evals import acceptance, engine, fidelity, gate, quality
+from slimqwen.evals.checks import GateSettings
 from slimqwen.evals.drafting import AcceptanceSettings
 from slimqwen.evals.engine_process import EngineSettings
 from slimqwen.evals.fidelity import Reference
@@ -37,6 +41,22 @@ def link_settings(root: Path) -> None:
     lines = (ROOT / "eval" / "suites" / "tinyworld.yaml").read_text().splitlines()
     first = next(number for number, line in enumerate(lines) if line.startswith("  - "))
     (root / "eval" / "suites" / "tinyworld.yaml").write_text("\n".join(lines[: first + 1]) + "\n")
+
+
+def judge(one: Variant, settings_name: str = "tinyworld") -> Path:
+    """Gate a variant as its files are now; returns the record."""
+    present = variant.load(one.name, one.root)
+    return gate.measure_gate(present, GateSettings.load(settings_name, one.root), command=["x"])
+
+
+def change_settings(one: Variant, before: str, after: str) -> None:
+    """Replace a text of the gate's settings in the variant's repository."""
+    file = one.root / "eval" / "gates" / "tinyworld.yaml"
+    text = file.read_text()
+    assert before in text
+    file.parent.unlink()
+    file.parent.mkdir()
+    file.write_text(text.replace(before, after))
 
 
 def figures_of(estimate: Estimate | None, joined_kl_nats: float | None = None) -> Figures:
@@ -72,6 +92,12 @@ class Checks:
         self.wrong: dict[tuple[str, str | None], int] = {}
         self.engine_is: Literal["fine", "wrong", "dead", "idle"] = "fine"
 
+    def install(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Put the stand-ins in the place of the measurements."""
+        for module in (fidelity, acceptance, quality, engine):
+            name = module.__name__.rpartition(".")[2]
+            monkeypatch.setattr(module, f"measure_{name}", getattr(self, name))
+
     def described(
         self, one: Variant, settings: Settings, flags: dict[str, Any] | None = None
     ) -> dict[str, Any]:
@@ -80,7 +106,7 @@ class Checks:
             server = dataclasses.replace(server, flags=flags)
         return provenance.describe(server, ["x"], provenance.utc_now(), datasets=settings.inputs(one.root))
 
-    def fidelity(self, one: Variant, settings_name: str, **more: Any) -> Path:
+    def fidelity(self, one: Variant, settings: FidelitySettings, **more: Any) -> Path:
         self.asked.append(("fidelity", one.name))
         estimate = Estimate(value=self.kl_nats, standard_error=1e-5, count=9)
         figures = figures_of(estimate, joined_kl_nats=self.kl_nats)
@@ -93,23 +119,22 @@ class Checks:
                 "verdict": noise,
             }]}  # fmt: skip
         record = {
-            "schema": "fidelity/3", "variant": one.name, "baseline": "tiny", "plan": settings_name,
+            "schema": "fidelity/3", "variant": one.name, "baseline": "tiny", "plan": settings.name,
             "reference": Reference.of(one).as_json(),
             "limits": LIMITS.as_json(), "unchanged": unchanged, "modes": {"single": figures.as_json()},
             "verdicts": {"single": verdicts},
             "verdict": overall([*verdicts.values(), noise]),
-            "provenance": self.described(one, FidelitySettings.load(settings_name, one.root)),
+            "provenance": self.described(one, settings),
             "split": split_json(more),
         }  # fmt: skip
         return record_files.write(more.get("records_folder") or one.folder, record, [{"text": 1}])
 
-    def acceptance(self, one: Variant, settings_name: str, depths: list[int], **more: Any) -> Path:
+    def acceptance(self, one: Variant, settings: AcceptanceSettings, depths: list[int], **more: Any) -> Path:
         self.asked.append(("acceptance", one.name))
         accepted = self.accepted if one.name != "tiny" else 8
         items = [item for depth in depths for item in record_files.draft_items(*[[accepted] * depth] * 3)]
         rows = [row.as_json() for row in acceptance.summarise_items(items)]
-        settings = AcceptanceSettings.load(settings_name, one.root)
-        record = record_files.example("acceptance", variant=one.name, plan=settings_name)
+        record = record_files.example("acceptance", variant=one.name, plan=settings.name)
         record |= {"gate_depth": depths[0], "depths": rows, "reference": Reference.of(one).as_json()}
         record["provenance"] = self.described(one, settings, {"enforce-eager": True})
         record["split"] = split_json(more)
@@ -140,7 +165,7 @@ class Checks:
             items,
         )
 
-    def engine(self, one: Variant, settings_name: str, **more: Any) -> Path:
+    def engine(self, one: Variant, settings: EngineSettings, **more: Any) -> Path:
         self.asked.append(("engine", one.name))
         wrong = {"alone": [7]} if self.engine_is == "wrong" else {}
         engine = {
@@ -150,8 +175,8 @@ class Checks:
         }  # fmt: skip
         neighbour = engine | {"name": "without drafts", "draft_tokens": 0, "wrong": {"together": [1, 2]}}
         record = {
-            "schema": "engine/2", "variant": one.name, "plan": settings_name, "near_tie_nats": 0.1,
+            "schema": "engine/2", "variant": one.name, "plan": settings.name, "near_tie_nats": 0.1,
             "engines": [engine, neighbour],
-            "provenance": self.described(one, EngineSettings.load(settings_name, one.root)),
+            "provenance": self.described(one, settings),
         }  # fmt: skip
         return record_files.write(more.get("records_folder") or one.folder, record, [{"engine": "served"}])

@@ -79,7 +79,7 @@ def test_deeper_drafts_are_accepted_for_longer(repository: Path) -> None:
     progress: list[tuple[float, float]] = []
     path = acceptance.measure_acceptance(
         variant.load("tiny", repository),
-        "small",
+        AcceptanceSettings.load("small", repository),
         [1, 3],
         command=["x"],
         progress=lambda activity, done, total: progress.append((done, total)),
@@ -114,6 +114,7 @@ def test_depths_of_an_interrupted_run_are_not_counted_again(
     repository: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     one, asked = variant.load("tiny", repository), []
+    settings = AcceptanceSettings.load("small", repository)
 
     def count(folder: Path, classes: Any, settings: Any, depth: int, *_: Any) -> list[dict[str, Any]]:
         asked.append(depth)
@@ -123,9 +124,9 @@ def test_depths_of_an_interrupted_run_are_not_counted_again(
 
     monkeypatch.setattr(drafting, "measure_drafts", count)
     with pytest.raises(KeyboardInterrupt):
-        acceptance.measure_acceptance(one, "small", [1, 2, 3], command=["x"])
+        acceptance.measure_acceptance(one, settings, [1, 2, 3], command=["x"])
     assert not list(one.folder.glob("acceptance_*"))
-    path = acceptance.measure_acceptance(one, "small", [1, 2, 3], command=["x"])
+    path = acceptance.measure_acceptance(one, settings, [1, 2, 3], command=["x"])
     assert asked == [1, 2, 3, 3]
     record = store.read_record(path, Acceptance)
     assert [row.depth for row in record.depths] == [1, 2, 3]
@@ -135,15 +136,16 @@ def test_depths_of_an_interrupted_run_are_not_counted_again(
     assert table.rows[1] == ("2", "short", "0", "1.700 ± 0.100", "0.35 0.35", "0.05", "20")
     assert record.figures()["acceptance_length"].value == pytest.approx(2.05)
     monkeypatch.setattr(store, "_stamp", lambda: "2026-01-01T000000Z")
-    acceptance.measure_acceptance(one, "small", [1], command=["x"])
+    acceptance.measure_acceptance(one, settings, [1], command=["x"])
     assert asked == [1, 2, 3, 3, 1]
 
 
 def test_a_checkpoint_without_a_head_is_refused(repository: Path) -> None:
     ANIMALS["no-mtp"].build(repository / "weights" / "bare")
     (repository / "experiments" / "tiny" / "config.env").write_text("VLLM_MODEL=weights/bare\n")
+    settings = AcceptanceSettings.load("small", repository)
     with pytest.raises(EvalError, match="tiny has no MTP head"):
-        acceptance.measure_acceptance(variant.load("tiny", repository), "small", [1], command=["x"])
+        acceptance.measure_acceptance(variant.load("tiny", repository), settings, [1], command=["x"])
 
 
 def test_more_groups_than_prompts_are_an_error(repository: Path) -> None:

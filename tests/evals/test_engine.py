@@ -14,7 +14,7 @@ import pytest
 from slimqwen import host, variant
 from slimqwen.evals import EvalError
 from slimqwen.evals.engine import (
-    EngineCheck,
+    Engine,
     EngineProcesses,
     TokenComparison,
     compare_engine,
@@ -176,14 +176,14 @@ def test_what_is_served_is_left_out_by_the_neighbours_and_the_reference(one: Cal
 @pytest.fixture
 def measure(
     one: Callable[..., Variant], monkeypatch: pytest.MonkeyPatch, stamps: None
-) -> Callable[..., EngineCheck]:
+) -> Callable[..., Engine]:
     """Measure a variant whose engines return these results for these lengths, the reference's last."""
     subject = one(SEVERAL, MTP)
 
-    def measure(*results: Any, lengths: Sequence[Sequence[int] | None] | None = None) -> EngineCheck:
+    def measure(*results: Any, lengths: Sequence[Sequence[int] | None] | None = None) -> Engine:
         runs = Mock(side_effect=results)
         monkeypatch.setattr(EngineProcesses, "run", runs)
-        path = measure_engine(subject, "p", command=["check"])
+        path = measure_engine(subject, SETTINGS, command=["check"])
         assert [call.args[0] for call in runs.call_args_list] == [run_engine] * 3 + [run_reference]
         assert [call.args[1][2] for call in runs.call_args_list[:3]] == [
             ("alone", "cached", "together", "joining", "session"),
@@ -201,7 +201,7 @@ def measure(
         ]
         sent = [each and [len(one.prompt) for one in each] for each in (*given, asked)]
         assert lengths in (None, sent)
-        record = store.read_record(path, EngineCheck)
+        record = store.read_record(path, Engine)
         items = store.read_items(path)
         assert [item["tokens"] for item in items[: len(results[-1][0])]] == [
             list(response.tokens) for response in results[-1][0]
@@ -216,7 +216,7 @@ FINE = run_of(1, 1, alone_7=(1, 2, 3), alone_8=(1, 2, 3))
 NOISE = 0.03
 
 
-def test_a_breakdown_is_a_finding_and_the_served_flags_decide(measure: Callable[..., EngineCheck]) -> None:
+def test_a_breakdown_is_a_finding_and_the_served_flags_decide(measure: Callable[..., Engine]) -> None:
     died = "alone: the process died (SIGSEGV)"
     record = measure(FINE, died, FINE, (list(REFERENCE.values()), NOISE))
     assert (record.verdict, record.outcome, record.served.name) == (Verdict.PASS, "pass", "served")
@@ -228,13 +228,13 @@ def test_a_breakdown_is_a_finding_and_the_served_flags_decide(measure: Callable[
     assert record.verdict == Verdict.FAIL
 
 
-def test_lengths_are_those_of_the_first_engine_that_runs(measure: Callable[..., EngineCheck]) -> None:
+def test_lengths_are_those_of_the_first_engine_that_runs(measure: Callable[..., Engine]) -> None:
     responses = (list(REFERENCE.values()), NOISE)
     measure("starting: died", FINE, FINE, responses, lengths=[None, None, [7, 8, 9], [7, 8, 9]])
 
 
 def test_the_reference_engine_is_asked_once_what_several_engines_have_at_a_turn(
-    measure: Callable[..., EngineCheck],
+    measure: Callable[..., Engine],
 ) -> None:
     def with_turns(*firsts: int) -> EngineRun:
         turns = {("session", request(8, first)): (1, 2, 3) for first in firsts}
@@ -247,7 +247,7 @@ def test_the_reference_engine_is_asked_once_what_several_engines_have_at_a_turn(
 
 
 def test_where_every_engine_breaks_down_the_reference_shows_that_vllm_runs(
-    measure: Callable[..., EngineCheck],
+    measure: Callable[..., Engine],
 ) -> None:
     lengths = [None, None, None, list(SHORTEST)]
     record = measure(*["starting: died"] * 3, ([response(1)] * 16, NOISE), lengths=lengths)
@@ -258,7 +258,7 @@ def test_where_every_engine_breaks_down_the_reference_shows_that_vllm_runs(
         measure("starting: died", FINE, FINE, "starting: no memory")
 
 
-def test_wrong_prompt_lengths_are_named_below_the_table(measure: Callable[..., EngineCheck]) -> None:
+def test_wrong_prompt_lengths_are_named_below_the_table(measure: Callable[..., Engine]) -> None:
     requests = [request(length) for length in range(1, 16)]
     wrong = {("cached", each): (0,) for each in requests}
     run = dataclasses.replace(FINE, requests=requests, responses=wrong)
@@ -278,7 +278,7 @@ def test_a_variant_for_another_platform_is_refused(
     subject = one("PLATFORM=cuda\n")
     monkeypatch.setattr(host, "detect", lambda: "cpu")
     with pytest.raises(ServingError, match="v needs a GPU and there is none here; check it on a GPU host"):
-        measure_engine(subject, "p", command=["check"])
+        measure_engine(subject, SETTINGS, command=["check"])
 
 
 @pytest.mark.engine
@@ -288,11 +288,11 @@ def test_the_embedded_model_responds_in_processes_as_the_plain_engine_does(
     heard: list[str] = []
     path = measure_engine(
         one(MTP, "VLLM_MAX_NUM_SEQS=1\nVLLM_DTYPE=bfloat16\n"),
-        "p",
+        SETTINGS,
         command=["check"],
         progress=lambda activity, *_: heard.append(activity),
     )
-    record = store.read_record(path, EngineCheck)
+    record = store.read_record(path, Engine)
     assert [engine.name for engine in record.engines] == ["served", "without drafts", "with prefix cache"]
     assert [engine.verdict for engine in record.engines] == ["pass"] * 3, record.tables(path)
     served, undrafted, caching = record.engines

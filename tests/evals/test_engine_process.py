@@ -34,8 +34,8 @@ ROOT = variant.repository_root()
 TINY = ROOT / "weights" / "tiny"
 CONTEXT_LEN = 640
 SETTINGS = EngineSettings(
-    text="tinyworld_passages", seed=5, noise_factor=3, draft_tokens=3, concurrency=4, lengths=6, output_tokens=8,
-    timeout_s=300,
+    name="p", text="tinyworld_passages", seed=5, noise_factor=3, draft_tokens=3, concurrency=4, lengths=6,
+    output_tokens=8, timeout_s=300,
 )  # fmt: skip
 PLAIN = {
     "dtype": "bfloat16", "max-model-len": CONTEXT_LEN, "max-num-batched-tokens": CONTEXT_LEN, "max-num-seqs": 1,

@@ -10,9 +10,11 @@ import pytest
 
 from slimqwen import variant
 from slimqwen.evals import drafting, fidelity, gate, own_evaluation, quality
+from slimqwen.evals.checks import GateSettings
+from slimqwen.evals.checks import acceptance as acceptance_check
+from slimqwen.evals.checks.quality import QualitySettings
 from slimqwen.evals.drafting import AcceptanceSettings
 from slimqwen.evals.fidelity_figures import FidelitySettings
-from slimqwen.evals.gate_checks import GateSettings
 from slimqwen.evals.suites import own_questions
 from slimqwen.evals.suites.suite import Suite
 from slimqwen.records.settings import SettingsError
@@ -40,11 +42,11 @@ def write_questions(root: Path, rows: list[dict[str, object]]) -> None:
 
 def test_a_gate_without_a_file_is_the_policy_for_own_evaluations(root: Path) -> None:
     gate = GateSettings.load("mine", root)
-    assert gate.fidelity.texts == Path("eval/own/mine/texts.jsonl")
-    assert gate.acceptance.documents == "eval/own/mine/texts.jsonl"
-    assert gate.quality == "mine"
+    assert gate.of(FidelitySettings).texts == Path("eval/own/mine/texts.jsonl")
+    assert gate.of(AcceptanceSettings).documents == "eval/own/mine/texts.jsonl"
+    assert gate.of(QualitySettings).suite == "mine"
     assert gate.files(root) == [root / "eval" / "own.yaml"]
-    assert FidelitySettings.load("mine", root).limits == gate.fidelity.limits
+    assert FidelitySettings.load("mine", root) == gate.of(FidelitySettings)
 
 
 def test_a_field_of_gate_yaml_replaces_that_field_alone(root: Path) -> None:
@@ -136,7 +138,7 @@ def test_drafts_are_left_out_where_nothing_says_how_they_will_be(
     (root / OWN / "texts.jsonl").write_text("".join(PASSAGES[:40]))
     assert len(faults_of(root)) == 1
     if lacking == "MTP head":
-        monkeypatch.setattr(own_evaluation, "has_mtp_head", lambda folder: False)
+        monkeypatch.setattr(acceptance_check, "has_mtp_head", lambda folder: False)
     judged = variant.load("tiny-awq", root).with_lines({"EVALUATION": "mine"})
     if lacking == "tokenizer.json":
         (root / "weights").unlink()
@@ -179,8 +181,9 @@ def test_unusable_questions_are_named_before_a_server_starts(
     with pytest.raises(CorpusError, match=r"questions\.jsonl, line 2: answer: Field required"):
         quality.measure_quality(mtp4, suite, command=[], limit=None)
     monkeypatch.setattr(fidelity, "measure_fidelity", lambda *_, **__: pytest.fail("a check runs"))
+    (root / OWN / "texts.jsonl").write_text("".join(PASSAGES))
     with pytest.raises(CorpusError, match=r"questions\.jsonl, line 2: answer: Field required"):
-        gate.measure_gate(mtp4, "mine", command=[])
+        gate.measure_gate(mtp4, GateSettings.load("mine", root), command=[])
 
 
 @pytest.mark.engine

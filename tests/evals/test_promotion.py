@@ -12,7 +12,7 @@ from slimqwen.checkpoint import MissingCheckpointError, draft_head
 from slimqwen.checkpoint.config import write_config
 from slimqwen.checkpoint.files import bytes_on_disk, carry_all, file_records
 from slimqwen.evals import EvalError, promotion
-from slimqwen.evals.gate_checks import GateSettings
+from slimqwen.evals.checks import GateSettings
 from slimqwen.evals.quality import Quality
 from slimqwen.evals.suites.suite import Suite
 from slimqwen.records import provenance, store

@@ -5,7 +5,7 @@ import pytest
 
 from slimqwen.evals import runaways
 from slimqwen.evals.changed_items import changed_items_table, list_changed_items
-from slimqwen.evals.gate_checks import find_response_limits
+from slimqwen.evals.checks.quality import find_response_limits
 from slimqwen.evals.runaways import ResponseLimits, compare_responses, responses_table
 from slimqwen.stats import sequential
 from slimqwen.variant import repository_root

@@ -20,8 +20,8 @@ from slimqwen.bench.latency.record import Latency
 from slimqwen.bench.workload import Workload
 from slimqwen.checkpoint.files import carry_all
 from slimqwen.errors import SlimqwenError
-from slimqwen.evals import acceptance, engine, fidelity, gate, promotion, quality
-from slimqwen.evals.gate_checks import KINDS, GateChecks
+from slimqwen.evals import acceptance, fidelity, gate, promotion
+from slimqwen.evals.checks import CHECKS, Check, GateSettings, Pair
 from slimqwen.evals.suites import suite
 from slimqwen.evals.suites.suite import Suite
 from slimqwen.plan import devices, rehearsal, start
@@ -75,14 +75,7 @@ def root(
     classes = (ROOT / "eval/workloads/classes.yaml").read_text()
     classes = classes.replace("documents: tinyworld_passages", f"documents: {OWN}/texts.jsonl")
     (tmp_path / "eval/workloads/classes.yaml").write_text(classes)
-    made = Checks()
-    for module, measured in (
-        (fidelity, made.fidelity),
-        (acceptance, made.acceptance),
-        (quality, made.quality),
-    ):
-        monkeypatch.setattr(module, f"measure_{module.__name__.rpartition('.')[2]}", measured)
-    monkeypatch.setattr(engine, "measure_engine", made.engine)
+    Checks().install(monkeypatch)
     return tmp_path
 
 
@@ -96,20 +89,24 @@ def small(root: Path) -> Variant:
     return variant.load("small", root)
 
 
-def read_check(check: Any, root: Path) -> Reader:
+def check_of(root: Path, name: str, settings: str = "mine") -> Check[Any]:
+    pair = Pair(small(root), variant.load("tiny", root), ["x"])
+    return GateSettings.load(settings, root).checks(pair)[name]
+
+
+def read_check(name: str, root: Path) -> Reader:
     """The gate takes the record of a check."""
-    GateChecks.load(small(root), "mine", command=["x"]).measure(check, small(root))
+    check_of(root, name).measure(small(root))
 
     def read() -> str:
-        checks = GateChecks.load(small(root), "mine", command=["x"])
-        return "" if checks.find(check, small(root)) else ANEW
+        return "" if check_of(root, name).find(small(root)) else ANEW
 
     return read
 
 
 def read_gate(root: Path) -> Reader:
     """`variant promote` takes the gate's verdict."""
-    gate.measure_gate(small(root), "mine", command=["x"])
+    gate.measure_gate(small(root), GateSettings.load("mine", root), command=["x"])
 
     def read() -> str:
         try:
@@ -318,7 +315,7 @@ def test_an_edit_of_any_input_makes_the_next_verb_measure_anew_or_say_why_not(
         assert read() == "", f"{kind}: {name} is as it was"
 
 
-@pytest.mark.parametrize("kind", [*KINDS, "latency"])
+@pytest.mark.parametrize("kind", [*(check.name for check in CHECKS), "latency"])
 def test_every_data_file_of_a_record_is_an_input_that_is_edited(kind: str, root: Path) -> None:
     reader = READERS[kind]
     assert reader is not None
@@ -408,17 +405,16 @@ def published(root: Path) -> Path:
 def test_a_published_suite_is_compared_with_its_tasks_and_settings_as_they_are(
     published: Path, edit: str
 ) -> None:
-    one = small(published)
-    checks = GateChecks.load(one, "tinyworld", command=["x"])
-    path = checks.measure("quality", one)
+    one, check = small(published), check_of(published, "quality", "tinyworld")
+    path = check.measure(one)
     # lm-eval's run names the data of the tasks beside their definitions.
     record = json.loads(path.read_text())
     facts = published / "eval/tasks/tinyworld/facts.jsonl"
     record["provenance"]["datasets"] |= provenance.data_digests([facts], published)
     path.write_text(json.dumps(record))
-    assert checks.find("quality", one) == path
+    assert check.find(one) == path
     PUBLISHED[edit](published)
-    assert GateChecks.load(one, "tinyworld", command=["x"]).find("quality", one) is None
+    assert check_of(published, "quality", "tinyworld").find(one) is None
 
 
 @pytest.mark.parametrize("check", ["fidelity", "acceptance", "engine"])

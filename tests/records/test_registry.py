@@ -42,22 +42,9 @@ class Energy(Record):
 
 
 @pytest.fixture
-def room(tmp_path, monkeypatch):
-    """A folder whose modules are in slimqwen.bench for the length of a test."""
-    folder = tmp_path / "room"
-    folder.mkdir()
-    monkeypatch.setattr(slimqwen.bench, "__path__", [*slimqwen.bench.__path__, str(folder)])
-    registry.kinds.cache_clear()
-    yield folder
-    registry.kinds.cache_clear()
-    for module in folder.glob("*.py"):
-        sys.modules.pop(f"slimqwen.bench.{module.stem}", None)
-
-
-@pytest.fixture
-def energy(room, tmp_path, monkeypatch):
+def energy(add_module, tmp_path, monkeypatch):
     """The model of the new kind, with its schema among the others."""
-    (room / "energy.py").write_text(ENERGY.format(kind="energy"))
+    add_module(slimqwen.bench, "energy", ENERGY.format(kind="energy"))
     monkeypatch.setattr(schemas, "FILE", schemas.write_schemas(tmp_path / "schemas.json"))
     return registry.kinds()["energy"]
 
@@ -113,14 +100,15 @@ def test_a_new_kind_is_in_every_report_without_a_change_elsewhere(energy, tmp_pa
         ("from slimqwen.records import record", "record.Record"),
     ],
 )
-def test_a_kind_is_found_however_its_module_imports_the_base_class(room, line, base):
-    (room / "halved.py").write_text(f"{line}\n\n\nclass Halved({base}):\n    kind, verb = 'halved', '-'\n")
+def test_a_kind_is_found_however_its_module_imports_the_base_class(add_module, line, base):
+    text = f"{line}\n\n\nclass Halved({base}):\n    kind, verb = 'halved', '-'\n"
+    add_module(slimqwen.bench, "halved", text)
     assert registry.kinds()["halved"].__module__ == "slimqwen.bench.halved"
 
 
-def test_a_kind_is_defined_once(room):
+def test_a_kind_is_defined_once(add_module):
     for name in ("one", "two"):
-        (room / f"{name}.py").write_text(ENERGY.format(kind="twice"))
+        add_module(slimqwen.bench, name, ENERGY.format(kind="twice"))
     with pytest.raises(SlimqwenError, match=r"'twice' is defined in slimqwen\.bench\.one and"):
         registry.kinds()
 

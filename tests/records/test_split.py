@@ -78,10 +78,10 @@ def write(repository: Path, kind: str, name: str, split: Split | None) -> Path:
     """A record of a kind, as its measurement would write it."""
     one = variant.load(name, repository)
     if kind == "fidelity":
-        return Checks().fidelity(one, "tinyworld", split=split)
+        return Checks().fidelity(one, FidelitySettings.load("tinyworld", repository), split=split)
     checks = Checks()
     if kind == "acceptance":
-        return checks.acceptance(one, "tinyworld", [4], split=split)
+        return checks.acceptance(one, AcceptanceSettings.load("tinyworld", repository), [4], split=split)
     return checks.quality(one, Suite.load("tinyworld", repository), limit=None, split=split)
 
 

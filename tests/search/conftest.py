@@ -8,7 +8,7 @@ import pytest
 
 from slimqwen import variant
 from slimqwen.checkpoint.files import carry_all
-from slimqwen.evals import acceptance, engine, fidelity, quality
+from slimqwen.evals import quality
 from slimqwen.evals.quality import Quality
 from slimqwen.evals.suites.scored import Item, TaskRun
 from slimqwen.evals.suites.suite import Limit, Suite
@@ -35,10 +35,7 @@ def question(number: int) -> str:
 def checks(monkeypatch: pytest.MonkeyPatch, stamps: None) -> Checks:
     """The four measurements as stand-ins; `wrong` says which questions a variant gets wrong on a side."""
     made = Checks()
-    for module in (fidelity, acceptance):
-        name = module.__name__.rpartition(".")[2]
-        monkeypatch.setattr(module, f"measure_{name}", getattr(made, name))
-    monkeypatch.setattr(engine, "measure_engine", made.engine)
+    made.install(monkeypatch)
 
     def measure(
         one: Variant, suite: Suite, *, limit: Limit, split: Split | None, records_folder: Path, **_: Any

@@ -12,7 +12,6 @@ from slimqwen.bench.workload import Workload
 from slimqwen.checkpoint.files import Manifest, bytes_on_disk
 from slimqwen.evals.acceptance import Acceptance
 from slimqwen.evals.drafting import AcceptanceSettings
-from slimqwen.evals.gate_checks import Check
 from slimqwen.processes import Failure, Result, run_tasks
 from slimqwen.progress import silent
 from slimqwen.records import store
@@ -30,7 +29,11 @@ def test_a_check_leaves_its_record_in_the_folder_that_is_named_and_is_made_once(
     root: Path, checks: Checks
 ) -> None:
     tiny, small = variant.load("tiny", root), variant.load("small", root)
-    tasks = [check_task("acceptance", tiny, small, DEMO), check_task("fidelity", small, small, DEMO)]
+    checks_of_small = DEMO.load_checks(small)
+    tasks = [
+        check_task(checks_of_small["acceptance"], tiny, DEMO),
+        check_task(checks_of_small["fidelity"], small, DEMO),
+    ]
     assert not any(task.resources.whole_node for task in tasks)  # nothing is timed
     first = [task.function(root, task.argument, silent) for task in tasks]
     assert [each.reused for each in first] == [False, False]
@@ -48,13 +51,13 @@ def test_sides_that_variants_share_have_one_task_for_each_depth(
 ) -> None:
     tiny, small, third = (variant.load(name, root) for name in ("tiny", "small", "third"))
 
-    def keys(check: Check) -> set[str]:
-        return {check_task(check, tiny, one, DEMO).key for one in (small, third)}
+    def keys(check: str) -> set[str]:
+        return {check_task(DEMO.load_checks(one)[check], tiny, DEMO).key for one in (small, third)}
 
     assert len(keys("acceptance")) == len(keys("quality")) == 1
     monkeypatch.setattr(AcceptanceSettings, "depth_of", lambda _, one: 2 if one.name == "third" else 4)
     assert (len(keys("acceptance")), len(keys("quality"))) == (2, 1)
-    task = check_task("acceptance", tiny, third, DEMO)
+    task = check_task(DEMO.load_checks(third)["acceptance"], tiny, DEMO)
     (path,) = task.function(root, task.argument, silent).paths
     assert store.read_record(path, Acceptance).gate_depth == 2
 
@@ -70,8 +73,10 @@ def test_a_measurement_takes_the_memory_and_the_gpus_of_its_largest_side(
     beside = measurements.estimate_resources([tiny, small], loaded=tiny, alone=True)
     assert beside.memory_bytes - plain.memory_bytes == 2 * size
     assert beside.whole_node
-    # Quality has no reference; the other checks load the baseline beside the side.
-    needs = [check_task(check, small, small, DEMO).resources for check in ("quality", "fidelity")]
+    # Fidelity loads the baseline beside the variant.
+    needs = [
+        check_task(DEMO.load_checks(small)[check], small, DEMO).resources for check in ("quality", "fidelity")
+    ]
     assert needs[1].memory_bytes - needs[0].memory_bytes == 2 * size
     monkeypatch.setattr(host, "detect", lambda: "cuda")
     wide = small.with_lines({"PLATFORM": "cuda", "VLLM_TENSOR_PARALLEL_SIZE": "2"})
@@ -144,7 +149,7 @@ def test_tasks_are_run_to_their_end_each_once(root: Path, checks: Checks) -> Non
     executor = InProcess(root)
     executor.broken = "fidelity of small"
     tasks = [
-        check_task(check, side, small, DEMO)
+        check_task(DEMO.load_checks(small)[check], side, DEMO)
         for check, side in (("acceptance", tiny), ("acceptance", tiny), ("fidelity", small))
     ]
     outcomes = run_tasks(tasks, executor)

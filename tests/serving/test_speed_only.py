@@ -54,9 +54,9 @@ def test_every_check_of_answers_refuses(root: Path, name: str, reason: str) -> N
     subject = variant.load(name, root)
     for measure in (
         lambda: quality.measure_quality(subject, None, command=["x"], limit=None),  # type: ignore[arg-type]
-        lambda: fidelity.measure_fidelity(subject, "tinyworld", command=["x"]),
-        lambda: acceptance.measure_acceptance(subject, "tinyworld", [4], command=["x"]),
-        lambda: gate.measure_gate(subject, "tinyworld", command=["x"]),
+        lambda: fidelity.measure_fidelity(subject, None, command=["x"]),  # type: ignore[arg-type]
+        lambda: acceptance.measure_acceptance(subject, None, [4], command=["x"]),  # type: ignore[arg-type]
+        lambda: gate.measure_gate(subject, None, command=["x"]),  # type: ignore[arg-type]
     ):
         with pytest.raises(ServingError, match=reason):
             measure()

@@ -219,7 +219,8 @@ def compare_distributions(folder: Path, empty: Path) -> None:
     from slimqwen.evals import fidelity
 
     variant = with_few_items(repository(folder, empty / "root", drafts=False))
-    fidelity.measure_fidelity(variant, "tinyworld", port=free_port(), command="a test")
+    settings = fidelity.FidelitySettings.load("tinyworld", variant.root)
+    fidelity.measure_fidelity(variant, settings, port=free_port(), command="a test")
 
 
 def accept_drafts(folder: Path, empty: Path) -> None:
@@ -227,12 +228,14 @@ def accept_drafts(folder: Path, empty: Path) -> None:
     from slimqwen.evals import acceptance
 
     variant = with_few_items(repository(folder, empty / "root", drafts=False))
-    acceptance.measure_acceptance(variant, "tinyworld", [2], command="a test", greedy_only=True)
+    settings = acceptance.AcceptanceSettings.load("tinyworld", variant.root)
+    acceptance.measure_acceptance(variant, settings, [2], command="a test", greedy_only=True)
 
 
 def gate_recipe(folder: Path, empty: Path) -> None:
     """`recipe run` with every stage that takes the checkpoint, one after the other, then `gate` of the result."""
     from slimqwen.evals import gate
+    from slimqwen.evals.checks import GateSettings
 
     drafts = has_mtp_head(folder)
     variant = with_few_items(repository(folder, empty / "root", drafts=drafts))
@@ -246,7 +249,7 @@ def gate_recipe(folder: Path, empty: Path) -> None:
     variant_recipe.run_recipe(variant)
     assert variant_recipe.unexplained_changes(variant) == []
     assert variant_recipe.unexplained_settings(variant) == []
-    gate.measure_gate(variant, "tinyworld", command="a test")
+    gate.measure_gate(variant, GateSettings.load("tinyworld", variant.root), command="a test")
 
 
 SLOW: Mapping[str, Verb] = {

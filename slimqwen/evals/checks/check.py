@@ -1,0 +1,165 @@
+"""A check of the gate: what it measures of a variant and its baseline, and what its records say."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar, Generic, TypeVar
+
+from slimqwen.progress import Progress, silent
+from slimqwen.records.record import Finding, Record, ServedRecord
+from slimqwen.records.reuse import changed_inputs, find_reusable
+from slimqwen.records.settings import Settings
+from slimqwen.records.split import Split, SplitRecord
+from slimqwen.serving.command import ServerCommand
+from slimqwen.stats.verdict import Verdict, overall
+from slimqwen.variant import Variant
+
+Section = TypeVar("Section", bound=Settings)
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A variant and its baseline, and what the measurements of all their checks share.
+
+    Attributes:
+        command: program and arguments of the measurement, for the records.
+        folder: folder with a folder of records for each variant, relative to the repository.
+        split: side of the split whose items are measured; None for all items.
+        port: TCP port of servers instead of the variants' own.
+    """
+
+    variant: Variant
+    baseline: Variant
+    command: Sequence[str]
+    folder: str = "experiments"
+    split: Split | None = None
+    port: int | None = None
+    progress: Progress = silent
+
+    @property
+    def sides(self) -> tuple[Variant, Variant]:
+        """The baseline and the variant."""
+        return self.baseline, self.variant
+
+
+@dataclass(frozen=True)
+class Check(ABC, Generic[Section]):
+    """One check of a variant against its baseline.
+
+    A side is the baseline or the variant. `find` and `measure` give the record of a side, `findings` the figures of
+    all records together.
+
+    Attributes:
+        name: name in commands, findings and verdicts.
+        kind: the records of the check.
+        settings_type: what the check reads of a gate's settings file.
+        measures_baseline: whether the baseline has a record of its own.
+        takes_minutes: whether its measurement takes minutes on the embedded model, so that the demo leaves it out.
+        loads_baseline: whether a measurement loads the baseline in float32 beside the side.
+        settings: what it measures and allows.
+    """
+
+    name: ClassVar[str]
+    kind: ClassVar[type[ServedRecord]]
+    settings_type: ClassVar[type[Settings]]
+    measures_baseline: ClassVar[bool] = True
+    takes_minutes: ClassVar[bool] = False
+    loads_baseline: ClassVar[bool] = False
+
+    pair: Pair
+    settings: Section
+
+    @property
+    def sides(self) -> Sequence[Variant]:
+        """The sides that are measured, the baseline first; none if the check does not apply to the pair."""
+        return self.pair.sides if self.measures_baseline else (self.pair.variant,)
+
+    @property
+    def setup(self) -> str:
+        """What a measurement of the baseline depends on beside the settings, such as "K = 4"; empty for nothing."""
+        return ""
+
+    @staticmethod
+    @abstractmethod
+    def input_readers(settings: Any, variant: Variant) -> Sequence[Callable[[], object]]:
+        """Functions that read a text or the questions of the settings to the end, without an engine.
+
+        Each raises a SlimqwenError that names the faults. The variant's own checkpoint need not exist.
+        """
+
+    def require_measurable(self) -> None:
+        """Raise, within seconds, an error that a measurement would raise after minutes of other checks."""
+
+    def inputs(self) -> list[Path]:
+        """Data files that a measurement would read now, as far as they are known before it."""
+        return self.settings.inputs(self.pair.variant.root)
+
+    def find(self, side: Variant) -> Path | None:
+        """Find the newest record of a side that a new measurement would only repeat; None if there is none."""
+        return find_reusable(
+            side,
+            self.kind,
+            self.records_folder(side),
+            self.pair.split if issubclass(self.kind, SplitRecord) else None,
+            lambda record: not self.changed_settings(record, side),
+            self.inputs(),
+            self.pair.progress,
+        )
+
+    @abstractmethod
+    def measure(self, side: Variant) -> Path:
+        """Measure a side and write its record; raises what the measurement raises."""
+
+    def collect(self) -> Sequence[Path]:
+        """The records of all sides, measured where none still holds."""
+        return [self.find(side) or self.measure(side) for side in self.sides]
+
+    @abstractmethod
+    def findings(self, paths: Sequence[Path]) -> Iterator[Finding]:
+        """Yield the figures of the check.
+
+        Args:
+            paths: records of all sides, as `collect` returns them.
+
+        Raises:
+            SlimqwenError: a record is damaged, or the records cannot be compared.
+        """
+
+    def judge(self, paths: Sequence[Path]) -> Verdict:
+        """Join the verdicts of `findings`."""
+        return overall([finding.verdict for finding in self.findings(paths)])
+
+    def looks(self, paths: Sequence[Path]) -> Iterator[str]:
+        """Yield a line for each figure that is not the first look at items that grew."""
+        yield from ()
+
+    def first_limits(self) -> Mapping[str, float]:
+        """Limits, by figure, with which the check's oldest records were written; empty if records name none."""
+        return {}
+
+    def records_folder(self, side: Variant) -> Path:
+        """Folder of a side's records."""
+        return side.root / self.pair.folder / side.name
+
+    def changed_since(self, record: Record, side: Variant) -> list[str]:
+        """Names of what has changed since a record of a side was made on any machine."""
+        changed = changed_inputs(
+            record.provenance,
+            ServerCommand.resolve(side),
+            record.deciding_flags,
+            files=self.inputs(),
+            on_any_machine=True,
+            progress=self.pair.progress,
+        )
+        return changed + self.changed_settings(record, side, on_any_machine=True)
+
+    def changed_settings(self, record: Any, side: Variant, *, on_any_machine: bool = False) -> list[str]:
+        """Names of settings, and of the baseline's state, that are other than a record of a side says.
+
+        Args:
+            record: record of the class `kind`.
+            on_any_machine: whether another build of the baseline's checkpoint, or an old record that does not name it,
+                counts as unchanged.
+        """
+        return [] if record.settings_name == self.settings.name else ["settings"]

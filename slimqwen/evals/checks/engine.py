@@ -1,0 +1,52 @@
+"""The check engine: greedy tokens of the served flags."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from slimqwen.evals import engine
+from slimqwen.evals.checks.check import Check
+from slimqwen.evals.engine import Engine
+from slimqwen.evals.engine_process import EngineSettings
+from slimqwen.records import store
+from slimqwen.records.record import Finding
+from slimqwen.text.prompts import documents
+from slimqwen.variant import Variant
+
+
+@dataclass(frozen=True)
+class EngineCheck(Check[EngineSettings]):
+    """Detects wrong tokens of the variant's engine, whatever its weights."""
+
+    name = "engine"
+    kind = Engine
+    measures_baseline = False
+    settings_type = EngineSettings
+    takes_minutes = True
+
+    @staticmethod
+    def input_readers(settings: EngineSettings, variant: Variant) -> Sequence[Callable[[], object]]:
+        """The reader of the text."""
+        return [lambda: list(documents(settings.text, settings.seed, variant.root))]
+
+    def measure(self, side: Variant) -> Path:
+        """Compare the engines of the variant."""
+        return engine.measure_engine(
+            side,
+            self.settings,
+            command=self.pair.command,
+            records_folder=self.records_folder(side),
+            progress=self.pair.progress,
+        )
+
+    def findings(self, paths: Sequence[Path]) -> Iterator[Finding]:
+        """One finding, of the served engine alone: no server of the variant runs with the flags of its neighbours."""
+        record = store.read_record(paths[0], Engine)
+        served = record.served
+        figure = (
+            "breakdown of the served engine"
+            if served.failure
+            else f"wrong responses of the served engine, of {served.responses}"
+        )
+        value = 1 if served.failure else served.wrong_responses
+        yield Finding(gate=self.name, figure=figure, value=value, limit=0, verdict=record.verdict)

@@ -1,0 +1,162 @@
+"""The check quality: scores on the tasks of a suite, and responses that run away, paired by item."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any, ClassVar
+
+from pydantic import ConfigDict, Field
+
+from slimqwen.evals import quality, quality_comparison
+from slimqwen.evals.checks.check import Check
+from slimqwen.evals.looks import read_looks
+from slimqwen.evals.quality import Quality
+from slimqwen.evals.runaways import ResponseLimits, compare_responses
+from slimqwen.evals.suites.suite import AUTO, Limit, Suite
+from slimqwen.records import store
+from slimqwen.records.record import Finding
+from slimqwen.records.settings import Settings, SettingsError
+from slimqwen.stats.verdict import Verdict
+from slimqwen.variant import Variant
+
+
+class QualitySettings(Settings):
+    """The keys quality and responses of eval/gates/<name>.yaml.
+
+    Attributes:
+        suite: name of a suite of eval/suites/, or of an own evaluation.
+        responses: limits of responses that run away.
+    """
+
+    model_config = ConfigDict(extra="ignore")  # the file's other keys are other checks' sections
+
+    folder: ClassVar[str] = "gates"
+    own_file: ClassVar[str] = "gate"
+
+    suite: str = Field(alias="quality")
+    responses: ResponseLimits
+
+
+def find_response_limits(suite: str, root: Path) -> ResponseLimits | None:
+    """The limits of the gate that is named like a suite; None if there is no such gate or it cannot be read."""
+    try:
+        return QualitySettings.load(suite, root).responses
+    except SettingsError:
+        return None
+
+
+@dataclass(frozen=True)
+class QualityCheck(Check[QualitySettings]):
+    """Detects worse responses.
+
+    A sample and then all items are two looks, for which the verdict holds together: a variant that is worse by exactly
+    the margin passes a task in at most 2.5 % of runs.
+
+    Attributes:
+        all_items: whether all items are scored, and no sample of them may decide.
+    """
+
+    name = "quality"
+    kind = Quality
+    settings_type = QualitySettings
+
+    all_items: bool = False
+
+    @cached_property
+    def suite(self) -> Suite:
+        """The suite that both sides are scored on."""
+        return Suite.load(self.settings.suite, self.pair.variant.root)
+
+    @property
+    def limit(self) -> Limit:
+        """Items of each task; None for all, as always on one side of a split, which is seldom larger than a sample."""
+        return None if self.all_items or self.pair.split else AUTO
+
+    @staticmethod
+    def input_readers(settings: QualitySettings, variant: Variant) -> Sequence[Callable[[], object]]:
+        """The reader of the questions."""
+        return [lambda: Suite.load(settings.suite, variant.root).require_questions(variant.root)]
+
+    def require_measurable(self) -> None:
+        """Raise an error if a side has to be scored and data of the suite are missing."""
+        complete = replace(self, all_items=True)
+        for side in self.sides:
+            if not (complete.find(side) or self.find(side)):
+                quality.require_measurable(side, self.suite)
+
+    def inputs(self) -> list[Path]:
+        """The files of the suite."""
+        return self.suite.inputs(self.pair.variant.root)
+
+    def measure(self, side: Variant) -> Path:
+        """Score a side."""
+        return quality.measure_quality(
+            side,
+            self.suite,
+            command=self.pair.command,
+            limit=self.limit,
+            split=self.pair.split,
+            port=self.pair.port,
+            records_folder=self.records_folder(side),
+            progress=self.pair.progress,
+        )
+
+    def collect(self) -> Sequence[Path]:
+        """The records of a sample, or of all items if both sides have those or the sample is inconclusive."""
+        complete = replace(self, all_items=True)
+        if self.limit is None or all(complete.find(side) for side in self.sides):
+            return Check.collect(complete)
+        samples = super().collect()
+        if self.judge(samples) != Verdict.INCONCLUSIVE:
+            return samples
+        scores = [score for path in samples for score in store.read_record(path, Quality).tasks.values()]
+        has_more = any(score.item_count < score.available_count for score in scores)
+        return complete.collect() if has_more else samples
+
+    def changed_settings(self, record: Any, side: Variant, *, on_any_machine: bool = False) -> list[str]:
+        """As `Check.changed_settings`; on any machine the number of items may differ, too."""
+        changed: list[str] = record.changed_settings(self.suite, may_be_old=on_any_machine)
+        if not on_any_machine and record.limit != self.limit:
+            changed.append("number of items")
+        return changed
+
+    def findings(self, paths: Sequence[Path]) -> Iterator[Finding]:
+        """One finding for each task, then those of responses that run away."""
+        first, second = paths
+        for row in quality_comparison.compare_quality(first, second):
+            yield Finding(
+                gate=self.name,
+                figure=_figure(row.task, row.measure),
+                value=row.gain,
+                low=row.judgement.low,
+                high=row.judgement.high,
+                limit=-row.judgement.margin,
+                verdict=row.judgement.verdict,
+                p_value=row.judgement.p_value,
+                items_needed=row.items_planned,
+            )
+        if responses := compare_responses(first, second, self.settings.responses):
+            yield from responses.findings()
+
+    def looks(self, paths: Sequence[Path]) -> Iterator[str]:
+        """As `Check.looks`, a line for each such task."""
+        for task, looks in read_looks(paths[1]).items():
+            if looks.is_worth_a_line:
+                yield f"{task}: {looks}"
+
+    def first_limits(self) -> Mapping[str, float]:
+        """The margins of the suite's oldest record of the variant."""
+        limits: dict[str, float] = {}
+        for path in store.records(self.pair.variant.folder, Quality):  # newest first: the oldest overrides
+            record = store.read_record(path, Quality)
+            if record.suite == self.settings.suite:
+                limits |= {
+                    _figure(task, score.measure): -score.non_inferiority_margin
+                    for task, score in record.tasks.items()
+                }
+        return limits
+
+
+def _figure(task: str, measure: str) -> str:
+    return f"{task}: gain of {measure}"
