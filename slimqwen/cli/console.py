@@ -193,6 +193,11 @@ def say(text: str) -> None:
     console.print(text, markup=False, soft_wrap=True)
 
 
+def warn(text: str) -> None:
+    """Print a line of text unchanged on stderr."""
+    errors.print(text, markup=False)
+
+
 def command() -> list[str]:
     """The command line of this process, as the provenance of records states it."""
     return ["slimqwen", *sys.argv[1:]]

@@ -2,9 +2,9 @@
 
 import typer
 
-from slimqwen.cli.console import EXIT_CODES, command, measuring, say, show_record
+from slimqwen import api
+from slimqwen.cli.console import EXIT_CODES, progress_bar, say, show_record, warn
 from slimqwen.cli.options import GateSettingsName, VariantOption
-from slimqwen.cli.plan import find_recorded_plan
 
 _NEXT = {
     "pass": "`slimqwen bench latency {variant} --baseline` times both in turns; `slimqwen variant promote {variant}` "
@@ -21,29 +21,16 @@ def gate(variant: VariantOption, settings: GateSettingsName = None) -> None:
 
     Exit code 0: pass, 1: fail, 2: inconclusive, 3: error.
     """
-    from slimqwen.evals.preconditions import check_preconditions, find_baseline
+    with progress_bar() as progress:
+        judgement = api.judge(variant, settings, progress=progress, warn=warn)
+    from slimqwen.evals.checks import GateSettings  # slow to import
 
-    # What takes no vLLM to find out is found out before its import.
-    baseline = find_baseline(variant)
-    check_preconditions(baseline, variant)
-    from slimqwen.evals import gate
-    from slimqwen.evals.checks import GateSettings
-    from slimqwen.serving import checks
-    from slimqwen.serving.command import ServerCommand
-
-    server = ServerCommand.resolve(variant)
-    checks.refuse_trouble(server, find_recorded_plan(server)[1])
-    log = variant.root / "logs" / f"gate-{variant.name}.log"
-    chosen = GateSettings.load(settings or variant.evaluation, variant.root)
-    with measuring(log) as progress:
-        path = gate.measure_gate(
-            variant,
-            chosen,
-            command=command(),
-            progress=progress,
-        )
-    outcome = show_record(path, log).outcome
-    if left_out := chosen.suite(variant.root).describe_left_out():
+    record = show_record(judgement.path, judgement.log)
+    if (
+        left_out := GateSettings.load(record.settings_name, variant.root)
+        .suite(variant.root)
+        .describe_left_out()
+    ):
         say(left_out)
-    say(f"Next: {_NEXT[outcome].format(variant=variant.name, baseline=baseline.name)}.")
-    raise typer.Exit(EXIT_CODES[outcome])
+    say(f"Next: {_NEXT[record.outcome].format(variant=variant.name, baseline=record.baseline)}.")
+    raise typer.Exit(EXIT_CODES[record.outcome])

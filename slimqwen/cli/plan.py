@@ -1,19 +1,16 @@
-"""`slimqwen plan`: predicts vLLM's configuration; other verbs look up its records to warn or to refuse a start."""
+"""`slimqwen plan`: predicts vLLM's configuration."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from slimqwen.cli.console import command, console, errors, progress_bar, relative, say
+from slimqwen.cli.console import command, console, progress_bar, relative, say
 from slimqwen.cli.options import VariantOption
 from slimqwen.variant import Variant
 
 if TYPE_CHECKING:
     from slimqwen.plan.devices import Gpu
-    from slimqwen.plan.facts import Plan
-    from slimqwen.serving.checks import Trouble
-    from slimqwen.serving.command import ServerCommand
 
 
 def plan(
@@ -81,33 +78,3 @@ def _choose_devices(variant: Variant, names: Sequence[str] | None) -> "list[Gpu 
     raise UnknownGpuError(
         f"this machine shows no NVIDIA GPU; name one, as in `slimqwen plan --variant {variant.name} --gpu rtx-4090`"
     )
-
-
-def find_recorded_plan(server: "ServerCommand") -> "tuple[Plan | None, Sequence[Trouble]]":
-    """Look up the recorded plan of a start on this machine.
-
-    Prints one line for each known trouble that only costs time or memory, or one if no plan fits a start on a GPU.
-
-    Returns:
-        The plan (None without one), and the known trouble for which the start is refused; without a plan only trouble
-        that follows from the flags.
-
-    Raises:
-        ServingError: there is no plan, and REQUIRE_PLAN=1.
-    """
-    from slimqwen.plan import start
-    from slimqwen.serving.errors import ServingError
-
-    try:
-        found = start.find_plan(server, start.name_gpu_here(server))
-    except start.MissingPlanError as error:
-        if server.variant.require_plan:
-            raise ServingError(f"REQUIRE_PLAN=1, but {error}") from None
-        # Known trouble on a CPU follows from the flags, so a start there needs no plan.
-        if server.platform != "cpu":
-            errors.print(f"{error}.", markup=False)
-        return None, start.match_flag_trouble(server).dies
-    trouble = start.match_start_trouble(found, server, compiles=start.compiles_here(server))
-    for line in trouble.costs:
-        errors.print(f"Known trouble: {line}.", markup=False)
-    return found, trouble.dies

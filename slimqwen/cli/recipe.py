@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
+from slimqwen import api
 from slimqwen import variant as variants
 from slimqwen.cli.console import console, progress_bar, relative, say, table
 from slimqwen.cli.options import VariantOption
@@ -64,11 +65,8 @@ def run_variant_recipe(
     from slimqwen.recipe import variant_recipe
     from slimqwen.recipe.registry import STAGES
 
-    stages = None if until is None else variant_recipe.stages_until(variant, until)
     with progress_bar() as progress:
-        outcomes = variant_recipe.run_recipe(
-            variant, stages, progress, other_faults=_list_evaluation_faults(variant)
-        )
+        outcomes = api.run_recipe(variant, until=until, progress=progress)
     rows = table(["stage", ""], ("time", "peak memory", "size before", "after"))
     for outcome in outcomes:
         rows.add_row(
@@ -221,7 +219,7 @@ def _show_dry_run(variant: Variant) -> None:
         first = variants.load(variant_recipe.read_recipe(variant).base, variant.root)
         base = Outline.of_shape(shapes.variant_shape(first), first.weights)
     recipe_faults, costs = variant_recipe.inspect_recipe(variant, base)
-    faults = [*recipe_faults, *_list_evaluation_faults(variant)]
+    faults = [*recipe_faults, *api.list_evaluation_faults(variant)]
     forecasts = variant_recipe.forecast_recipe(variant) if is_here and not faults else [None] * len(costs)
     rows = table(["stage", "would be"], ("memory", "disk", "time", ""))
     rows.add_column("why")
@@ -246,21 +244,6 @@ def _show_dry_run(variant: Variant) -> None:
         say(understood)
     for line in variant_recipe.lacking_space(costs, variant.root / "weights" / "store"):
         say(line)
-
-
-def _list_evaluation_faults(variant: Variant) -> list[str]:
-    """Faults, a line each, of the own evaluation by which the recipe's result will be judged and timed."""
-    from slimqwen.records.settings import find_own_evaluation
-
-    folder = find_own_evaluation(variant)
-    if folder is None:
-        return []
-    from slimqwen.bench.workload import Workload, name_workload
-    from slimqwen.evals import own_evaluation  # slow to import
-
-    is_timed = name_workload(variant) == folder.name
-    timing = [lambda: Workload.load(folder.name, variant.root)] if is_timed else []
-    return own_evaluation.list_faults(variant, folder, timing)
 
 
 def _describe_questions(variant: Variant) -> str | None:

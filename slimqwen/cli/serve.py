@@ -5,9 +5,8 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from slimqwen.cli.console import errors, relative, say, waiting
+from slimqwen.cli.console import relative, say, waiting, warn
 from slimqwen.cli.options import PlatformName, TrustedCache, VariantOption
-from slimqwen.cli.plan import find_recorded_plan
 from slimqwen.variant import DRAFTS_NOTE, making_command
 
 if TYPE_CHECKING:
@@ -73,23 +72,20 @@ def serve(
     ignored = (key for key, value in shell.items() if machine.is_stray(key) and served.get(key) != value)
     # This program sets VLLM_LOGGING_LEVEL when it starts.
     if unused := sorted(key for key in ignored if key != "VLLM_LOGGING_LEVEL"):
-        errors.print(
+        warn(
             f"Not used, because only config.env decides how {variant.name} is served: {', '.join(unused)} of this shell"
-            f"{' (--port N sets a port)' if 'VLLM_PORT' in unused else ''}.",
-            markup=False,
+            f"{' (--port N sets a port)' if 'VLLM_PORT' in unused else ''}."
         )
     if command.platform != machine.detect():
-        errors.print(
-            f"This is the command for platform {command.platform}; this machine is {machine.detect()}."
-        )
+        warn(f"This is the command for platform {command.platform}; this machine is {machine.detect()}.")
     if command.platform_changes:
-        errors.print(f"Without a GPU, {variant.name} is served with these lines of its config.env changed:")
+        warn(f"Without a GPU, {variant.name} is served with these lines of its config.env changed:")
         for line in command.platform_changes:
             change = f"{line.replacement} instead" if line.replacement is not None else "left out"
-            errors.print(f"  {line.key}={line.value}: {change}: {line.why}", markup=False)
+            warn(f"  {line.key}={line.value}: {change}: {line.why}")
     if command.cache is not None and command.cache.baked is not None:
         origin = baked_cache.find_origin(command.variant.root, command.cache.baked) or "of unknown origin"
-        errors.print(f"Compile cache {origin}: {_fitness(command.cache)}.", markup=False)
+        warn(f"Compile cache {origin}: {_fitness(command.cache)}.")
     if dry_run:
         weights = command.variant.weights
         if weights.is_dir():
@@ -97,29 +93,23 @@ def serve(
             if command.platform == machine.detect():
                 checks.check_memory(command)
         else:  # the command can be shown without weights
-            errors.print(
-                f"{relative(weights)} is missing: {making_command(weights, command.variant.root)}",
-                markup=False,
-            )
+            warn(f"{relative(weights)} is missing: {making_command(weights, command.variant.root)}")
         say(command.as_shell())
         return
-    plan, trouble = find_recorded_plan(command)
+    plan, trouble = start.find_recorded_plan(command, warn)
     prepare(command, trouble)
     if variant.drafts:
-        errors.print(f"{DRAFTS_NOTE}.", markup=False)
+        warn(f"{DRAFTS_NOTE}.")
     if needed := chat_template.suggest_tool_choice(command.variant, command.flags):
-        errors.print(
-            f"The chat template takes tools; requests with tool_choice auto need {needed}.", markup=False
-        )
+        warn(f"The chat template takes tools; requests with tool_choice auto need {needed}.")
     if plan is not None:
         command = command.compared_with_plan(start.expect_facts(plan, required=variant.require_plan))
     os.chdir(command.variant.root)
     environment = command.process_environment()
     if command.platform == "cuda" and (missing := cuda_toolkit.missing(environment)):
-        errors.print(
+        warn(
             f"This host has no {' and no '.join(missing)}: kernels that FlashInfer compiles at first use would "
-            "fail. On Debian: apt-get install g++.",
-            markup=False,
+            "fail. On Debian: apt-get install g++."
         )
     os.execve(command.argv[0], list(command.argv), environment)
 

@@ -62,7 +62,7 @@ class Gate(SplitRecord):
 
     def tables(self, path: Path) -> list[Table]:
         """One row per finding; a note says how many items would decide an inconclusive one."""
-        findings = _read_findings(path)
+        findings = read_findings(path)
         columns: dict[str, Callable[[Finding], object]] = {
             "check": lambda row: row.gate,
             "figure": lambda row: row.figure,
@@ -87,7 +87,8 @@ class Gate(SplitRecord):
         return [Table.from_rows(title, findings, columns, *notes, text_columns=2)]
 
 
-def _read_findings(path: Path) -> list[Finding]:
+def read_findings(path: Path) -> list[Finding]:
+    """The findings of a gate record."""
     return [Finding.model_validate(item) for item in store.read_items(path)]
 
 
@@ -155,7 +156,7 @@ def _changed_limits(
     # Newest first, so that the oldest record overrides: its limit was fixed before any result.
     for path in store.records(variant.folder, Gate):
         if store.read_record(path, Gate).settings_name == settings_name:
-            first |= {finding.figure: finding.limit for finding in _read_findings(path)}
+            first |= {finding.figure: finding.limit for finding in read_findings(path)}
     for finding in findings:
         limit = first.get(finding.figure, finding.limit)
         if limit != finding.limit:
@@ -173,5 +174,5 @@ def gate_p_value(path: Path) -> float:
         finding.p_value
         if finding.p_value is not None
         else float(finding.low is not None or finding.verdict != Verdict.PASS)
-        for finding in _read_findings(path)
+        for finding in read_findings(path)
     )

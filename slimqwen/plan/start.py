@@ -4,7 +4,7 @@ Making a plan takes twenty seconds, so a start makes none: it looks in the newes
 this version of vLLM and these flags.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 
@@ -15,6 +15,7 @@ from slimqwen.plan.facts import Plan
 from slimqwen.plan.record import is_of_installed_vllm, list_recorded_plans
 from slimqwen.serving import checks, cuda_toolkit, gpu
 from slimqwen.serving.command import ServerCommand
+from slimqwen.serving.errors import ServingError
 from slimqwen.vllm_plugin import engine_facts
 
 _LISTED_NAMES = 4
@@ -76,6 +77,37 @@ def find_plan(command: ServerCommand, gpu_name: str) -> Plan:
     raise MissingPlanError(
         f"no plan of {name} on {gpu_name}{reason}; `slimqwen plan --variant {name} --gpu {gpu_name} --record` makes one"
     )
+
+
+def find_recorded_plan(
+    server: ServerCommand, warn: Callable[[str], None]
+) -> tuple[Plan | None, Sequence[checks.Trouble]]:
+    """Look up the recorded plan of a start on this machine.
+
+    Args:
+        warn: is called with a line for each known trouble that only costs time or memory, and with one if no plan fits
+            a start on a GPU.
+
+    Returns:
+        The plan (None without one), and the known trouble for which the start is refused; without a plan only trouble
+        that follows from the flags.
+
+    Raises:
+        ServingError: there is no plan, and REQUIRE_PLAN=1.
+    """
+    try:
+        found = find_plan(server, name_gpu_here(server))
+    except MissingPlanError as error:
+        if server.variant.require_plan:
+            raise ServingError(f"REQUIRE_PLAN=1, but {error}") from None
+        # Known trouble on a CPU follows from the flags, so a start there needs no plan.
+        if server.platform != "cpu":
+            warn(f"{error}.")
+        return None, match_flag_trouble(server).dies
+    met = match_start_trouble(found, server, compiles=compiles_here(server))
+    for line in met.costs:
+        warn(f"Known trouble: {line}.")
+    return found, met.dies
 
 
 def match_flag_trouble(command: ServerCommand) -> StartTrouble:

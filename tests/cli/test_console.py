@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 from rich.console import Console
 
-from slimqwen import variant
+from slimqwen import api, variant
 from slimqwen.cli import console, gate, unexpected
 from slimqwen.evals import gate as evaluation
 from slimqwen.serving.errors import ServingError
@@ -21,8 +21,10 @@ GATE = ("gate", "--variant", "tiny-mtp4")  # it serves weights/tiny, so its weig
 
 @pytest.mark.parametrize(("outcome", "code"), [("pass", 0), ("fail", 1), ("inconclusive", 2)])
 def test_a_verdict_is_the_exit_code(monkeypatch, run_here, outcome, code):
-    monkeypatch.setattr(evaluation, "measure_gate", lambda *_, **__: Path("record.json"))
-    monkeypatch.setattr(gate, "show_record", lambda *_: SimpleNamespace(outcome=outcome))
+    record = SimpleNamespace(outcome=outcome, settings_name="tinyworld", baseline="tiny")
+    judgement = api.Judgement(Path("record.json"), None, (), Path("log"))
+    monkeypatch.setattr(api, "judge", lambda *_, **__: judgement)
+    monkeypatch.setattr(gate, "show_record", lambda *_: record)
     assert run_here(*GATE)[0] == code
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from slimqwen import host, variant
 from slimqwen.cli import serve
-from slimqwen.cli.plan import find_recorded_plan
+from slimqwen.cli.console import warn
 from slimqwen.plan import devices, rehearsal, start, trouble
 from slimqwen.plan.record import list_recorded_plans
 from slimqwen.plan.start import MissingPlanError
@@ -137,7 +137,7 @@ def test_a_start_that_cannot_compile_for_flashinfer_dies_wherever_it_was_planned
     command = resolve()
     record(command, backend="FLASHINFER", compiler=planned)
     monkeypatch.setattr(cuda_toolkit, "missing", lambda environment: missing)
-    _, dies = find_recorded_plan(command)
+    _, dies = start.find_recorded_plan(command, warn)
     assert [death.description.partition(" was ")[0] for death in dies] == (
         ["would die on a10g: FlashInfer"] if missing else []
     )
@@ -146,7 +146,7 @@ def test_a_start_that_cannot_compile_for_flashinfer_dies_wherever_it_was_planned
 def test_what_a_start_costs_is_one_line_each_with_the_cure(resolve, record, capfd):
     command = resolve()
     record(command, backend="FLASHINFER", kv_cache_dtype="fp8", full=())
-    plan, dies = find_recorded_plan(command)
+    plan, dies = start.find_recorded_plan(command, warn)
     assert (plan.gpu, list(dies)) == ("a10g", [])
     said = " ".join(capfd.readouterr().err.split())
     assert "Known trouble: a10g: FP8 KV on this GPU means FlashInfer" in said
@@ -155,7 +155,7 @@ def test_what_a_start_costs_is_one_line_each_with_the_cure(resolve, record, capf
 
 def test_a_required_plan_that_is_missing_refuses_the_start(resolve):
     with pytest.raises(ServingError, match=r"REQUIRE_PLAN=1, but no plan of v on a10g"):
-        find_recorded_plan(resolve("REQUIRE_PLAN=1"))
+        start.find_recorded_plan(resolve("REQUIRE_PLAN=1"), warn)
 
 
 def test_what_a_gpu_start_measures_may_differ_by_the_overhead_that_its_plan_assumes(resolve, record):
@@ -227,7 +227,7 @@ def test_a_start_without_a_plan_is_refused_by_its_flags_alone(resolve, tmp_path,
     monkeypatch.setattr(host, "has_avx512", lambda: True)
     resolve("VLLM_CPU_KVCACHE_SPACE=1", "VLLM_ENFORCE_EAGER=1", kv_cache_dtype="fp8")
     command = ServerCommand.resolve(variant.load("v", tmp_path), platform="cpu")
-    plan, (trouble_met,) = find_recorded_plan(command)
+    plan, (trouble_met,) = start.find_recorded_plan(command, warn)
     assert plan is None
     assert trouble_met.description.startswith("would give other tokens on cpu: An FP8 KV cache")
 
@@ -236,7 +236,7 @@ def test_a_start_without_a_plan_is_refused_by_its_flags_alone(resolve, tmp_path,
 def test_a_start_without_a_plan_is_said_on_a_gpu_alone(resolve, tmp_path, capfd, platform, said):
     resolve("VLLM_CPU_KVCACHE_SPACE=1", kv_cache_dtype="auto")
     command = ServerCommand.resolve(variant.load("v", tmp_path), platform=platform)
-    assert find_recorded_plan(command) == (None, ())
+    assert start.find_recorded_plan(command, warn) == (None, ())
     printed = " ".join(capfd.readouterr().err.split())
     assert said in printed
     assert bool(printed) is bool(said)
