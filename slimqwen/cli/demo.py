@@ -158,20 +158,19 @@ def _conclude(found: DemoRecords) -> Iterator[str]:
     verdicts = {part: _judge(part, paths) for part, paths in found.records.items()}
     speed = verdicts.pop("speed", None)
     slow = [name for name, check in _record_settings().load_checks(variant).items() if check.takes_minutes]
-    left_out = f" ({', '.join(slow)} not checked: `slimqwen gate --variant {_VARIANT}`)"
-    gated = choice.judged_by_gate(variant)
+    path, gate = choice.judged_by_gate(variant) or (variant.folder, None)
+    before = gate.verdicts if gate else {}
+    left_out = ", ".join(name for name in slow if name not in before)
+    cure = f" ({left_out} not checked: `slimqwen gate --variant {_VARIANT}`)" if left_out else ""
     for part, outcome in {**verdicts, **({"speed": speed} if speed else {}), **found.missing}.items():
         yield f"  {part:<11} {outcome}"
-    if gated:
-        path, gate = gated
-        left_out = ""
-        for name in slow:
-            yield f"  {name:<11} {gate.verdicts[name]}, by {relative(path)}"
+    for name in before.keys() & slow:
+        yield f"  {name:<11} {before[name]}, by {relative(path)}"
     decision = choice.decide(
         choice.Case(
             variant=_VARIANT,
             baseline=_BASELINE,
-            verdict=overall([*verdicts.values(), *([gate.verdict] if gated else [])]),
+            verdict=overall([*verdicts.values(), *([gate.verdict] if gate else [])]),
             is_faster=None if speed is None else speed == Verdict.PASS,
             unchecked=[part for part in found.missing if part != "speed"],
             doubts=choice.object_to(store.read_measurements(variant.folder).status),
@@ -179,7 +178,7 @@ def _conclude(found: DemoRecords) -> Iterator[str]:
     )
     is_short = found.missing and not decision.is_final
     again = "; `slimqwen demo` measures again what is missing" if is_short else ""
-    yield f"  {'serve':<11} slimqwen serve --variant {decision.serve}: {decision.reason}{again}{left_out}"
+    yield f"  {'serve':<11} slimqwen serve --variant {decision.serve}: {decision.reason}{again}{cure}"
 
 
 def _record_settings() -> "RecordSettings":
