@@ -15,13 +15,16 @@ from slimqwen.bench import BenchError
 from slimqwen.bench.load_shapes import SHAPES, SUFFIX_TOKENS
 from slimqwen.records.settings import OWN, Settings, find_own_evaluation
 from slimqwen.text.corpus import resolve_text
+from slimqwen.text.tables import find_table
 from slimqwen.variant import Variant
 from slimqwen.yaml_file import YamlText
 
 TO_MAX_NUM_SEQS = "1..max_num_seqs"
 """Concurrency of a class that stands for several classes: 1, 2, 4, … up to the sequences that a server runs at once."""
 
-_OWN_PROMPTS = "prompts.jsonl"
+
+_PROMPTS = "prompts"
+"""Name without its ending of the file of an own evaluation's prompts."""
 
 UNLIMITED = "unlimited"
 """Concurrency of a class whose requests are all sent at once."""
@@ -173,6 +176,15 @@ class Workload(Settings):
     output_tokens: Annotated[int, Field(ge=2)] | None = None
 
     @classmethod
+    def _load_own(cls, name: str, root: Path) -> "Workload":
+        settings = super()._load_own(name, root)
+        if settings.prompts or settings.documents:
+            return settings
+        return settings.model_copy(
+            update={"prompts": OWN / name / find_table(root / OWN / name, _PROMPTS).name}
+        )
+
+    @classmethod
     def _from_text(cls, text: YamlText, name: str) -> "Workload":
         content = text.content
         if not isinstance(content, dict) or "classes" in content or "output_tokens" not in content:
@@ -180,8 +192,7 @@ class Workload(Settings):
         # The lengths of own prompts are not known before a tokenizer has counted them: see `of_own_prompts`.
         only = PromptClass(name="own", prompt_tokens=1, output_tokens=2, requests=2)
         own = {"documents": "", "seed": 0, "reference_context_tokens": 1, "min_tokens": 2, "classes": (only,)}
-        file = OWN / name / _OWN_PROMPTS
-        return super()._from_text(replace(text, content={**own, "prompts": file, **content}), name)
+        return super()._from_text(replace(text, content={**own, **content}), name)
 
     def inputs(self, root: Path) -> list[Path]:
         """The workload's files, and its prompts or documents."""
@@ -290,4 +301,4 @@ class Workload(Settings):
 def name_workload(variant: Variant) -> str:
     """Name of a variant's default workload: its own evaluation if that has prompts, else `classes`."""
     own = find_own_evaluation(variant)
-    return own.name if own and (own / _OWN_PROMPTS).is_file() else "classes"
+    return own.name if own and find_table(own, _PROMPTS).is_file() else "classes"

@@ -4,6 +4,7 @@ import gc
 import io
 import logging
 import os
+import re
 import resource
 import signal
 import sys
@@ -179,7 +180,29 @@ def _flush_output() -> int:
 
 def show_error(message: str) -> None:
     """Print an expected error on stderr."""
-    errors.print(f"error: {message}", markup=False)
+    errors.print(f"error: {from_here(message)}", markup=False)
+
+
+def from_here(text: str) -> str:
+    """Text whose paths of files of the repository are named as the shell's working folder needs them.
+
+    The library names files from the root of the repository. A user may stand in another folder, of his own repository
+    for example, where such a path leads nowhere.
+    """
+    root = variant.repository_root()
+    with suppress(OSError):  # the working folder is gone
+        if Path.cwd() != root:
+            return _PATH.sub(lambda match: _name_from_here(match[0], root), text)
+    return text
+
+
+_PATH = re.compile(r"(?<![\w./=~-])\w[\w.@+-]*(?:/[\w.@+-]+)+")
+"""A relative path in a message; no part of a longer one, and no value of a line of config.env."""
+
+
+def _name_from_here(path: str, root: Path) -> str:
+    is_of_root = (root / path.rstrip(".")).exists() and not Path(path.rstrip(".")).exists()
+    return str(relative(root / path)) if is_of_root else path
 
 
 def show_usage_error(error: typer.TyperException) -> None:

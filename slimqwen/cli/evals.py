@@ -8,6 +8,7 @@ from slimqwen.cli.console import (
     EXIT_CODES,
     Judge,
     command,
+    from_here,
     measuring,
     progress_bar,
     say,
@@ -52,7 +53,7 @@ def quality(
     named = Suite.load(suite or variant.evaluation, variant.root)
     for line in (named.describe_questions(variant.root), named.describe_left_out()):
         if line:
-            say(line)
+            say(from_here(line))
     with progress_bar() as progress:
         path = quality.measure_quality(
             variant,

@@ -9,7 +9,7 @@ import typer
 
 from slimqwen import api
 from slimqwen import variant as variants
-from slimqwen.cli.console import console, progress_bar, relative, say, table
+from slimqwen.cli.console import console, from_here, progress_bar, relative, say, table
 from slimqwen.cli.options import VariantOption
 from slimqwen.errors import SlimqwenError
 from slimqwen.variant import Variant
@@ -187,11 +187,12 @@ def corpus(
         counts = (row[key] for key in ("documents", "duplicates", "near_duplicates", "taken", "tokens"))
         rows.add_row(row["name"], f"{row['weight']:g}", *map(str, counts))
     console.print(rows)
-    for row in manifest["sources"]:
-        if row["ran_out"]:
-            say(f"{row['name']} has too little text; the other sources fill its share")
     if manifest["tokens"] < manifest["tokens_wanted"]:
-        say(f"all sources together have only {manifest['tokens']} of {manifest['tokens_wanted']} tokens")
+        say(f"all sources together have {manifest['tokens']:,} of {manifest['tokens_wanted']:,} tokens")
+    else:
+        for row in manifest["sources"]:
+            if row["ran_out"]:
+                say(f"{row['name']} has too little text; the other sources fill its share")
     say(f"text: {output}, manifest: {calibration_mix.manifest_path(output)}")
 
 
@@ -241,7 +242,7 @@ def _show_dry_run(variant: Variant) -> None:
     if faults:
         raise RecipeError(*faults)
     if understood := _describe_questions(variant):
-        say(understood)
+        say(from_here(understood))
     for line in variant_recipe.lacking_space(costs, variant.root / "weights" / "store"):
         say(line)
 

@@ -2,10 +2,13 @@
 
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Final
 
 from slimqwen.errors import SlimqwenError
 from slimqwen.evals.checks import GateSettings
+from slimqwen.text.files import CorpusError
 from slimqwen.text.prompts import parse_own_prompts
+from slimqwen.text.tables import find_table, is_table
 from slimqwen.variant import Variant
 
 
@@ -21,15 +24,49 @@ def list_faults(variant: Variant, folder: Path, further: Iterable[Callable[[], o
         further: readers of other files; each raises a SlimqwenError with the faults that it finds.
     """
     root, faults = variant.root, []
-    prompts = folder / "prompts.jsonl"
-    readers: list[Callable[[], object]] = [lambda: parse_own_prompts(prompts)] if prompts.is_file() else []
+    readers: list[Callable[[], object]] = [lambda: _check_prompts(folder)]
     try:
-        readers += GateSettings.load(folder.name, root).input_readers(variant)
+        gate = GateSettings.load(folder.name, root)
     except SlimqwenError as error:
         faults += error.faults
+    else:
+        readers += [lambda: _check_names(folder, gate), *gate.input_readers(variant)]
     for read in (*readers, *further):
         try:
             read()
         except SlimqwenError as error:
             faults += error.faults
     return list(dict.fromkeys(faults))  # two checks may read the same file
+
+
+_NAMES: Final = {
+    **dict.fromkeys(("gate", "suite", "workload"), "yaml"),
+    **dict.fromkeys(("texts", "questions", "prompts"), "jsonl"),
+}
+"""The files of an own evaluation without their endings, each with an ending by which it is read."""
+
+
+def _check_names(folder: Path, gate: GateSettings) -> None:
+    """Name each file that is called like one of an own evaluation's but is not read, such as suite.yml or prompts.txt.
+
+    Raises:
+        CorpusError: there is such a file.
+    """
+    root, faults = folder.parents[2], []
+    named = {file for settings in gate.sections for file in settings.inputs(root)}
+    for file in sorted(folder.iterdir()):
+        name = file.name.partition(".")[0].lower()
+        is_data = is_table(file) or file.suffix in (".txt", ".yml", ".yaml")
+        is_read = file.name == f"{name}.{_NAMES.get(name)}"
+        if name in ("questions", "prompts"):
+            is_read = is_table(file) and file.name.startswith(name)
+        if name in _NAMES and is_data and not is_read and file not in named:
+            also = ", or name it in gate.yaml" if name == "texts" else ""
+            faults.append(f"{file}: not read; call it {name}.{_NAMES[name]}{also}")
+    if faults:
+        raise CorpusError(*faults)
+
+
+def _check_prompts(folder: Path) -> None:
+    if (file := find_table(folder, "prompts")).is_file():
+        parse_own_prompts(file)

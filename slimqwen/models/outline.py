@@ -21,6 +21,23 @@ _LAYER = re.compile(r"(?!mtp\.)(?:.*\.)?layers\.\d+\.")
 
 
 @dataclass(frozen=True)
+class SampledTexts:
+    """Outputs of its own model that lie beside a checkpoint: how many there are at most, and how long, in tokens.
+
+    Attributes:
+        sampled: number of those to train on.
+        held_out: number of those to measure on.
+        prompt: longest prompt.
+        continuation: longest continuation.
+    """
+
+    sampled: int
+    held_out: int
+    prompt: int
+    continuation: int
+
+
+@dataclass(frozen=True)
 class Outline:
     """The facts about a checkpoint that its headers give, or the parameters of the stages that will make it.
 
@@ -31,6 +48,7 @@ class Outline:
         tensors: tensors by name; if the checkpoint does not exist yet, only their dtype and shape are valid.
         other_bytes: size of all else in the checkpoint, bytes.
         num_tokens: number of tokens of the tokenizer; None if the tokenizer is not on this machine.
+        outputs: the model's own outputs that an earlier stage samples; None if none does.
     """
 
     name: str
@@ -39,6 +57,7 @@ class Outline:
     tensors: Mapping[str, TensorInfo] = field(repr=False)
     other_bytes: int = 0
     num_tokens: int | None = None
+    outputs: SampledTexts | None = None
 
     @classmethod
     def read(cls, folder: Path) -> "Outline":
@@ -135,6 +154,10 @@ class Outline:
                 parts = packed_linear(name, info.shape, packed)
                 tensors |= {part: _predicted(dtype, size) for part, (dtype, size) in parts.items()}
         return replace(self, config=config, tensors=tensors)
+
+    def with_outputs(self, outputs: SampledTexts) -> "Outline":
+        """The outline with outputs of its own model beside it."""
+        return replace(self, outputs=outputs)
 
     def _with_text(self, changes: Mapping[str, Any]) -> dict[str, Any]:
         if "text_config" in self.config:

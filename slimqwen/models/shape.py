@@ -85,6 +85,10 @@ class Shape:
         config = untied(self.config) if "lm_head" in kinds else self.config
         return replace(self, config=config, quantised={**self.quantised, **kinds})
 
+    def with_outputs(self, outputs: object) -> "Shape":
+        """The same model: texts beside a checkpoint have no dimensions."""
+        return self
+
     @property
     def _is_text_only(self) -> bool:
         """Whether config.json describes a language model without a vision tower."""

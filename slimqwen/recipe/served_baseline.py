@@ -59,7 +59,7 @@ def compare_drafts(
 def _measure_length(source: Path, baseline: Path, depth: int, progress: Progress) -> float:
     from slimqwen.serving.draft_counts import count_drafts_in_vllm
 
-    progress("drafts of the served baseline", 0, 0)
+    progress("measuring the drafts of the served baseline in vLLM", 0, 0)
     held_out = [output for output in read_outputs(source) if output.held_out]
     first, second = (read_tokenizer(folder / "tokenizer.json") for folder in (source, baseline))
     # The ids are those of the stage's input, whose vocabulary may be pruned; the text is the same.

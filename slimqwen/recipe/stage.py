@@ -7,7 +7,7 @@ from typing import Any, Protocol, Self, TypeVar
 from pydantic import BaseModel, ConfigDict
 
 from slimqwen.errors import SlimqwenError
-from slimqwen.models.outline import Outline
+from slimqwen.models.outline import Outline, SampledTexts
 from slimqwen.models.shape import Packing
 
 Facts = dict[str, str | int | float | bool | list[int] | list[float]]
@@ -85,6 +85,9 @@ class Dimensions(Protocol):
 
     def with_packing(self, kinds: Mapping[str, Packing]) -> Self:
         """The dimensions with the given kinds of linears packed."""
+
+    def with_outputs(self, outputs: SampledTexts) -> Self:
+        """The dimensions with outputs of their own model beside the checkpoint."""
 
 
 D = TypeVar("D", bound=Dimensions)

@@ -12,12 +12,15 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from slimqwen.text.chats import ChatRenderer
 from slimqwen.text.corpus import resolve_text
 from slimqwen.text.documents import read_documents
-from slimqwen.text.files import CorpusError, file_format, parse_json, reading
+from slimqwen.text.files import CorpusError, file_format
+from slimqwen.text.tables import TextRow, read_rows
 
 Tokens = list[int]
 
 _MOST_FAULTS = 20
-"""Faults of a prompts.jsonl that are named."""
+"""Faults of own prompts that are named."""
+
+_PROMPT_COLUMNS = ("prompt", "messages", "tools", "output_tokens")
 
 
 class UsedUpError(CorpusError):
@@ -32,7 +35,8 @@ class UsedUpError(CorpusError):
         parts = [f"{prompts} lack {tokens:,} tokens" for prompts, tokens in lacking.items()]
         whole = f", {sum(lacking.values()):,} in all" if len(parts) > 1 else ""
         super().__init__(
-            f"{source} is used up: {', '.join(parts)}{whole}; add text, or ask for fewer or shorter prompts"
+            f"{source} is used up: {', '.join(parts)}{whole}; add texts or divide long ones, as no two prompts share "
+            "one, or ask for fewer or shorter prompts"
         )
         self.source, self.lacking = source, lacking
 
@@ -73,11 +77,11 @@ def documents(source: str, seed: int, root: Path, *, skips_faults: bool = False)
 
 
 class OwnPrompt(BaseModel):
-    """One line of prompts.jsonl of an own evaluation."""
+    """One row of the prompts of an own evaluation."""
 
     model_config = ConfigDict(
         extra="allow", frozen=True
-    )  # lines may be whole requests, of which the rest is not sent
+    )  # rows may be whole requests, of which the rest is not sent
 
     prompt: str | None = Field(default=None, min_length=1)
     messages: list[Any] | None = Field(default=None, min_length=1)
@@ -151,26 +155,43 @@ class PromptCutter:
 
 
 def parse_own_prompts(file: Path) -> list[OwnPrompt]:
-    """Read the lines of a prompts.jsonl.
+    """Read the prompts of an own evaluation: rows of a table, or texts of a JSON list.
 
     Raises:
-        CorpusError: the file cannot be read, lines are neither {"prompt": text} nor {"messages": […], "tools": […]},
-            each of which it names, or there are fewer than two lines.
+        CorpusError: the file cannot be read, rows have neither `prompt` nor `messages`, each of which it names, or
+            there are fewer than two.
     """
     parsed: list[OwnPrompt] = []
     faults: list[str] = []
-    with reading(file), file.open("rb") as stream:
-        for number, line in enumerate(filter(bytes.strip, stream), start=1):
-            try:
-                parsed.append(OwnPrompt.model_validate(parse_json(line, is_first=number == 1)))
-            except ValueError as error:  # among them pydantic's
-                faults += _unusable_prompt(file, number, error).faults
-    if len(parsed) + len(faults) < 2:
-        found = len(parsed) + len(faults)
+    for row in read_rows(file, _PROMPT_COLUMNS):
+        try:
+            if row.fault is not None:
+                raise ValueError(row.fault)
+            parsed.append(OwnPrompt.model_validate(_prompt_fields(row)))
+        except ValueError as error:  # among them pydantic's
+            faults += _unusable_prompt(row.location, error).faults
+    found = len(parsed) + len(faults)
+    if found < 2:
         faults.append(f"{file}: {found} prompts are too few for an interval; write 2 or more")
     if faults:
         raise CorpusError(*faults[:_MOST_FAULTS])
     return parsed
+
+
+def _prompt_fields(row: TextRow) -> object:
+    """The fields of an `OwnPrompt`; in a cell of a table, a chat and its tools are JSON, and an empty one says nothing.
+
+    Raises:
+        ValueError: a cell is not JSON.
+    """
+    if isinstance(row.content, str):
+        return {"prompt": row.content}
+    if file_format(row.file) not in (".csv", ".tsv") or not isinstance(row.content, Mapping):
+        return row.content
+    cells = {name: value for name, value in row.content.items() if value}
+    return {
+        name: json.loads(value) if name in ("messages", "tools") else value for name, value in cells.items()
+    }
 
 
 def read_own_prompts(file: Path, weights: Path) -> list[tuple[Tokens, int | None]]:
@@ -189,7 +210,7 @@ def read_own_prompts(file: Path, weights: Path) -> list[tuple[Tokens, int | None
             text = own.prompt or renderer.render(own.messages or [], own.tools, to_continue=True)
         # Templates raise exceptions of any type.
         except Exception as error:
-            faults += _unusable_prompt(file, number, error).faults
+            faults += _unusable_prompt(f"{file}, prompt {number}", error).faults
             continue
         tokens = list(renderer.tokenizer(text, add_special_tokens=False)["input_ids"])
         prompts.append((tokens, own.output_tokens))
@@ -198,9 +219,9 @@ def read_own_prompts(file: Path, weights: Path) -> list[tuple[Tokens, int | None
     return prompts
 
 
-def _unusable_prompt(file: Path, number: int, error: Exception) -> CorpusError:
+def _unusable_prompt(place: str, error: Exception) -> CorpusError:
     reason = " ".join(str(error).split())[:200]
-    return CorpusError(f"{file}, prompt {number}: unusable ({reason}); correct or remove it")
+    return CorpusError(f"{place}: unusable prompt ({reason}); correct or remove it")
 
 
 def digest(prompts: list[Tokens]) -> str:

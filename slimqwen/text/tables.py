@@ -82,6 +82,29 @@ def name_numbers(unit: str, numbers: Sequence[int]) -> str:
     return f"{unit}{'s' if len(numbers) > 1 else ''} {', '.join(map(str, numbers[:3]))}{more}"
 
 
+def find_table(folder: Path, name: str) -> Path:
+    """The file of a folder that is called `name` and ends as a table does; `name`.jsonl if there is none.
+
+    Raises:
+        CorpusError: there are several.
+    """
+    found = [file for file in sorted(folder.glob(f"{name}.*")) if file.is_file() and is_table(file)]
+    if len(found) > 1:
+        names = " and ".join(file.name for file in found)
+        raise CorpusError(
+            f"{folder} has {names}; keep the one that holds the {name}, and move the other away"
+        )
+    return found[0] if found else folder / f"{name}.jsonl"
+
+
+def is_table(file: Path) -> bool:
+    """Whether a file ends in one of the formats that have rows: all but .txt."""
+    try:
+        return file_format(file) != ".txt"
+    except CorpusError:
+        return False
+
+
 def read_rows(file: Path, columns: Iterable[str]) -> Iterator[TextRow]:
     """Yield the rows of a file; those that cannot be parsed have a `fault`.
 

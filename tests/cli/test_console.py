@@ -157,6 +157,25 @@ def test_the_time_of_the_start_foretells_nothing(monkeypatch):
     assert lines == ["texts …", "texts 1/18", "texts 7/18, about 2 min left"]
 
 
+def test_a_message_names_files_of_the_repository_from_the_working_folder(monkeypatch, tmp_path):
+    root = variant.repository_root()
+    message = (
+        "eval/own.yaml:3: no 'weights/tiny', a/own.yaml, VLLM_MODEL=weights/tiny; see /eval. In weights/tiny."
+    )
+    shown = {
+        root: message,
+        root / "eval": message.replace("eval/own", "own", 1)
+        .replace("'weights", "'../weights")
+        .replace("In ", "In ../"),
+        tmp_path: message.replace("eval/own", f"{root}/eval/own", 1)
+        .replace("'weights", f"'{root}/weights")
+        .replace("In ", f"In {root}/"),
+    }
+    for folder, expected in shown.items():
+        monkeypatch.chdir(folder)
+        assert console.from_here(message) == expected
+
+
 def test_files_are_named_from_the_working_folder(monkeypatch):
     root = variant.repository_root()
     file = root / "experiments" / "tiny" / "config.env"

@@ -80,7 +80,7 @@ def test_an_evaluation_without_its_files_lacks_each_once(root: Path) -> None:
         "eval/own/mine/texts.jsonl: cannot be read (No such file or directory); put a readable file there",
         "eval/own/mine/texts.jsonl is used up: 24 prompts of 32 tokens (short) lack 768 tokens, 24 prompts of 256 "
         "tokens (medium) lack 6,144 tokens, 24 prompts of 1024 tokens (long) lack 24,576 tokens, 31,488 in all; add "
-        "text, or ask for fewer or shorter prompts",
+        "texts or divide long ones, as no two prompts share one, or ask for fewer or shorter prompts",
         "eval/own/mine/questions.jsonl: cannot be read (No such file or directory); put the questions there",
     ]
 
@@ -90,8 +90,8 @@ def test_every_file_of_an_evaluation_is_checked_at_once(root: Path) -> None:
     (root / OWN / "prompts.jsonl").write_text('{"prompt": "?"}\n{"text": "?"}\n{"prompt"}\n')
     (root / OWN / "texts.jsonl").write_text("".join(PASSAGES[:9]) + '{"txt": ""}\n' + "".join(PASSAGES[9:18]))
     first, second, third, lacking, fourth, fifth = faults_of(root, VLLM_MAX_MODEL_LEN="96")
-    assert "prompts.jsonl, prompt 2: unusable (" in first
-    assert "prompts.jsonl, prompt 3: unusable (not JSON" in second
+    assert "prompts.jsonl, line 2: unusable prompt (" in first
+    assert "prompts.jsonl, line 3: unusable prompt (not JSON" in second
     assert third.startswith("eval/own/mine/texts.jsonl, line 10: neither a text nor a chat")
     assert "questions.jsonl, line 1: answer: Field required" in fourth
     assert "questions.jsonl, line 2: answer: write it as text" in fifth
@@ -99,7 +99,7 @@ def test_every_file_of_an_evaluation_is_checked_at_once(root: Path) -> None:
     (root / OWN / "texts.jsonl").write_text("".join(PASSAGES[:18]))
     assert lacking in faults_of(root, VLLM_MAX_MODEL_LEN="96")
     assert re.fullmatch(
-        r"eval/own/mine/texts\.jsonl is used up: 24 prompts of 32 tokens \(.* tokens.*; add text, .*", lacking
+        r"eval/own/mine/texts\.jsonl is used up: 24 prompts of 32 tokens \(.* tokens.*; add texts .*", lacking
     )
 
 
@@ -107,6 +107,19 @@ def test_a_sound_evaluation_has_no_fault(root: Path) -> None:
     write_questions(root, ASKED)
     (root / OWN / "texts.jsonl").write_text("".join(PASSAGES))
     assert faults_of(root) == []
+
+
+def test_a_file_that_is_called_like_one_of_an_evaluation_but_not_read_is_named(root: Path) -> None:
+    write_questions(root, ASKED)
+    (root / OWN / "texts.jsonl").write_text("".join(PASSAGES))
+    for name in ("suite.yml", "prompts.txt", "Prompts.json", "questions.csv.bak", "notes.txt"):
+        (root / OWN / name).touch()
+    unread = [fault.partition(": ")[::2] for fault in faults_of(root)]
+    assert unread == [
+        ("eval/own/mine/Prompts.json", "not read; call it prompts.jsonl"),
+        ("eval/own/mine/prompts.txt", "not read; call it prompts.jsonl"),
+        ("eval/own/mine/suite.yml", "not read; call it suite.yaml"),
+    ]
 
 
 def test_each_fault_of_the_settings_is_named_at_its_line(root: Path) -> None:

@@ -385,3 +385,18 @@ def test_space_is_counted_over_all_stages_and_memory_for_each(
     )
     assert "needs about 2.0 GiB of disk more than are free" in rest[1]
     assert disk == memory
+
+
+def test_the_time_of_training_follows_the_outputs_that_the_recipe_samples(tmp_path: Path) -> None:
+    (tmp_path / "t.jsonl").write_text('{"text": "a"}\n')
+    seconds = []
+    for sampled in ("texts: 1024", "texts: 64, held_out: 8, tokens: 16"):
+        file = tmp_path / "recipe.yaml"
+        file.write_text(
+            "description: d\nbase: b\nstages:\n"
+            f"  - sample_outputs: {{prompts: {{path: t.jsonl}}, {sampled}}}\n"
+            "  - trim_draft_vocab: {}\n  - redistill_mtp: {}\n"
+        )
+        steps = recipe_file.read_recipe(file).steps
+        seconds.append(inspect_steps(steps, outline_of_tiny(), tmp_path / "store")[1][-1].seconds)
+    assert seconds[1] < seconds[0] / 2

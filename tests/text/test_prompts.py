@@ -118,6 +118,21 @@ def test_own_prompts_are_text_as_it_is_or_chats_by_the_template(tmp_path: Path) 
 
 
 @pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("prompts.json", '["Once", "Twice"]'),
+        ("prompts.json", '[{"prompt": "Once"}, {"prompt": "Twice", "output_tokens": 9}]'),
+        ("prompts.csv", "\ufeffoutput_tokens;prompt\n;Once\n9;Twice\n"),
+    ],
+)
+def test_own_prompts_are_a_list_of_texts_or_a_table(tmp_path: Path, name: str, text: str) -> None:
+    (tmp_path / name).write_text(text, encoding="utf-8")
+    once, twice = prompts.parse_own_prompts(tmp_path / name)
+    assert (once.prompt, once.output_tokens, twice.prompt) == ("Once", None, "Twice")
+    assert twice.output_tokens == (9 if "output" in text else None)
+
+
+@pytest.mark.parametrize(
     ("row", "fault"),
     [
         ({"text": "?"}, "give either prompt or messages"),
@@ -131,7 +146,7 @@ def test_own_prompts_are_text_as_it_is_or_chats_by_the_template(tmp_path: Path) 
 def test_an_own_prompt_that_cannot_be_sent_is_named(tmp_path: Path, row: object, fault: str) -> None:
     file = tmp_path / "prompts.jsonl"
     file.write_text("\n".join(map(json.dumps, [{"prompt": "?"}, row])))
-    with pytest.raises(CorpusError, match=rf"prompts\.jsonl, prompt 2: unusable \(.*{fault}"):
+    with pytest.raises(CorpusError, match=rf"prompts\.jsonl.* 2: unusable prompt \(.*{fault}"):
         prompts.read_own_prompts(file, repository_root() / "weights" / "tiny")
     file.write_text(json.dumps({"prompt": "Once"}))
     with pytest.raises(CorpusError, match="1 prompts are too few"):

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final
 
-from slimqwen.text.files import CorpusError, file_format
+from slimqwen.text.files import file_format
 from slimqwen.text.tables import TextRow, read_rows
 
 _LETTERS: Final = tuple("abcdefghijklmnopqrstuvwxyz")
@@ -18,28 +18,6 @@ COLUMNS: Final = (
     *_LETTERS,
 )
 """Columns that are read; the first ones are those that messages name."""
-
-
-def find_questions(folder: Path) -> Path:
-    """The file of a folder that holds its questions; questions.jsonl if there is none.
-
-    Raises:
-        CorpusError: there are several.
-    """
-    found = [file for file in sorted(folder.glob("questions.*")) if file.is_file() and _is_table(file)]
-    if len(found) > 1:
-        names = " and ".join(file.name for file in found)
-        raise CorpusError(
-            f"{folder} has {names}; keep the one that holds the questions, and move the other away"
-        )
-    return found[0] if found else folder / "questions.jsonl"
-
-
-def _is_table(file: Path) -> bool:
-    try:
-        return file_format(file) != ".txt"
-    except CorpusError:
-        return False
 
 
 def read_question_rows(file: Path) -> Iterator[tuple[TextRow, dict[str, Any]]]:

@@ -17,13 +17,13 @@ from pydantic import (
 
 from slimqwen.evals.suites import questions
 from slimqwen.evals.suites.datasets import HubDataset, is_fetched
-from slimqwen.evals.suites.question_rows import find_questions
 from slimqwen.evals.suites.questions import Question
 from slimqwen.evals.suites.scorer import Metric
 from slimqwen.identity.source import reach
 from slimqwen.records.settings import OWN, Settings
 from slimqwen.records.split import Side, Split
 from slimqwen.stats import sequential
+from slimqwen.text.tables import find_table
 from slimqwen.text.text_prefix import Prefix
 from slimqwen.yaml_file import YamlText
 
@@ -247,10 +247,10 @@ class Suite(Settings):
         if self.questions is None:
             return None
         with contextlib.chdir(root):  # so that messages have relative paths
-            return find_questions(OWN / self.name)
+            return find_table(OWN / self.name, "questions")
 
     def describe_questions(self, root: Path) -> str | None:
-        """What was understood of the questions of an own evaluation, in a line; None for other suites.
+        """What was understood of the questions of an own evaluation, and how many would decide; None for other suites.
 
         Raises:
             CorpusError: as `require_questions`.
@@ -258,7 +258,9 @@ class Suite(Settings):
         if self.questions is None:
             return None
         found = questions.describe(self.read_questions(root), self.questions.metric)
-        return f"{self.questions_file(root)}: {found}"
+        (task,) = self.tasks
+        decides = f"; {task.items_to_decide:,} are planned to decide" if task.items_to_decide else ""
+        return f"{self.questions_file(root)}: {found}{decides}"
 
     def require_questions(self, root: Path) -> None:
         """Check the questions of an own evaluation; does nothing for other suites.
@@ -287,7 +289,7 @@ class Suite(Settings):
         """
         assert self.questions is not None
         with contextlib.chdir(root):  # so that messages have relative paths
-            return questions.read_questions(find_questions(OWN / self.name), self.questions.metric)
+            return questions.read_questions(find_table(OWN / self.name, "questions"), self.questions.metric)
 
     def split(self, side: Side | None) -> Split | None:
         """The named side of the split of the suite's items; None for all items."""

@@ -23,7 +23,7 @@ from slimqwen.checkpoint import draft_head
 from slimqwen.checkpoint.config import write_config
 from slimqwen.checkpoint.files import carry_side_files
 from slimqwen.checkpoint.tensors import NewTensor, TensorInfo, from_torch, list_tensors, rewrite, torch_dtype
-from slimqwen.models.outline import Outline
+from slimqwen.models.outline import Outline, SampledTexts
 from slimqwen.progress import Progress
 from slimqwen.recipe.head_training import POSITIONS, HeadTraining, Training
 from slimqwen.recipe.sampled_outputs import Output, read_outputs
@@ -36,8 +36,11 @@ AGREEMENT = 0.05
 """Largest allowed relative difference between the acceptance lengths measured here and in vLLM."""
 
 _IMPORTS_BYTES = 3 * 2**30
-_TEXTS, _TOKENS_PER_TEXT = 1120, 224
-"""Default number of texts of `sample_outputs`, and of tokens of a prompt with its continuation."""
+_OUTPUTS = SampledTexts(sampled=1024, held_out=96, prompt=128, continuation=96)
+"""Outputs by the defaults of `sample_outputs`, where the recipe does not say which there will be."""
+
+_SHARE_OF_LENGTHS = 0.5
+"""How long outputs are beside the limits of `sample_outputs`, roughly: responses end, and few prompts reach theirs."""
 
 
 class RedistillParameters(HeadTraining):
@@ -179,15 +182,22 @@ def needs(outline: Outline, parameters: RedistillParameters) -> Needs:
     text = outline.text
     hidden, vocabulary = text["hidden_size"], text["vocab_size"]
     head = sum(info.elements for name, info in outline.tensors.items() if name.startswith("mtp."))
-    training = 5 * head + 6 * POSITIONS * vocabulary
-    numbers = outline.num_table_weights + max(training, head + 2 * outline.num_layer_weights)
-    scores = 4 * parameters.depth * hidden * vocabulary
-    texts = parameters.steps * parameters.batch
-    passes = _TEXTS * outline.num_weights + texts * (3 * parameters.depth * head + scores)
+    trained = 5 * head + 6 * POSITIONS * vocabulary
+    numbers = outline.num_table_weights + max(trained, head + 2 * outline.num_layer_weights)
+    outputs = outline.outputs or _OUTPUTS
+    count, tokens = outputs.sampled + outputs.held_out, outputs.prompt + outputs.continuation
+    # Every held-out text is read again for each token by which it is extended.
+    passes = (count + outputs.held_out * (parameters.depth - 1)) * tokens * outline.num_weights
+    drafted = int(outline.text.get(draft_head.SIZE_KEY) or vocabulary)
+    students = drafted if parameters.rows == "drafted" else vocabulary
+    # Only positions of continuations are scored: logits forward, again in the backward pass because none are kept, and
+    # the gradient of the head's states.
+    scores = outputs.continuation * parameters.depth * hidden * (2 * vocabulary + 3 * students)
+    training = parameters.steps * parameters.batch * (tokens * 3 * parameters.depth * head + scores)
     return Needs(
-        disk_bytes=outline.disk_bytes + 2 * 4 * _TEXTS * _TOKENS_PER_TEXT * hidden,
+        disk_bytes=outline.disk_bytes + 2 * 4 * count * tokens * hidden,
         memory_bytes=_IMPORTS_BYTES + max(4 * numbers, outline.disk_bytes),
-        operations=2 * _TOKENS_PER_TEXT * passes,
+        operations=2 * _SHARE_OF_LENGTHS * (passes + training),
         fixed_seconds=90,
     )
 

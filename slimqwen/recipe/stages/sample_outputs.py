@@ -19,10 +19,10 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from slimqwen.checkpoint.files import carry_all
-from slimqwen.models.outline import Outline
+from slimqwen.models.outline import Outline, SampledTexts
 from slimqwen.progress import Progress
 from slimqwen.recipe.sampled_outputs import OUTPUTS
-from slimqwen.recipe.stage import TORCH_ENVIRONMENT, Facts, Fault, Needs, Parameters, Stage
+from slimqwen.recipe.stage import TORCH_ENVIRONMENT, D, Facts, Fault, Needs, Parameters, Stage
 from slimqwen.recipe.text_check import inspect_text
 from slimqwen.text.chats import ChatRenderer, require_text_or_chat
 from slimqwen.text.corpus import TextSource, file_digest
@@ -142,6 +142,12 @@ def inspect_prompts(outline: Outline, parameters: SampleOutputsParameters) -> It
     yield from inspect_text(outline, "prompts", parameters.prompts, least_documents=total, or_prompt=True)
 
 
+def reshape(shape: D, parameters: SampleOutputsParameters) -> D:
+    """The dimensions of the output: those of the input, with the texts beside it."""
+    sizes = parameters.texts, parameters.held_out, parameters.prompts.longest, parameters.tokens
+    return shape.with_outputs(SampledTexts(*sizes))
+
+
 def data(parameters: SampleOutputsParameters) -> dict[str, str]:
     """Digests of the text of the prompts."""
     return {"prompts": file_digest(parameters.prompts.path, "prompts")}
@@ -182,6 +188,7 @@ STAGE = Stage(
     run=write_sampled_outputs,
     needs=needs,
     inspect=inspect_prompts,
+    reshape=reshape,
     data=data,
     environment=TORCH_ENVIRONMENT,
 )

@@ -8,7 +8,6 @@ import pytest
 from pyarrow import parquet
 
 from slimqwen.evals.suites import questions
-from slimqwen.evals.suites.question_rows import find_questions
 from slimqwen.text.files import CorpusError
 
 TABLE = """Question;Answer;Answer 2;Choices;Tolerance
@@ -125,16 +124,6 @@ def test_all_faults_of_a_table_come_at_once(tmp_path: Path) -> None:
         "line 8: 2 fields, but the first line has 4",
         "line 9: not JSON in a cell (Expecting ',' delimiter: line 1 column 3 (char 2))",
     ]
-
-
-def test_an_evaluation_has_one_file_of_questions(tmp_path: Path) -> None:
-    assert find_questions(tmp_path).name == "questions.jsonl"
-    (tmp_path / "questions.txt").touch()
-    (tmp_path / "questions.csv.gz").touch()
-    assert find_questions(tmp_path).name == "questions.csv.gz"
-    (tmp_path / "questions.jsonl").touch()
-    with pytest.raises(CorpusError, match=r"has questions.csv.gz and questions.jsonl; keep the one"):
-        find_questions(tmp_path)
 
 
 def test_what_was_understood_of_questions_is_one_line(tmp_path: Path) -> None:
