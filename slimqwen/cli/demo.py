@@ -23,7 +23,7 @@ _FAILED = "failed"
 def demo(
     rounds: Annotated[int, typer.Option(min=2, help="latency rounds")] = 3,
 ) -> None:
-    """Make a variant of the embedded model, judge its quality, time it, and say what to serve (6 to 10 minutes)."""
+    """Make a variant of the embedded model, judge it, time it, and say what to serve (12 minutes on two cores)."""
     from slimqwen.report import site, tables
     from slimqwen.search import SearchError
 

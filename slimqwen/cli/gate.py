@@ -1,18 +1,28 @@
 """`slimqwen gate`: is a variant as good as its baseline?"""
 
+from pathlib import Path
+from typing import TYPE_CHECKING
+
 import typer
 
 from slimqwen import api
-from slimqwen.cli.console import EXIT_CODES, progress_bar, say, show_record, warn
+from slimqwen.cli.console import EXIT_CODES, from_here, progress_bar, say, show_record, warn
 from slimqwen.cli.options import GateSettingsName, VariantOption
+
+if TYPE_CHECKING:
+    from slimqwen.evals.gate import Gate
 
 _NEXT = {
     "pass": "`slimqwen bench latency {variant} --baseline` times both in turns; `slimqwen variant promote {variant}` "
     "writes the verdict into its page",
     "fail": "change what the failed check names in experiments/{variant}/, `slimqwen recipe run {variant}`, and "
     "judge it again",
-    "inconclusive": "more items decide; `slimqwen eval quality {variant} --full` and `slimqwen eval quality {baseline} "
-    "--full` score all of them, and the gate takes their records",
+    "inconclusive": "{more} would decide; then judge it again: looks are counted, and the verdict holds for all",
+}
+_MORE = {
+    "fidelity": "more texts (`texts` and `most_texts` of fidelity in the gate's settings)",
+    "acceptance": "more prompts (`prompts` of acceptance in the gate's settings)",
+    "engine": "another run of the engine check",
 }
 
 
@@ -26,11 +36,22 @@ def gate(variant: VariantOption, settings: GateSettingsName = None) -> None:
     from slimqwen.evals.checks import GateSettings  # slow to import
 
     record = show_record(judgement.path, judgement.log)
-    if (
-        left_out := GateSettings.load(record.settings_name, variant.root)
-        .suite(variant.root)
-        .describe_left_out()
-    ):
+    suite = GateSettings.load(record.settings_name, variant.root).suite(variant.root)
+    if left_out := suite.describe_left_out():
         say(left_out)
-    say(f"Next: {_NEXT[record.outcome].format(variant=variant.name, baseline=record.baseline)}.")
+    say(from_here(f"Next: {next_step(record, suite.name, suite.questions_file(variant.root))}."))
     raise typer.Exit(EXIT_CODES[record.outcome])
+
+
+def next_step(record: "Gate", suite: str, questions: Path | None) -> str:
+    """What to do after a verdict: for an inconclusive one, what each undecided check lacks.
+
+    Args:
+        suite: name of the suite by which quality was judged, every item of which an inconclusive gate has scored.
+        questions: file of the questions of an own evaluation; None for other suites.
+    """
+    more = _MORE | {
+        "quality": f"more questions in {questions}" if questions else f"a larger suite than {suite}"
+    }
+    lacking = [more[check] for check, verdict in record.verdicts.items() if verdict == "inconclusive"]
+    return _NEXT[record.verdict].format(variant=record.variant, more=" and ".join(lacking))

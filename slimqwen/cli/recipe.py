@@ -65,6 +65,7 @@ def run_variant_recipe(
     from slimqwen.recipe import variant_recipe
     from slimqwen.recipe.registry import STAGES
 
+    _announce_upgrade(variant)
     with progress_bar() as progress:
         outcomes = api.run_recipe(variant, until=until, progress=progress)
     rows = table(["stage", ""], ("time", "peak memory", "size before", "after"))
@@ -96,6 +97,25 @@ def run_variant_recipe(
             say(f"log of {outcome.stage}: {relative(outcome.log)}")
     if is_complete and variant.baseline:
         say(f"next: `slimqwen gate {variant.name}`")
+
+
+def _announce_upgrade(variant: Variant) -> None:
+    """Say before a run that it makes outputs anew for no other reason than that slimqwen or a package has changed."""
+    from slimqwen.recipe import variant_recipe
+
+    weights = variant.root / "weights" / variant.name
+    if not weights.is_symlink():
+        return  # there is nothing to keep; and the first digest of a large base takes minutes, which a run shows
+    try:
+        forecasts = variant_recipe.forecast_recipe(variant)
+    except SlimqwenError:
+        return  # the run names every fault of the recipe
+    if remade := next((each.stage for each in forecasts if each.is_upgrade), None):
+        say(
+            f"{remade} has an output, but slimqwen's code or a package has changed since: it and what follows from it "
+            f"are made anew. {relative(weights)} stays as it is until the last stage has run: Ctrl-C keeps it. "
+            f"`slimqwen recipe run {variant.name} --dry-run` names what changed."
+        )
 
 
 def _compare_with_baseline(variant: Variant, outcomes: "Sequence[runner.Outcome]") -> str | None:
@@ -225,13 +245,17 @@ def _show_dry_run(variant: Variant) -> None:
     rows = table(["stage", "would be"], ("memory", "disk", "time", ""))
     rows.add_column("why")
     for cost, forecast in zip(costs, forecasts, strict=True):
-        rows.add_row(
-            cost.step.stage.name,
-            "reused" if forecast and forecast.reused else "run",
+        is_reused = forecast is not None and forecast.reused
+        needs = (
             f"{cost.needs.memory_bytes / 1e9:.1f} GB",
             f"{cost.needs.disk_bytes / 1e9:.2f} GB",
             _duration(cost.seconds),
             "as measured here" if cost.was_measured else "by arithmetic",
+        )
+        rows.add_row(
+            cost.step.stage.name,
+            "reused" if is_reused else "run",
+            *([""] * len(needs) if is_reused else needs),
             forecast.reason if forecast else "" if faults else "its base is not here",
         )
         for change in forecast.changes if forecast else ():

@@ -29,6 +29,7 @@ class Gate(SplitRecord):
 
     kind = "gate"
     verb = "gate"
+    needs_baseline = True
 
     baseline: VariantName
     settings_name: SettingsName = Field(description="Name of the settings file in eval/gates/.")

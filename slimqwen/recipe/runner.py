@@ -81,6 +81,7 @@ class Forecast:
         reused: whether the store has the stage's output.
         reason: the reason in a few words.
         changes: ingredients that differ from the nearest stored output of the same stage.
+        is_upgrade: whether the stage has an output, and nothing but code and versions of packages differs from it.
     """
 
     stage: str
@@ -88,6 +89,7 @@ class Forecast:
     reused: bool
     reason: str
     changes: tuple[IngredientChange, ...] = ()
+    is_upgrade: bool = False
 
 
 def run_recipe(
@@ -156,7 +158,7 @@ def forecast_recipe(recipe: Recipe, weights: Path, resolve: Callable[[str], Path
             continue
         ingredients = _ingredients(step, checkpoint.digest(source))
         key = digest_of(ingredients)
-        source = store / key
+        input_, source = source, store / key
         if source.is_dir():
             forecasts.append(Forecast(name, key, True, "no ingredient has changed"))
             continue
@@ -166,11 +168,14 @@ def forecast_recipe(recipe: Recipe, weights: Path, resolve: Callable[[str], Path
             forecasts.append(Forecast(name, key, False, "never run"))
             continue
         if _is_earlier(nearest):
-            forecasts.append(Forecast(name, key, False, "its output has a key of an earlier version"))
+            same = nearest.recipe_key == _recipe_key(step, input_)
+            reason = "its output has a key of an earlier version"
+            forecasts.append(Forecast(name, key, False, reason, is_upgrade=same))
             continue
         changes = _changes(nearest.ingredients, ingredients)
         names = ", ".join(change.ingredient for change in changes)
-        forecasts.append(Forecast(name, key, False, f"changed: {names}", changes))
+        is_upgrade = all(change.ingredient.startswith(("code.", "version.")) for change in changes)
+        forecasts.append(Forecast(name, key, False, f"changed: {names}", changes, is_upgrade))
     return forecasts
 
 

@@ -291,6 +291,11 @@ def shipped_variants(root: Path) -> list[str]:
     return [name for name in names(root) if tracked is None or f"experiments/{name}/config.env" in tracked]
 
 
+def own_variants(root: Path) -> frozenset[str]:
+    """The user's own variants: those that are not shipped."""
+    return frozenset(names(root)) - frozenset(shipped_variants(root))
+
+
 def package_versions() -> dict[str, str]:
     """Versions of Python and of the installed packages that can affect a figure."""
     versions = {"python": platform.python_version()}

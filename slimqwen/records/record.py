@@ -289,6 +289,7 @@ class Record(VersionedFile):
         verb: the `slimqwen` verb that makes such a record, such as "bench startup"; empty if no verb does.
         verb_options: options beside --variant that the verb needs to write a record, such as "--record".
         looked_up: whether commands use the newest record of this kind, so that git may hold records that nothing cites.
+        needs_baseline: whether it judges a variant by its baseline, so that a baseline has no such record.
         deciding_flags: the only flags of vLLM that affect the figures, if the measurement's engine uses no others.
         units: unit by the ending of a field's name, for endings that figures.py lacks.
         leaderboard_columns: heading of a leaderboard column, by the name of the figure that the column shows.
@@ -297,6 +298,7 @@ class Record(VersionedFile):
     verb: ClassVar[str] = ""
     verb_options: ClassVar[str] = ""
     looked_up: ClassVar[bool] = False
+    needs_baseline: ClassVar[bool] = False
     deciding_flags: ClassVar[Collection[str] | None] = None
     units: ClassVar[Mapping[str, str]] = {}
     leaderboard_columns: ClassVar[Mapping[str, str]] = {}

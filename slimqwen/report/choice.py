@@ -4,7 +4,7 @@
 hardware, the demo to its own records, `search` to a finalist's proof and modelled speed, `tune` to ways to speculate.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -160,9 +160,16 @@ def measuring_command(row: Row, kind: str) -> str:
 
 
 def collect_choices(root: Path) -> list[Choice]:
-    """Apply `choose_variants` to the records of a repository."""
+    """Apply `choose_variants` to the records of a repository; the user's own variants come first."""
     records = collection.collect(root, demo=DEMO)
-    return choose_variants([row for name in variants.names(root) for row in rows_of(records, name)[0]])
+    rows = [row for name in variants.names(root) for row in rows_of(records, name)[0]]
+    return put_own_first(choose_variants(rows), rows, provenance.own_variants(root))
+
+
+def put_own_first(choices: Sequence[Choice], rows: Sequence[Row], own: Set[str]) -> list[Choice]:
+    """The choices among one's own variants, or variants of one's own baselines, before those of shipped ones."""
+    baselines = {row.baseline for row in rows if row.variant in own} | own
+    return sorted(choices, key=lambda each: each.baseline not in baselines)
 
 
 def advise_here(root: Path, baseline: str) -> list[str]:
@@ -193,8 +200,10 @@ def list_other_builds(subjects: Iterable[variants.Variant]) -> list[str]:
 
 
 def list_unjudged(root: Path) -> list[str]:
-    """Names of variants that have a baseline and a checkpoint on this machine, but no gate record."""
-    loaded = (variants.load(name, root) for name in variants.names(root))
+    """Names of variants that have a baseline and a checkpoint here, but no gate record; the user's own come first."""
+    own = provenance.own_variants(root)
+    names = sorted(variants.names(root), key=lambda name: (name not in own, name))
+    loaded = (variants.load(name, root) for name in names)
     made = (one for one in loaded if one.baseline and one.weights.is_dir())
     return [one.name for one in made if not any(store.records(one.folder, Gate))]
 

@@ -247,7 +247,7 @@ def rows_of(collection: Collection, variant: str) -> tuple[list[Row], list[Probl
                 timed=_timing(collection, timed, baseline, scored_checkpoint, problems),
                 figures=_figures(collection, variant, machine),
                 size_bytes=next(filter(None, sizes), None),
-                evidence=tuple(_evidence(collection, variant, scored_checkpoint, paired_verdicts)),
+                evidence=tuple(_evidence(collection, variant, baseline, scored_checkpoint, paired_verdicts)),
                 other_builds=tuple(builds.describe_builds(variant, [*timed, *records], present)),
                 is_remade=builds.relate(scored_checkpoint, present) == "another recipe",
             )
@@ -292,12 +292,13 @@ def _figures(
 def _evidence(
     collection: Collection,
     variant: str,
+    baseline: str | None,
     scored: MeasuredCheckpoint | None,
     paired_verdicts: Mapping[str, str],
 ) -> Iterable[Evidence]:
     """The newest record of each kind; `paired_verdicts`, by kind, replace the verdict of the record itself."""
     for kind, model in registry.kinds().items():
-        if not issubclass(model, ServedRecord):
+        if not issubclass(model, ServedRecord) or (model.needs_baseline and not baseline):
             continue
         entry = next(iter(collection.select(model, variant)), None)
         if entry is None:

@@ -24,7 +24,6 @@ from slimqwen.records.table import Table
 from slimqwen.report import choice, leaderboard, quality_pairs, tables
 from slimqwen.report.cells import cells_table
 from slimqwen.report.choice import DEMO as DEMO
-from slimqwen.report.choice import Choice
 from slimqwen.report.field import read_reports
 from slimqwen.report.leaderboard import Row
 from slimqwen.report.pareto_chart import draw_front
@@ -54,7 +53,7 @@ def build_page(root: Path, destination: Path, progress: Progress = silent) -> Si
     """
     records = collection.collect(root, demo=DEMO)
     problems = {problem.location: problem for problem in records.problems}
-    own = set(variants.names(root)) - set(provenance.shipped_variants(root))
+    own = provenance.own_variants(root)
     names = sorted(variants.names(root), key=lambda name: (name not in own, name))
     rows: list[Row] = []
     for done, name in enumerate(names):
@@ -71,7 +70,7 @@ def build_page(root: Path, destination: Path, progress: Progress = silent) -> Si
     left_out = tuple(problems[location] for location in sorted(problems))
     content = {
         "demo": demo,
-        "choices": _put_first(choice.choose_variants(rows), rows, own),
+        "choices": choice.put_own_first(choice.choose_variants(rows), rows, own),
         "leaderboard": leaderboard.leaderboard_table([row for row in rows if row.is_measured]),
         "cells": cells,
         "front": _draw_largest_front(rows, own),
@@ -98,12 +97,6 @@ def build_page(root: Path, destination: Path, progress: Progress = silent) -> Si
         Path(unfinished).unlink(missing_ok=True)
         raise
     return Site(index, len(names), len(records.records), left_out)
-
-
-def _put_first(choices: Sequence[Choice], rows: Sequence[Row], own: Set[str]) -> list[Choice]:
-    """The choices among one's own variants, or variants of one's own baselines, before those of shipped ones."""
-    baselines = {row.baseline for row in rows if row.variant in own} | own
-    return sorted(choices, key=lambda each: each.baseline not in baselines)
 
 
 def _demo_tables(records: Collection, problems: dict[str, Problem]) -> list[Table]:

@@ -162,5 +162,6 @@ def _readme(name: str, hypothesis: str, base: Variant | None, with_weights: bool
             *([f"{variants.DRAFTS_NOTE}."] if drafts else []),
         )
     ]
-    blocks = [f"<!-- table:{table} -->\n<!-- end -->" for table in (f"gate {name}", f"results {name}")]
+    tables = [f"gate {name}", f"results {name}"][base is None :]  # no gate judges a baseline
+    blocks = [f"<!-- table:{table} -->\n<!-- end -->" for table in tables]
     return "\n\n".join([f"# {name}", *wrapped, *blocks]) + "\n"

@@ -182,6 +182,7 @@ def test_every_ingredient_changes_the_key(
     assert (after.key != before, after.reused) == (True, False)
     assert [change.ingredient for change in after.changes] == [ingredient]
     assert ingredient in after.reason
+    assert after.is_upgrade == ingredient.startswith(("code.", "version."))
 
 
 def test_an_output_of_an_earlier_version_is_made_anew_and_said(workshop: Workshop) -> None:
@@ -192,7 +193,8 @@ def test_an_output_of_an_earlier_version_is_made_anew_and_said(workshop: Worksho
     manifest = Manifest.read(earlier)
     left = {name: value for name, value in manifest.ingredients.items() if name != "scheme"}
     manifest.model_copy(update={"ingredients": left, "key": earlier.name}).write(earlier)
-    assert workshop.status(recipe)[0].reason == "its output has a key of an earlier version"
+    [forecast] = workshop.status(recipe)
+    assert (forecast.reason, forecast.is_upgrade) == ("its output has a key of an earlier version", True)
     assert [each.outdated for each in workshop.run(recipe)] == [True]
     assert [each.outdated for each in workshop.run(recipe)] == [False]
     assert runner.clean_store(workshop.weights, keep=[]) > 0

@@ -1,6 +1,7 @@
 """What to serve: one rule, by which every verb that says it names the same variant."""
 
 import re
+from types import SimpleNamespace
 
 import pytest
 
@@ -9,11 +10,21 @@ from slimqwen.cli import compare, demo
 from slimqwen.cli import variants as promoting
 from slimqwen.records import provenance, store
 from slimqwen.report import site
-from slimqwen.report.choice import Case, decide
+from slimqwen.report.choice import Case, decide, put_own_first
 from slimqwen.stats.verdict import Verdict
 from tests import record_files
 
 PASS, FAIL, INCONCLUSIVE = Verdict.PASS, Verdict.FAIL, Verdict.INCONCLUSIVE
+
+
+def test_choices_among_ones_own_variants_come_before_those_of_shipped_ones():
+    choices = [SimpleNamespace(baseline=name) for name in ("shipped", "mine", "changed")]
+    rows = [
+        SimpleNamespace(variant="flags", baseline="changed"),
+        SimpleNamespace(variant="x", baseline="shipped"),
+    ]
+    first = put_own_first(choices, rows, frozenset({"mine", "flags"}))
+    assert [each.baseline for each in first] == ["mine", "changed", "shipped"]
 
 
 @pytest.mark.parametrize(

@@ -78,6 +78,12 @@ def test_ones_own_variants_come_first(small, tmp_path, monkeypatch):
     assert set(shown[1:]) == {"base", ODD}
 
 
+def test_the_page_asks_for_no_gate_of_a_baseline(small, tmp_path):
+    page = Page(site.build_page(tmp_path, tmp_path / "report").index)
+    assert "slimqwen gate --variant quick" in page.words
+    assert "slimqwen gate --variant base" not in page.words
+
+
 def test_the_page_begins_with_the_run_of_the_demo(small, tmp_path):
     assert "Your run of the demo" not in Page(site.build_page(tmp_path, tmp_path / "report").index).words
     for name in ("base", "quick"):

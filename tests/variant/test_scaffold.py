@@ -69,7 +69,9 @@ def test_a_baseline_has_its_own_lines_and_nothing_to_be_compared_with(repository
     made = variant.load("new", repository)
     assert (made.lineage, made.baseline, made.recipe) == (("new",), None, None)
     assert {key: setting.value for key, setting in made.settings.items()} == lines
-    assert "The baseline of its variants" in (folder / "README.md").read_text()
+    readme = (folder / "README.md").read_text()
+    assert "The baseline of its variants" in readme
+    assert "slimqwen gate" not in readme
     assert collection.collect(repository).problems == ()
 
 

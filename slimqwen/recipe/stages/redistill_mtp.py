@@ -198,7 +198,7 @@ def needs(outline: Outline, parameters: RedistillParameters) -> Needs:
         disk_bytes=outline.disk_bytes + 2 * 4 * count * tokens * hidden,
         memory_bytes=_IMPORTS_BYTES + max(4 * numbers, outline.disk_bytes),
         operations=2 * _SHARE_OF_LENGTHS * (passes + training),
-        fixed_seconds=90,
+        fixed_seconds=60,
     )
 
 
