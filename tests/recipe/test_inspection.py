@@ -395,7 +395,7 @@ def test_the_time_of_training_follows_the_outputs_that_the_recipe_samples(tmp_pa
         file.write_text(
             "description: d\nbase: b\nstages:\n"
             f"  - sample_outputs: {{prompts: {{path: t.jsonl}}, {sampled}}}\n"
-            "  - trim_draft_vocab: {}\n  - redistill_mtp: {}\n"
+            "  - trim_draft_vocab: {size: 25%}\n  - redistill_mtp: {steps: 100}\n"
         )
         steps = recipe_file.read_recipe(file).steps
         seconds.append(inspect_steps(steps, outline_of_tiny(), tmp_path / "store")[1][-1].seconds)
