@@ -22,7 +22,6 @@ _NEXT = {
 _MORE = {
     "fidelity": "more texts (`texts` and `most_texts` of fidelity in the gate's settings)",
     "acceptance": "more prompts (`prompts` of acceptance in the gate's settings)",
-    "engine": "another run of the engine check",
 }
 
 
@@ -53,5 +52,6 @@ def next_step(record: "Gate", suite: str, questions: Path | None) -> str:
     more = _MORE | {
         "quality": f"more questions in {questions}" if questions else f"a larger suite than {suite}"
     }
-    lacking = [more[check] for check, verdict in record.verdicts.items() if verdict == "inconclusive"]
+    undecided = [check for check, verdict in record.verdicts.items() if verdict == "inconclusive"]
+    lacking = [more.get(check, f"another run of the check {check}") for check in undecided]
     return _NEXT[record.verdict].format(variant=record.variant, more=" and ".join(lacking))
