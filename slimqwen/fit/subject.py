@@ -290,8 +290,11 @@ def _fetch_descriptions(name: str) -> tuple[dict[str, Any], dict[str, Any] | Non
 
 def _select_descriptions(name: str, files: Sequence[str]) -> list[str]:
     if not any(file.endswith(".safetensors") for file in files):
-        form = "GGUF files" if any(file.endswith(".gguf") for file in files) else "no safetensors"
-        raise HubError(f"{name} has {form}; name the repository of its safetensors checkpoint")
+        cure = "name the repository of its safetensors checkpoint"
+        if gguf := next((file for file in files if file.endswith(".gguf")), None):
+            made = f"or make one: `slimqwen variant new --name NAME --checkpoint {name}/{gguf}`"
+            raise HubError(f"{name} has GGUF files; {cure}, {made}")
+        raise HubError(f"{name} has no safetensors; {cure}")
     if "config.json" not in files:
         raise HubError(f"{name} has no config.json; name the repository of the whole model")
     return [file for file in ("config.json", _MODELOPT, INDEX) if file in files]
