@@ -15,8 +15,9 @@ from slimqwen.models.outline import Outline
 from slimqwen.recipe.recipe_file import Step
 from slimqwen.recipe.stage import Needs
 
-OPERATIONS = "estimated_operations"
-"""Name of a fact in a manifest: `Needs.operations` of the run that made the output."""
+OPERATIONS = "computed_operations"
+"""Name of a fact in a manifest: `Needs.operations` of the run that made the output; another name where a stage counts
+otherwise than before, because times are scaled by it."""
 
 _OPERATIONS_PER_CORE = 15e9
 _OPERATIONS_PER_GPU = 30e12
