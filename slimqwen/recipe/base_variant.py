@@ -35,7 +35,7 @@ REASONS: Mapping[str, str] = MappingProxyType(
         "VLLM_CPU_KVCACHE_SPACE": "GiB for the KV cache on a CPU.",
         "VLLM_ENABLE_PREFIX_CACHING=0": "Off: beside MTP drafts, wrong answers after prefix hits are reported for this "
         "kind of model (vLLM 53912, 47194). It costs the time to compute a known beginning again: of each turn of a "
-        "chat, all turns before. `slimqwen eval engine NAME` tries 1.",
+        "chat, all turns before. `slimqwen eval engine NAME` shows whether 1 is right here.",
         "VLLM_PREFIX_MATCH_UNIT": "The second request with a beginning finds it already; by blocks, only long ones do.",
         "VLLM_SHUTDOWN_TIMEOUT": "Seconds for running requests to end after SIGTERM; unset: they are cut at once.",
         "VLLM_REASONING_PARSER": "The model thinks unless asked not to: thoughts come in a field of their own.",

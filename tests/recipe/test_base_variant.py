@@ -95,7 +95,11 @@ def test_vllm_takes_the_lines_of_a_baseline(tmp_path: Path) -> None:
     for key in ("VLLM_HOST", "VLLM_SHUTDOWN_TIMEOUT"):
         assert f"# {REASONS[key]}\n{key}=" in text
     comment, _, _ = text.partition("VLLM_ENABLE_PREFIX_CACHING=0\n")
-    assert " ".join(comment.split("\n# ")[-2:]).strip().endswith("`slimqwen eval engine NAME` tries 1.")
+    assert (
+        " ".join(comment.split("\n# ")[-2:])
+        .strip()
+        .endswith("`slimqwen eval engine NAME` shows whether 1 is right here.")
+    )
     assert max(map(len, text.splitlines())) <= 120
     assert DRAFTS_NOTE in " ".join((made / "README.md").read_text().split())
     base = variant.load("base", tmp_path)
