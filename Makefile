@@ -18,8 +18,8 @@ install: ## make .venv from the exact lock (PLATFORM=cpu|cuda; default: what thi
 pack: ## what a host without a network lacks, in parts of 40 MB (PLATFORM=cpu|cuda HOST=packages.json GPU=h100 PYTHON_VERSION=3.12 TO=folder)
 	@$(PYTHON) scripts/pack.py $(call option,PLATFORM,--platform) $(call option,HOST,--host) $(call option,GPU,--gpu) $(call option,PYTHON_VERSION,--python-version) $(call option,TO,--to)
 
-demo: install ## the whole pipeline on the embedded model: calibrate, serve, score, time, compare
-	@$(RUN) demo
+demo: install ## the whole pipeline on the embedded model: calibrate, serve, score, time, compare (MODEL=smollm2 DATA=folder: on a real one)
+	@$(RUN) demo $(call option,MODEL,--model) $(call option,DATA,--data)
 
 test: install ## every test that takes minutes at most (KINDS=1: those inside vLLM's processes, on each kind of CPU that this host can play)
 	@.venv/bin/python -m $(if $(KINDS),tests.cpu_kinds,pytest -n 2 --dist loadgroup --no-loadscope-reorder)

@@ -10,6 +10,7 @@ from slimqwen import processes, variant
 from slimqwen.cli import demo
 from slimqwen.cli.demo import DemoRecords
 from slimqwen.host_load import HostBusyError
+from slimqwen.packaged_model import PACKAGES
 from slimqwen.processes import Failure, Outcome, Result, Task
 from slimqwen.recipe import variant_recipe
 from slimqwen.records.table import Table
@@ -40,7 +41,7 @@ def found(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     def find(missing: dict[str, str], **verdicts: Verdict) -> None:
         parts = ("quality", "acceptance", "fidelity", "speed")
         evidence = DemoRecords(dict.fromkeys([part for part in parts if part not in missing], ()), missing)
-        monkeypatch.setattr(demo, "_judge", lambda part, _: verdicts.get(part, Verdict.PASS))
+        monkeypatch.setattr(demo, "_judge", lambda _, part, __: verdicts.get(part, Verdict.PASS))
         monkeypatch.setattr(demo, "_measure", lambda *_: evidence)
 
     return find
@@ -69,7 +70,7 @@ def test_the_baseline_is_checked_while_the_variant_is_made_and_times_are_taken_l
 
     monkeypatch.setattr(processes, "run_tasks", run)
     monkeypatch.setattr(variant_recipe, "run_recipe", lambda _: [])
-    result = demo._measure(variant.repository_root(), 2)
+    result = demo._measure(variant.repository_root(), demo.SUBJECTS["tiny"], 2)
     assert phases == [
         ["recipe of tiny-best", "quality of tiny", "acceptance of tiny"],
         ["recipe of tiny-best"],
@@ -81,6 +82,15 @@ def test_the_baseline_is_checked_while_the_variant_is_made_and_times_are_taken_l
     assert len([line for line in said if line.startswith("    reused: tests/cli/test_demo.py, made ")]) == 1
 
 
+@pytest.mark.parametrize("subject", demo.SUBJECTS.values(), ids=list(demo.SUBJECTS))
+def test_a_demo_s_variant_has_its_baseline_and_a_recipe(subject: demo.Subject) -> None:
+    made = variant.load(subject.variant)
+    assert made.baseline == subject.baseline
+    assert variant_recipe.read_recipe(made).base == subject.baseline
+    source = variant.load(subject.baseline).settings.get("SOURCE")
+    assert subject.is_packaged == (source is not None and source.value in PACKAGES)
+
+
 def test_a_stage_that_fails_ends_the_demo(monkeypatch: pytest.MonkeyPatch) -> None:
     ran = []
 
@@ -90,7 +100,7 @@ def test_a_stage_that_fails_ends_the_demo(monkeypatch: pytest.MonkeyPatch) -> No
 
     monkeypatch.setattr(processes, "run_tasks", run)
     with pytest.raises(SearchError, match=r"^calibrate died \(SIGKILL\)$"):
-        demo._measure(variant.repository_root(), 2)
+        demo._measure(variant.repository_root(), demo.SUBJECTS["tiny"], 2)
     assert len(ran) == 1
 
 
