@@ -10,9 +10,9 @@ from slimqwen.checkpoint.config import read_config as read_config
 from slimqwen.checkpoint.config import text_config as text_config
 from slimqwen.checkpoint.errors import CorruptCheckpointError as CorruptCheckpointError
 from slimqwen.checkpoint.errors import MissingCheckpointError as MissingCheckpointError
-from slimqwen.checkpoint.errors import UnsupportedFormatError as UnsupportedFormatError
 from slimqwen.checkpoint.files import Manifest as Manifest
 from slimqwen.checkpoint.files import check_folder as check_folder
 from slimqwen.checkpoint.files import digest as digest
 from slimqwen.checkpoint.files import recipe_key as recipe_key
 from slimqwen.checkpoint.files import verify as verify
+from slimqwen.formats.format import UnsupportedFormatError as UnsupportedFormatError

@@ -32,7 +32,3 @@ class CorruptCheckpointError(SlimqwenError):
         """The same error with a further cure, instead of the default one."""
         fault, *cures = self.args
         return CorruptCheckpointError(fault, "; ".join([*cures, cure]))
-
-
-class UnsupportedFormatError(SlimqwenError):
-    """The checkpoint is sound, but its format does not support what was asked for."""

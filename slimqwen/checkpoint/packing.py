@@ -1,13 +1,11 @@
-"""Packed linears in compressed-tensors' format `pack-quantized`: which are packed, in how many bits, and how."""
+"""Which linears and tables can be packed as compressed-tensors' integers, and packing them in blocks of rows."""
 
-import re
-from collections.abc import Callable, Collection, Iterator, Mapping
-from pathlib import Path
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from slimqwen.checkpoint.config import quantisation
-from slimqwen.checkpoint.errors import CorruptCheckpointError, UnsupportedFormatError
+from slimqwen.checkpoint.errors import CorruptCheckpointError
 from slimqwen.checkpoint.tensors import NewTensor, TensorInfo
+from slimqwen.formats.compressed_tensors import PackedIntegers, matches
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -21,8 +19,12 @@ LINEARS: Mapping[str, str] = {
     "linear_attention": r"re:^(?!mtp\.).*layers\.\d+\.linear_attn\.(in_proj_qkv|in_proj_z|out_proj)$",
     "mtp": r"re:^mtp\.(fc|layers\.\d+\.(mlp|self_attn)\.\w+_proj)$",
     "lm_head": r"re:.*lm_head$",
+    "embed_tokens": r"re:^(?!mtp\.).*embed_tokens$",
 }
 """Kind of linears that can be packed -> the target of compressed-tensors that matches the names of their modules."""
+
+TABLES = ("embed_tokens", "lm_head")
+"""Kinds with a row for each token; a packed one is tied to no other."""
 
 PACKED = ".weight_packed"
 """End of the name of a packed weight."""
@@ -50,120 +52,12 @@ def linears(stored: Mapping[str, TensorInfo], kind: str) -> dict[str, TensorInfo
 
 def is_linear(name: str, kind: str) -> bool:
     """Whether a tensor is the unpacked weight of a linear of a kind (a key of `LINEARS`)."""
-    return name.endswith(".weight") and means(LINEARS[kind], name.removesuffix(".weight"))
+    return name.endswith(".weight") and matches(LINEARS[kind], name.removesuffix(".weight"))
 
 
 def tensor_pattern(kind: str) -> str:
     """A regular expression that matches the names of all tensors, packed or not, of the linears of a kind."""
     return rf"{LINEARS[kind].removeprefix('re:').removesuffix('$')}\."
-
-
-def group_of(module: str, form: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """The group of compressed-tensors' quantization_config that packs a linear; None for an unpacked linear.
-
-    A group whose target matches the linear's name takes precedence over one for the class `Linear`.
-    """
-    if any(means(entry, module) for entry in form.get("ignore") or ()):
-        return None
-    groups = [group for group in form.get("config_groups", {}).values() if group.get("weights")]
-    groups.sort(key=lambda group: "Linear" in group["targets"])
-    return next((group for group in groups if any(means(entry, module) for entry in group["targets"])), None)
-
-
-def packed_bits(module: str, form: Mapping[str, Any]) -> int:
-    """Bits of a packed weight, as quantization_config (`form`) says.
-
-    Raises:
-        CorruptCheckpointError: no group of the config has the module as a target.
-    """
-    group = group_of(module, form)
-    if group is None:
-        raise CorruptCheckpointError(
-            f"config.json: no group of quantization_config has the target {module}, whose weight is packed"
-        )
-    return int(group["weights"]["num_bits"])
-
-
-def means(entry: str, module: str) -> bool:
-    """Whether an entry of compressed-tensors' `targets` or `ignore` (a name, class or pattern) matches a linear.
-
-    The class `Linear` does not match the output head, as in vLLM; only its name or a pattern does.
-    """
-    if entry.startswith("re:"):
-        return re.match(entry[3:], module) is not None
-    return entry == module or (entry == "Linear" and module != "lm_head")
-
-
-def config_group(kind: str, bits: int, group_size: int | None) -> dict[str, Any]:
-    """A symmetric config group for the linears of a kind (a key of `LINEARS`); no `group_size` is a scale per row."""
-    weights = {
-        "num_bits": bits,
-        "type": "int",
-        "symmetric": True,
-        "strategy": "channel" if group_size is None else "group",
-        "group_size": group_size,
-        "dynamic": False,
-    }
-    return {"targets": [LINEARS[kind]], "weights": weights, "format": "pack-quantized"}
-
-
-def require_extensible(folder: Path, config: Mapping[str, Any]) -> None:
-    """Check that more linears of a checkpoint can be packed; vLLM reads only one format per checkpoint.
-
-    Raises:
-        UnsupportedFormatError: the checkpoint is quantised in another format than compressed-tensors.
-    """
-    method = quantisation(config).get("quant_method", "compressed-tensors")
-    if method != "compressed-tensors":
-        raise UnsupportedFormatError(
-            f"{folder} is quantised in the format {method}, to which no packed linears can be added; take the 16-bit "
-            "checkpoint or one in compressed-tensors as the base, or leave this stage out"
-        )
-
-
-def with_group(
-    config: Mapping[str, Any], kind: str, group: Mapping[str, Any], modules: Collection[str]
-) -> dict[str, Any]:
-    """The quantization_config of a checkpoint after more of its linears, of the kind `lm_head` or `mtp`, were packed.
-
-    Args:
-        config: config.json before the packing; it may have no quantization_config.
-        group: config group of the newly packed linears, from `config_group`.
-        modules: names of the newly packed linears; no entry of `ignore` matches them afterwards.
-    """
-    before = quantisation(config) or {
-        "quant_method": "compressed-tensors",
-        "format": "pack-quantized",
-        "quantization_status": "compressed",
-        "config_groups": {},
-        "ignore": [],
-    }
-    if kind == "mtp" and {module.split(".")[1] for module in modules} != {"fc", "layers"}:
-        # The other linears of the head were packed before, perhaps in another way.
-        group = {**group, "targets": list(modules)}
-    others = before["config_groups"]
-    # The first target that matches a linear counts, so our group comes first if a target of the base matches too.
-    targets = [target for each in others.values() for target in each["targets"] if target != "Linear"]
-    takes_ours = any(means(target, module) for target in targets for module in modules)
-    groups = {kind: dict(group), **others} if takes_ours else {**others, kind: dict(group)}
-    if groups.keys() <= {"lm_head", "mtp"}:
-        # An engine looks up every linear, so those that no target matches are ignored. Not if linears of the layers are
-        # packed: vLLM compares a pattern with the name of a fused linear before the names of its parts.
-        patterns = [target.removeprefix("re:") for each in groups.values() for target in each["targets"]]
-        ignore = [f"re:(?!{'|'.join(patterns)}).*"]
-    else:
-        entries = before.get("ignore") or []
-        ignore = [kept for entry in entries if (kept := _without(entry, kind, modules)) is not None]
-    return {**before, "config_groups": groups, "ignore": ignore}
-
-
-def _without(entry: str, kind: str, modules: Collection[str]) -> str | None:
-    """The entry of `ignore`, changed so that it matches none of these modules of a kind; None if nothing is left."""
-    if not any(means(entry, module) for module in modules):
-        return entry
-    if not entry.startswith("re:") or (kind in entry and "|" not in entry):
-        return None
-    return f"re:(?!{LINEARS[kind].removeprefix('re:')})(?:{entry.removeprefix('re:')})"
 
 
 def rounded_to_nearest(
@@ -177,8 +71,7 @@ def rounded_to_nearest(
         group_size: number of neighbouring weights of a row that share a scale; None for one scale per row.
         rounding: another way to round, with the same scales.
     """
-    rows, inputs = weight.shape
-    group = group_size or inputs
+    group = group_size or weight.shape[1]
 
     def integers() -> Iterator[memoryview]:
         from compressed_tensors.compressors import pack_to_int32
@@ -195,10 +88,16 @@ def rounded_to_nearest(
     def shape() -> Iterator[bytes]:
         yield b"".join(dimension.to_bytes(8, "little") for dimension in weight.shape)
 
+    chunks: Mapping[str, Callable[[], Iterator[bytes | memoryview]]]
+    chunks = {
+        "weight_packed": integers,
+        "weight_scale": scales,
+        "weight_shape": shape,
+    }
+    parts = PackedIntegers(bits, group_size).parts(*weight.shape)
+    module = name.removesuffix(".weight")
     return {
-        f"{name}_packed": NewTensor("I32", (rows, inputs * bits // 32), integers),
-        f"{name}_scale": NewTensor("BF16", (rows, inputs // group), scales),
-        f"{name}_shape": NewTensor("I64", (2,), shape),
+        f"{module}.{part}": NewTensor(dtypes[0], size, chunks[part]) for part, (size, dtypes) in parts.items()
     }
 
 

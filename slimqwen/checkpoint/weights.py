@@ -1,13 +1,4 @@
-"""Weights in every form in which they are published: the tensors that store a weight, and its numbers.
-
-| form | tensors of a module with a weight of [rows, columns] |
-|---|---|
-| plain | weight |
-| compressed-tensors | weight_packed [rows, words], weight_scale [rows, groups], weight_shape, weight_zero_point |
-| FP8 and INT8 | weight, with weight_scale of a tensor, row, group or block, or weight_scale_inv of a block |
-| GPTQ, AutoRound | qweight [words, rows], qzeros [groups, words], scales [groups, rows], g_idx [columns] |
-| AWQ | qweight [columns, words], qzeros [groups, words], scales [groups, rows]; words interleaved |
-"""
+"""Weights as a checkpoint stores them, in every format of `slimqwen.formats`: their tensors and their numbers."""
 
 import re
 from collections import defaultdict
@@ -17,11 +8,11 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from slimqwen.checkpoint.config import quantisation, read_config, text_config
-from slimqwen.checkpoint.errors import CorruptCheckpointError, UnsupportedFormatError
+from slimqwen.checkpoint.errors import CorruptCheckpointError
 from slimqwen.checkpoint.tensors import TensorInfo, list_tensors
+from slimqwen.formats import CARRIERS, PART, find_format
+from slimqwen.formats.format import Layout, UnsupportedFormatError
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -30,22 +21,12 @@ TEXT_PART = "model.language_model."
 """Prefix of the names of the decoder's tensors in a multimodal checkpoint; in a text-only one it is `model.`."""
 
 BLOCK_ROWS = 4096
-"""Rows that are read at a time: a multiple of the number of zero points in a word, which belong to successive rows."""
+"""Rows that are read at a time: a multiple of 32, for zero points of successive rows share words."""
 
-_PART = re.compile(
-    r"(?P<module>.+)\.(?P<part>weight_(?:packed|scale_inv|scale_2|scale|shape|zero_point|g_idx|global_scale)"
-    r"|input_(?:scale|zero_point|global_scale)|activation_scale|qweight|qzeros|scales|g_idx|weight)"
-)
+_WHOLE = ("BF16", "F16", "F32", "F64")
+
 _EXPERTS = re.compile(r"^(.+\.experts)\..+")
 """Experts are stored one by one, or all of a layer in one tensor."""
-
-_CARRIERS = ("weight", "weight_packed", "qweight")
-"""The parts that may hold the numbers of a weight; a module has one of them."""
-
-_EIGHT_BITS = ("F8_E4M3", "F8_E5M2", "I8", "U8")
-
-_AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
-"""Position in a word of each of eight outputs, in the order of AutoAWQ's kernels."""
 
 
 @dataclass(frozen=True)
@@ -55,37 +36,35 @@ class Weight:
     Attributes:
         name: `<module>.weight`, the name that the weight has if it is not quantised; for another tensor its name.
         parts: end of the name -> tensor; another tensor is the part "".
-        method: quant_method of the checkpoint; "" for an unquantised checkpoint.
-        block: rows and columns of a block of weights that share a scale, if the checkpoint has such blocks.
+        layout: how it is quantised; None if it is not, or in a way that is not known.
     """
 
     name: str
     parts: Mapping[str, TensorInfo]
-    method: str = ""
-    block: tuple[int, int] | None = None
+    layout: Layout | None = None
 
     @property
     def carrier(self) -> TensorInfo:
         """The tensor that holds the numbers."""
-        return next(self.parts[part] for part in ("", *_CARRIERS) if part in self.parts)
+        return next(self.parts[part] for part in ("", *CARRIERS) if part in self.parts)
 
     @property
     def is_quantised(self) -> bool:
         """Whether the weight is stored in fewer bits than it is computed with."""
-        return bool(self.parts.keys() & {"weight_packed", "qweight"}) or self.carrier.dtype in _EIGHT_BITS
+        return self.layout is not None or ("" not in self.parts and self.carrier.dtype not in _WHOLE)
 
     @cached_property
     def shape(self) -> tuple[int, ...]:
-        """Dimensions of the weight if it were not quantised."""
-        if "weight_shape" in self.parts:
-            stored = self.parts["weight_shape"]
-            numbers = np.frombuffer(b"".join(stored.chunks()), "<i8" if stored.dtype == "I64" else "<i4")
-            return tuple(numbers.tolist())
-        if "qweight" in self.parts:
-            self._require("qzeros", "scales")
-            first, rows = self.carrier.shape[0], self.parts["scales"].shape[1]
-            return rows, first if self._is_awq else first * 32 // self._gptq_bits
-        return self.carrier.shape
+        """Dimensions of the weight if it were not quantised.
+
+        Raises:
+            CorruptCheckpointError: a part is missing.
+        """
+        if self.layout is None:
+            return self.carrier.shape
+        if missing := [part for part in self.layout.required if part not in self.parts]:
+            raise CorruptCheckpointError(f"{self.carrier.file}: {self.name} is stored without {missing[0]}")
+        return self.layout.shape(self.parts)
 
     def has_bytes_of(self, other: "Weight") -> bool:
         """Whether the two weights have the same parts with the same dtypes, shapes and bytes."""
@@ -99,91 +78,23 @@ class Weight:
         """The weight as an engine computes with it: float32 [at most 4096, columns] at a time.
 
         Raises:
-            UnsupportedFormatError: the weight is in a form that this module does not list.
+            CorruptCheckpointError: a part is missing.
+            UnsupportedFormatError: the weight is in a layout that is not known or not read here.
         """
-        if "qweight" in self.parts:
-            yield from self._transposed().split(BLOCK_ROWS)
+        rows = self.shape[0] if self.shape else 1
+        fault = f"stored as {self.carrier.dtype} in a way that is not known" if self.is_quantised else None
+        if self.layout:
+            fault = self.layout.unreadable(self.parts)
+        if fault:
+            raise UnsupportedFormatError(
+                f"{self.carrier.file}: {self.name} is {fault}, which cannot be read here; use a checkpoint in another "
+                "format, or the 16-bit one"
+            )
+        if self.layout:
+            yield from self.layout.blocks(self.parts, BLOCK_ROWS)
             return
-        count = self.shape[0] if self.shape else 1
-        for first in range(0, count, BLOCK_ROWS):
-            yield self._rows(first, min(first + BLOCK_ROWS, count))
-
-    def _rows(self, first: int, last: int) -> "Tensor":
-        scale = self.parts.get("weight_scale") or self.parts.get("weight_scale_inv")
-        if "weight_packed" in self.parts:
-            return self._unpacked_rows(first, last)
-        if self.carrier.dtype == "U8":
-            raise self._unreadable("packed in bytes")
-        numbers = self.carrier.rows(first, last).read().float()
-        if scale is None or not self.is_quantised:
-            return numbers
-        if len(scale.shape) < 2 or scale.elements == 1:
-            return numbers * scale.unchanged().read().float()
-        return numbers * self._spread(scale, first, last)
-
-    def _spread(self, scale: TensorInfo, first: int, last: int) -> "Tensor":
-        """Scales of rows, groups or blocks, one for each number: float32 [rows, columns]."""
-        rows, columns = self.shape
-        height, width = self.block or (-(-rows // scale.shape[0]), -(-columns // scale.shape[1]))
-        if scale.shape != (-(-rows // height), -(-columns // width)):
-            raise self._unreadable(f"scaled by {list(scale.shape)} numbers")
-        part = scale.rows(first // height, -(-last // height)).read().float()
-        spread = part.repeat_interleave(height, 0)[first % height :][: last - first]
-        return spread.repeat_interleave(width, 1)[:, :columns]
-
-    def _require(self, *parts: str) -> None:
-        if missing := [part for part in parts if part not in self.parts]:
-            raise CorruptCheckpointError(f"{self.carrier.file}: {self.name} is stored without {missing[0]}")
-
-    def _unpacked_rows(self, first: int, last: int) -> "Tensor":
-        if self.carrier.dtype != "I32" or "weight_g_idx" in self.parts:
-            raise self._unreadable("packed otherwise than as integers in consecutive groups")
-        self._require("weight_scale", "weight_shape")
-        words, scales = (
-            self.parts[f"weight_{part}"].rows(first, last).read() for part in ("packed", "scale")
-        )
-        columns, points = self.shape[1], None
-        if "weight_zero_point" in self.parts:
-            per_word = 32 // (32 * words.shape[1] // columns)
-            points = self.parts["weight_zero_point"].rows(first // per_word, -(-last // per_word)).read()
-        return _dequantised(words, scales, columns, points)
-
-    @property
-    def _is_awq(self) -> bool:
-        return self.method == "awq"
-
-    @property
-    def _gptq_bits(self) -> int:
-        """Bits of a GPTQ weight, from the words of its zero points, which are one per row and group."""
-        return 32 * self.parts["qzeros"].shape[1] // self.parts["scales"].shape[1]
-
-    def _transposed(self) -> "Tensor":
-        """The numbers of a GPTQ or AWQ weight, float32 [rows, columns]; both formats store columns first."""
-        import torch
-
-        bits = self._gptq_bits
-        if bits not in (2, 4, 8) or (self._is_awq and bits != 4):
-            raise self._unreadable(f"packed by {self.method} in {bits} bits")
-        words, zeros, scales = (
-            self.parts[part].unchanged().read() for part in ("qweight", "qzeros", "scales")
-        )
-        points, columns = _unpacked(zeros, bits), self.shape[1]
-        if self._is_awq:
-            levels = _unpacked(words, bits).unflatten(1, (-1, 8))[..., _AWQ_ORDER].flatten(1)
-            points = points.unflatten(1, (-1, 8))[..., _AWQ_ORDER].flatten(1)
-        else:
-            levels = _unpacked(words.T.contiguous(), bits).T
-            points = points + (self.method != "gptq_v2")  # GPTQ's first version stores the zero point minus 1
-        groups = torch.arange(columns) // (columns // len(scales))
-        if "g_idx" in self.parts:
-            groups = self.parts["g_idx"].unchanged().read().long()
-        return ((levels - points[groups]) * scales.float()[groups]).T.contiguous()
-
-    def _unreadable(self, fault: str) -> UnsupportedFormatError:
-        return UnsupportedFormatError(
-            f"{self.carrier.file}: {self.name} is {fault}, which cannot be read here; use a checkpoint in another "
-            "format, or the 16-bit one"
-        )
+        for first in range(0, rows, BLOCK_ROWS):
+            yield self.carrier.rows(first, min(first + BLOCK_ROWS, rows)).read().float()
 
 
 def read_weights(folder: Path) -> dict[str, Weight]:
@@ -193,6 +104,22 @@ def read_weights(folder: Path) -> dict[str, Weight]:
         CorruptCheckpointError: as `list_tensors`.
     """
     return group_parts(list_tensors(folder), quantisation(read_config(folder)))
+
+
+def refuse_without_cpu_kernel(folder: Path) -> None:
+    """Check that vLLM's CPU build can compute with every weight of a checkpoint.
+
+    Raises:
+        UnsupportedFormatError: it has no kernel for one.
+    """
+    form = find_format(quantisation(read_config(folder)))
+    weights = group_parts(list_tensors(folder), form.settings) if form.layouts else {}
+    for name, weight in weights.items():
+        if weight.is_quantised and form.needs_gpu(name.removesuffix(".weight")):
+            raise UnsupportedFormatError(
+                f"{folder}: vLLM's CPU build has no kernel for {name} in {form.describe()}; serve it on a GPU, or "
+                "take a checkpoint in another format"
+            )
 
 
 def text_name(name: str) -> str:
@@ -240,7 +167,7 @@ def holds_mtp_head(config: Mapping[str, Any], names: Collection[str]) -> bool:
     modules = dict.fromkeys(
         _EXPERTS.sub(r"\1", match["module"] if match else name)
         for name in names
-        if (match := _PART.fullmatch(name)) or ".experts." in name
+        if (match := PART.fullmatch(name)) or ".experts." in name
     )
     # An MTP layer is made as the backbone's full-attention layers.
     attention = [module.partition(".self_attn.")[0] for module in modules if ".self_attn." in module]
@@ -261,44 +188,15 @@ def group_parts(stored: Mapping[str, TensorInfo], settings: Mapping[str, Any]) -
     """Group stored tensors to weights by name, in their order; `settings` is the quantization_config, or empty."""
     parts: dict[str, dict[str, TensorInfo]] = defaultdict(dict)
     for name, info in stored.items():
-        match = _PART.fullmatch(name)
-        if match and any(f"{match['module']}.{carrier}" in stored for carrier in _CARRIERS):
+        match = PART.fullmatch(name)
+        if match and any(f"{match['module']}.{carrier}" in stored for carrier in CARRIERS):
             parts[f"{match['module']}.weight"][match["part"]] = info
         else:
             parts[name][""] = info
-    method = str(settings.get("quant_method", ""))
-    if "auto_awq" in str(settings.get("packing_format")):
-        method = "awq"
-    elif settings.get("checkpoint_format") == "gptq_v2":
-        method = "gptq_v2"
-    groups = settings.get("config_groups", {}).values()
-    sizes = (group.get("weights", {}).get("block_structure") for group in groups)
-    size = settings.get("weight_block_size") or next(filter(None, sizes), None)
-    block = (int(size[0]), int(size[1])) if size else None
-    return {name: Weight(name, part, method, block) for name, part in parts.items()}
+    form = find_format(settings)
 
+    def layout_of(name: str) -> Layout | None:
+        layouts = form.layouts_of(name.removesuffix(".weight"))
+        return next((layout for layout in layouts if layout.is_stored(parts[name])), None)
 
-def _unpacked(words: "Tensor", bits: int) -> "Tensor":
-    """Unpack words, int32 [rows, words], to unsigned numbers, int64 [rows, numbers]; the lowest bits come first."""
-    import torch
-
-    return ((words.long()[..., None] >> torch.arange(0, 32, bits)) & (2**bits - 1)).flatten(1)
-
-
-def _dequantised(words: "Tensor", scales: "Tensor", columns: int, zero_points: "Tensor | None") -> "Tensor":
-    """Dequantise rows of a packed weight to float32 [rows, columns].
-
-    Args:
-        words: int32 [rows, words of a row].
-        scales: floating [rows, groups].
-        zero_points: int32 [words of a column, groups]; None for a symmetric weight.
-    """
-    import torch
-    from compressed_tensors.compressors import unpack_from_int32
-
-    bits, shape = 32 * words.shape[1] // columns, torch.Size((len(words), columns))
-    groups = unpack_from_int32(words, bits, shape).float().reshape(*scales.shape, -1)
-    if zero_points is not None:
-        points = unpack_from_int32(zero_points, bits, scales.shape, packed_dim=0)
-        groups = groups - points.float().unsqueeze(2)
-    return (groups * scales.float().unsqueeze(2)).reshape(shape)
+    return {name: Weight(name, stored, layout_of(name)) for name, stored in parts.items()}

@@ -136,7 +136,7 @@ def verify(variant: VariantOption) -> None:
     """Check a checkpoint: hash its files, compare its tensors with its config.json, load it in vLLM."""
     from slimqwen import checkpoint
     from slimqwen.captured_log import capture_output
-    from slimqwen.checkpoint import promise
+    from slimqwen.formats import find_format
     from slimqwen.serving import in_process
 
     log = variant.root / "logs" / f"verify-{variant.name}.log"
@@ -148,8 +148,10 @@ def verify(variant: VariantOption) -> None:
         with capture_output(log):
             in_process.try_out(variant.weights)
     size = sum(record.bytes for record in manifest.files.values())
-    unknown = promise.unknown_format(variant.weights)
-    exception = f" (except tensors in the format {unknown}, which are not checked)" if unknown else ""
+    form = find_format(checkpoint.quantisation(checkpoint.read_config(variant.weights)))
+    exception = (
+        "" if form.is_known else f" (except tensors in the format {form.method}, which are not checked)"
+    )
     say(
         f"{relative(variant.weights)}: {len(manifest.files)} files, {size / 1e6:.1f} MB, as its manifest says; "
         f"its tensors are those its config.json promises{exception}; vLLM loads it and answers (log: {relative(log)})"

@@ -9,12 +9,12 @@ from pydantic import BaseModel, NonNegativeInt, PositiveInt, ValidationError
 
 from slimqwen import checkpoint
 from slimqwen.checkpoint import draft_head
-from slimqwen.checkpoint.packing import PACKED, packed_bits
 from slimqwen.checkpoint.tensors import TensorInfo, find_output_head, tensor_bytes
+from slimqwen.checkpoint.weights import Weight, group_parts
 from slimqwen.fit import FitError
+from slimqwen.formats.format import Precision
 from slimqwen.models.families import FULL_ATTENTION, LINEAR_ATTENTION, find_family
 from slimqwen.models.shape import Shape, Tensors
-from slimqwen.plan.devices import Precision
 
 SIXTEEN_BIT = 2
 """Bytes per number in the dtype that vLLM computes in, float16 or bfloat16."""
@@ -30,10 +30,6 @@ _KV_BYTES = {"float16": 2, "bfloat16": 2, "fp8": 1, "fp8_e4m3": 1, "fp8_e5m2": 1
 }
 _SCALED_PER_HEAD = "_per_token_head"
 _HEAD_SCALE_BYTES = 4  # a float32 beside the keys, and one beside the values, of each token and head
-_PRECISIONS: Mapping[str, Precision] = {"F8_E4M3": "fp8", "F8_E5M2": "fp8", "I8": "int8"}
-
-_MATRICES = (".weight", PACKED, ".qweight")
-_SCALES = ("_scale", "_scale_inv", "_scale_2", "_zero_point", ".scales", ".qzeros", "_shape", ".g_idx")
 
 _STATE_FLOPS = 6
 """FLOPs per token and number of the recurrent state: one multiply-add each for key read, update and query read."""
@@ -184,8 +180,9 @@ def read_model(
         raise FitError(f"config.json: {field}: {first['msg']}; correct it") from None
     form = checkpoint.quantisation(config)
     is_tied = bool(text.get("tie_word_embeddings"))
-    embedding, head = _embedding_and_head(tensors, is_tied)
-    others = [name for name in tensors if name not in {embedding, *head} and not _is_unread(name)]
+    stored = group_parts(tensors, form)
+    embedding, head = _embedding_and_head(stored, is_tied)
+    others = [name for name in stored if name not in {embedding, head} and not _is_unread(name)]
     drafter = [name for name in others if name.startswith("mtp.") and not name.startswith(draft_head.PREFIX)]
     body = [name for name in others if not name.startswith("mtp.")]
     if kv_cache_dtype == "auto":
@@ -206,19 +203,19 @@ def read_model(
     )
     conv_bytes = conv_channels * (shape.linear_conv_kernel_dim - 1) * SIXTEEN_BIT
     expert_share = text["num_experts_per_tok"] / text["num_experts"] if family.has_experts else 1.0
-    embedding_bytes = _served_bytes(tensors[embedding])
+    embedding_bytes = _served_bytes(stored[embedding])
 
     def weights(names: Iterable[str]) -> Weights:
-        return _weights({name: tensors[name] for name in names}, form, expert_share)
+        return _weights([stored[name] for name in names], expert_share)
 
     return Model(
         body=weights(body),
-        head=weights(head),
+        head=weights([head]),
         drafter=weights(drafter),
         draft_head=weights([draft_head.WEIGHT]) if draft_head.WEIGHT in tensors else None,
-        tied=head == [embedding],
+        tied=head == embedding,
         embedding_bytes=embedding_bytes,
-        embedding_row_bytes=embedding_bytes // tensors[embedding].shape[0],
+        embedding_row_bytes=embedding_bytes // stored[embedding].carrier.shape[0],
         attention_layers=layer_types.count(FULL_ATTENTION),
         drafter_layers=len({name.split(".")[2] for name in drafter if name.startswith("mtp.layers.")}),
         kv_bytes=2 * shape.num_key_value_heads * head_bytes,
@@ -246,17 +243,17 @@ def shape_model(shape: Shape, *, kv_cache_dtype: str = "auto", state_dtype: str 
     return read_model(tensors, shape.config_json, kv_cache_dtype=kv_cache_dtype, state_dtype=state_dtype)
 
 
-def _embedding_and_head(tensors: Mapping[str, TensorInfo], is_tied: bool) -> tuple[str, list[str]]:
-    """Names of the embedding and of the tensors of the output head: those of lm_head if stored, else the embedding."""
+def _embedding_and_head(stored: Mapping[str, Weight], is_tied: bool) -> tuple[str, str]:
+    """Names of the embedding and of the output head: lm_head if it is stored, else the embedding."""
     embeddings = [
-        name for name in tensors if name.endswith("embed_tokens.weight") and not name.startswith("mtp.")
+        name for name in stored if name.endswith("embed_tokens.weight") and not name.startswith("mtp.")
     ]
     if len(embeddings) != 1:
         raise FitError(
             f"the checkpoint has {len(embeddings)} tensors embed_tokens.weight instead of one; use a language model"
         )
-    head = [name for name in find_output_head(tensors) if not name.endswith(("_shape", "_g_idx"))]
-    if head == embeddings and not is_tied:
+    head = find_output_head(stored)[0]
+    if head == embeddings[0] and not is_tied:
         raise FitError(
             "the checkpoint has no lm_head, but its config.json does not tie it to the embedding; "
             "set tie_word_embeddings to true or use a checkpoint with lm_head"
@@ -265,37 +262,39 @@ def _embedding_and_head(tensors: Mapping[str, TensorInfo], is_tied: bool) -> tup
 
 
 def _is_unread(name: str) -> bool:
-    """Whether passes over text do not read the tensor: vision tower, packing metadata, gathered embedding."""
-    return "visual." in name or name.endswith(("_shape", "embed_tokens.weight"))
+    """Whether passes over text do not read the weight: of a vision tower, or a gathered embedding."""
+    return "visual." in name or name.endswith("embed_tokens.weight")
 
 
-def _served_bytes(info: TensorInfo) -> int:
-    """Bytes in GPU memory: floats wider than 16 bits are served in 16."""
-    return info.elements * SIXTEEN_BIT if info.dtype in ("F32", "F64") else info.end - info.start
+def _served_bytes(weight: Weight) -> int:
+    """Bytes in GPU memory: floats wider than 16 bits are served in 16; the stored shape of a packed weight is not."""
+    return sum(
+        info.elements * SIXTEEN_BIT if info.dtype in ("F32", "F64") else info.end - info.start
+        for part, info in weight.parts.items()
+        if part != "weight_shape"
+    )
 
 
-def _weights(tensors: Mapping[str, TensorInfo], form: Mapping[str, Any], expert_share: float) -> Weights:
+def _weights(weights: Iterable[Weight], expert_share: float) -> Weights:
     size = expert_bytes = 0
     flops: dict[Precision, int] = {}
-    for name, info in tensors.items():
-        is_expert = ".experts." in name
-        size += _served_bytes(info)
-        expert_bytes += is_expert * _served_bytes(info)
-        # One-dimensional tensors are norms and gates; scales and zero points belong to their packed weights.
-        if len(info.shape) > 1 and (is_expert or name.endswith(_MATRICES)) and not name.endswith(_SCALES):
-            precision = _PRECISIONS.get(info.dtype, "bf16")
+    for weight in weights:
+        is_expert = ".experts." in weight.name
+        size += _served_bytes(weight)
+        expert_bytes += is_expert * _served_bytes(weight)
+        # One-dimensional tensors are norms and gates.
+        if len(weight.carrier.shape) > 1 and (is_expert or weight.name.endswith(".weight")):
+            layout, elements = weight.layout, weight.carrier.elements
+            if weight.is_quantised and layout is None:
+                raise FitError(
+                    f"config.json does not say how {weight.name} is stored ({weight.carrier.dtype}); correct its "
+                    "quantization_config"
+                )
+            precision: Precision = layout.precision if layout else "bf16"
+            numbers = layout.count(elements) if layout else elements
             share = expert_share if is_expert else 1
-            flops[precision] = flops.get(precision, 0) + round(2 * share * _count_numbers(name, info, form))
+            flops[precision] = flops.get(precision, 0) + round(2 * share * numbers)
     return Weights(size, flops, expert_bytes, expert_share)
-
-
-def _count_numbers(name: str, info: TensorInfo, form: Mapping[str, Any]) -> int:
-    """Number of elements of a matrix, unpacked if several are packed in a word."""
-    if name.endswith(PACKED) and info.dtype == "I32":
-        return info.elements * 32 // packed_bits(name.removesuffix(PACKED), form)
-    if name.endswith(".qweight"):
-        return info.elements * 32 // int(form["bits"])
-    return info.elements * (2 if info.dtype == "U8" else 1)
 
 
 def _number_bytes(what: str, dtype: str, known: Mapping[str, float]) -> float:

@@ -21,7 +21,8 @@ from typing import NamedTuple
 
 from slimqwen.fit import FitError
 from slimqwen.fit.architecture import Model, Weights
-from slimqwen.plan.devices import Gpu, Precision
+from slimqwen.formats.format import Precision
+from slimqwen.plan.devices import Gpu
 
 PARTS = ("layers", "output head", "draft layers", "draft head", "states and KV cache")
 """The parts that a decode step reads and writes, in the order of tables."""

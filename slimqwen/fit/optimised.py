@@ -8,6 +8,7 @@ from slimqwen.checkpoint import packing
 from slimqwen.checkpoint.config import quantisation
 from slimqwen.fit.architecture import shape_tensors
 from slimqwen.fit.subject import Subject
+from slimqwen.formats import find_format
 from slimqwen.models.outline import Outline
 from slimqwen.models.shape import Packing
 
@@ -39,8 +40,8 @@ class Optimised:
 def list_optimised(subject: Subject) -> list[Optimised]:
     """The checkpoint as stored, then with one more optimisation each; optimisations that it has already are left out.
 
-    No 4-bit steps for a checkpoint that is quantised in another format than compressed-tensors: its linears cannot be
-    packed. The stage `calibrate` takes no mixtures, whose experts are then packed only in published checkpoints.
+    No 4-bit steps in a format to which no linears can be added. The stage `calibrate` takes no mixtures, whose experts
+    are then packed only in published checkpoints.
     """
     stored = Outline(subject.name, Path(), subject.config, shape_tensors(subject.tensors))
     steps = [Optimised("as stored", stored)]
@@ -50,7 +51,7 @@ def list_optimised(subject: Subject) -> list[Optimised]:
         if outline.tensors != steps[-1].outline.tensors:
             steps.append(Optimised(optimisation, outline))
 
-    if quantisation(subject.config).get("quant_method", "compressed-tensors") == "compressed-tensors":
+    if find_format(quantisation(subject.config)).takes_more:
         if subject.family.is_calibrated:
             add("4-bit MLPs", _packed("mlp"))
             add("4-bit attention", _packed("attention", "linear_attention"))

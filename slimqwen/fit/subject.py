@@ -15,6 +15,7 @@ from slimqwen.checkpoint.config import quantisation, quantised, read_json_object
 from slimqwen.checkpoint.tensors import INDEX, list_tensors, tensor_bytes
 from slimqwen.checkpoint.weights import holds_mtp_head
 from slimqwen.errors import SlimqwenError, suggest_name
+from slimqwen.formats import PART, find_format, modelopt
 from slimqwen.hub import HubError, Repository, download_files
 from slimqwen.models.families import Family, find_family
 from slimqwen.models.published import published_tensors
@@ -23,16 +24,12 @@ from slimqwen.plan import shapes
 from slimqwen.progress import silent
 from slimqwen.variant import Variant
 
-_QUANTISED_PARTS = ("weight_packed", "qweight", "weight_scale", "weight_scale_inv")
 _LAYERS_ALONE = (
     "bake_cache, prune_vocab, and trim_draft_vocab and redistill_mtp where the MTP head is in 16 bits"
 )
 
 
 _EXPERT = re.compile(r"\.experts\.\d+\.")
-_MODELOPT = "hf_quant_config.json"
-"""The quantisation of a checkpoint by ModelOpt before 0.31, which vLLM reads where config.json has none."""
-
 _OTHER_FORMATS = {
     ".gguf": "GGUF",
     ".bin": "PyTorch's own format",
@@ -95,8 +92,8 @@ class Subject:
         promised = self.text.get("mtp_num_hidden_layers")
         renamed = sorted(name for name in self.other_names or () if "mtp" in name.split("."))
         if self.has_mtp:
-            parts = {name.rpartition(".")[2] for name in self.tensors if name.startswith("mtp.")}
-            form = "quantised" if parts & set(_QUANTISED_PARTS) else "16 bits"
+            parts = (PART.fullmatch(name) for name in self.tensors if name.startswith("mtp."))
+            form = "quantised" if any(part and part["part"] != "weight" for part in parts) else "16 bits"
             return f"present, {form}" + ("" if self.other_names is not None else ", by config.json alone")
         if renamed:
             return f"renamed ({renamed[0]}), so vLLM does not find it"
@@ -104,16 +101,12 @@ class Subject:
 
     def describe_format(self) -> tuple[str, str]:
         """The format of the weights, and which stages of a recipe can work with it, each in a few words."""
-        form = quantisation(self.config)
-        method = form.get("quant_method")
-        if not form:
+        form = find_format(quantisation(self.config))
+        if not form.settings:
             stages = "all" if self.family.is_calibrated else "all but calibrate"
             return str(self.text.get("dtype", "16 bits")), stages
-        if method == "compressed-tensors":
-            weights = [group["weights"] for group in form["config_groups"].values() if group.get("weights")]
-            widths = ", ".join(dict.fromkeys(f"{each['num_bits']}-bit {each['type']}" for each in weights))
-            return f"compressed-tensors, {widths}", "all (but calibrate only on what is not packed)"
-        return " ".join(filter(None, (method, form.get("quant_algo")))), _LAYERS_ALONE
+        stages = "all (but calibrate only on what is not packed)" if form.takes_more else _LAYERS_ALONE
+        return form.describe(), stages
 
 
 def find_subject(model: str, root: Path) -> Subject:
@@ -217,21 +210,10 @@ def _of_folder(folder: Path, name: str) -> Subject:
 
 def _with_modelopt(config: dict[str, Any], folder: Path) -> dict[str, Any]:
     """The config with the quantisation that an older ModelOpt wrote into a file beside it."""
-    file = folder / _MODELOPT
+    file = folder / modelopt.FILE
     if quantisation(config) or not file.is_file():
         return config
-    form = read_json_object(file).get("quantization") or {}
-    kv_cache = {"num_bits": 8, "type": "float"} if form.get("kv_cache_quant_algo") == "FP8" else None
-    return quantised(
-        config,
-        {
-            "quant_method": "modelopt",
-            "quant_algo": form.get("quant_algo"),
-            "group_size": form.get("group_size"),
-            "ignore": form.get("exclude_modules") or [],
-            "kv_cache_scheme": kv_cache,
-        },
-    )
+    return quantised(config, modelopt.read_settings(read_json_object(file)))
 
 
 def _refuse_mlx(config: Mapping[str, Any], name: str) -> None:
@@ -297,4 +279,4 @@ def _select_descriptions(name: str, files: Sequence[str]) -> list[str]:
         raise HubError(f"{name} has no safetensors; {cure}")
     if "config.json" not in files:
         raise HubError(f"{name} has no config.json; name the repository of the whole model")
-    return [file for file in ("config.json", _MODELOPT, INDEX) if file in files]
+    return [file for file in ("config.json", modelopt.FILE, INDEX) if file in files]

@@ -8,6 +8,7 @@ from slimqwen.checkpoint import packing
 from slimqwen.checkpoint.config import quantisation, quantised
 from slimqwen.checkpoint.tensors import NewTensor, TensorInfo, from_torch, torch_dtype
 from slimqwen.checkpoint.weights import TEXT_PART, text_name
+from slimqwen.formats.compressed_tensors import METHOD, with_group
 
 
 @contextmanager
@@ -45,7 +46,7 @@ def describe_quantisation(model: Any, settings: Any, stored: Mapping[str, Tensor
     ignore = [*quantization["ignore"], packing.UNPACKED_MTP]
     if any(name.startswith(TEXT_PART) for name in stored):
         ignore = [name.replace("model.", TEXT_PART, 1) for name in ignore] + [packing.VISION_TOWER]
-    return {"quant_method": "compressed-tensors", "version": __version__, **quantization, "ignore": ignore}
+    return {"quant_method": METHOD, "version": __version__, **quantization, "ignore": ignore}
 
 
 def with_quantisation(
@@ -63,7 +64,7 @@ def with_quantisation(
     changed = quantised(config, {**quantization, **({"kv_cache_scheme": scheme} if scheme else {})})
     for kind, group in quantisation(config).get("config_groups", {}).items():
         modules = [module for module in packed if module.startswith(kind)]
-        changed = quantised(config, packing.with_group(changed, kind, group, modules))
+        changed = quantised(config, with_group(quantisation(changed), kind, group, modules))
     return changed
 
 

@@ -16,16 +16,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slimqwen import checkpoint
-from slimqwen.checkpoint.packing import packed_bits
 from slimqwen.checkpoint.rtn import round_to_nearest
-from slimqwen.checkpoint.tensors import list_tensors
-from slimqwen.checkpoint.weights import text_name
+from slimqwen.checkpoint.weights import Weight, read_weights, text_name
 from slimqwen.errors import SlimqwenError
+from slimqwen.formats.compressed_tensors import PackedIntegers
 from slimqwen.models.language_model import load_layer, read_embeddings, run_layer
 
-_PACKED = re.compile(r"(?!mtp\.)(?:.*\.)?layers\.(\d+)\.(.+)\.weight_packed")
-_WORD_BITS = 32
+_LINEAR = re.compile(r"(?!mtp\.)(?:.*\.)?layers\.(\d+)\.(.+)\.weight")
 
 
 class LayerErrorError(SlimqwenError):
@@ -63,10 +60,10 @@ def measure_layer_errors(quantised: Path, original: Path, texts: Sequence[Sequen
     Raises:
         LayerErrorError: an error is not finite, or the layers of the two checkpoints differ in shape.
     """
-    packed: dict[int, list[str]] = {}
-    for name in list_tensors(quantised):
-        if match := _PACKED.fullmatch(name):
-            packed.setdefault(int(match[1]), []).append(name)
+    packed: dict[int, list[Weight]] = {}
+    for name, weight in read_weights(quantised).items():
+        if isinstance(weight.layout, PackedIntegers) and (match := _LINEAR.fullmatch(name)):
+            packed.setdefault(int(match[1]), []).append(weight)
     if not packed:
         return []
     states = [read_embeddings(original, torch.tensor([list(ids)])) for ids in texts]
@@ -90,29 +87,25 @@ def measure_layer_errors(quantised: Path, original: Path, texts: Sequence[Sequen
     return rows
 
 
-def _round_linears(layer: Any, names: Sequence[str], quantised: Path, original: Path) -> None:
+def _round_linears(layer: Any, packed: Sequence[Weight], quantised: Path, original: Path) -> None:
     """Round to nearest, in place, the weights of an original layer that the quantised checkpoint has packed.
 
     Args:
-        names: names of the packed weights; their bits and groups are used.
+        packed: the packed weights; their bits and groups are used.
     """
-    tensors = list_tensors(quantised)
-    form = checkpoint.quantisation(checkpoint.read_config(quantised))
     modules = {f"{name}.weight": module for name, module in layer.named_modules()}
-    for name in names:
-        packed, weight_name = tensors[name], name.removesuffix("_packed")
-        bits = packed_bits(weight_name.removesuffix(".weight"), form)
-        shape = (packed.shape[0], packed.shape[1] * (_WORD_BITS // bits))
-        weight = getattr(modules.get(text_name(weight_name)), "weight", None)
-        if weight is None or weight.shape != shape:
+    for each in packed:
+        form = each.layout
+        assert isinstance(form, PackedIntegers)
+        weight = getattr(modules.get(text_name(each.name)), "weight", None)
+        if weight is None or weight.shape != each.shape:
             raise LayerErrorError(
-                f"{quantised} has {weight_name} of shape {shape}, but {original} does not; name the checkpoint from "
+                f"{quantised} has {each.name} of shape {each.shape}, but {original} does not; name the checkpoint from "
                 "which the quantised one was made"
             )
-        group_size = shape[1] // tensors[f"{weight_name}_scale"].shape[1]
-        symmetric = f"{weight_name}_zero_point" not in tensors
+        group_size = form.group_size or each.shape[1]
         with torch.no_grad():
-            weight.copy_(round_to_nearest(weight, group_size, bits, symmetric=symmetric))
+            weight.copy_(round_to_nearest(weight, group_size, form.bits, symmetric=form.symmetric))
 
 
 def _relative_error(layer: Any, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> float:

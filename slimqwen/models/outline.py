@@ -10,13 +10,17 @@ from typing import Any
 
 from slimqwen import checkpoint
 from slimqwen.checkpoint import draft_head, packing
-from slimqwen.checkpoint.config import quantised, read_json_object, untied
+from slimqwen.checkpoint.config import quantisation, quantised, read_json_object, untied
 from slimqwen.checkpoint.files import bytes_on_disk
-from slimqwen.checkpoint.tensors import INDEX, TensorInfo, list_tensors, tensor_bytes
+from slimqwen.checkpoint.tensors import INDEX, TensorInfo, find_output_head, list_tensors, tensor_bytes
+from slimqwen.formats import BY_ROW
+from slimqwen.formats.compressed_tensors import config_group, with_group
 from slimqwen.models.published import published_tensors
-from slimqwen.models.shape import Packing, Shape, packed_linear
+from slimqwen.models.shape import Packing, Shape, parts_of
 
-_TABLES = ("embed_tokens.weight", "lm_head.weight", "lm_head.weight_packed", "lm_head.weight_scale")
+_TABLES = tuple(f"{table}.{part}" for table in packing.TABLES for part in BY_ROW)
+"""Ends of the names of tensors with a row for each token."""
+
 _LAYER = re.compile(r"(?!mtp\.)(?:.*\.)?layers\.\d+\.")
 
 
@@ -138,20 +142,21 @@ class Outline:
         return replace(self, config=config, tensors={**self.tensors, **head})
 
     def with_packing(self, kinds: Mapping[str, Packing]) -> "Outline":
-        """The outline with all linears of these kinds (`packing.LINEARS`) packed; a packed output head is untied."""
+        """The outline with all linears of these kinds (`packing.LINEARS`) packed; a packed table is untied."""
         tensors, config = dict(self.tensors), dict(self.config)
         for kind, packed in kinds.items():
-            linears = packing.linears(tensors, kind)
-            if kind == "lm_head":
+            if kind in packing.TABLES:
                 config = untied(config)
-                tied = [info for name, info in tensors.items() if name.endswith(_TABLES[0])]
-                linears = linears or dict.fromkeys(["lm_head.weight"], tied[0])
-            group = packing.config_group(kind, packed.bits, packed.group_size)
+                [table, *_] = find_output_head(tensors)
+                if not table.startswith("lm_head."):
+                    tensors["lm_head.weight"] = tensors[table]
+            linears = packing.linears(tensors, kind)
+            group = config_group(packing.LINEARS[kind], packed.bits, packed.group_size)
             modules = [name.removesuffix(".weight") for name in linears]
-            config = quantised(config, packing.with_group(config, kind, group, modules))
+            config = quantised(config, with_group(quantisation(config), kind, group, modules))
             for name, info in linears.items():
                 tensors.pop(name, None)
-                parts = packed_linear(name, info.shape, packed)
+                parts = parts_of(name, info.shape, packed.layout)
                 tensors |= {part: _predicted(dtype, size) for part, (dtype, size) in parts.items()}
         return replace(self, config=config, tensors=tensors)
 

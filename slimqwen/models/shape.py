@@ -8,8 +8,10 @@ from pydantic import BaseModel, ConfigDict
 
 from slimqwen.checkpoint import draft_head, packing
 from slimqwen.checkpoint.config import text_config, untied
-from slimqwen.checkpoint.packing import UNPACKED_MTP, VISION_TOWER, config_group
+from slimqwen.checkpoint.packing import UNPACKED_MTP, VISION_TOWER
 from slimqwen.errors import SlimqwenError
+from slimqwen.formats.compressed_tensors import PackedIntegers, config_group, settings_of
+from slimqwen.formats.format import Layout
 from slimqwen.models.families import FULL_ATTENTION, Family, find_family
 
 Tensors = dict[str, tuple[str, tuple[int, ...]]]
@@ -46,6 +48,11 @@ class Packing(BaseModel):
     bits: int
     group_size: int | None
 
+    @property
+    def layout(self) -> PackedIntegers:
+        """The layout of the weights."""
+        return PackedIntegers(self.bits, self.group_size)
+
 
 @dataclass(frozen=True)
 class Shape:
@@ -81,8 +88,8 @@ class Shape:
         return replace(self, config=draft_head.announced(self.config, rows))
 
     def with_packing(self, kinds: Mapping[str, Packing]) -> "Shape":
-        """The same model with all linears of these kinds (`packing.LINEARS`) packed; a packed output head is untied."""
-        config = untied(self.config) if "lm_head" in kinds else self.config
+        """The same model with all linears of these kinds (`packing.LINEARS`) packed; a packed table is untied."""
+        config = self.config if kinds.keys().isdisjoint(packing.TABLES) else untied(self.config)
         return replace(self, config=config, quantised={**self.quantised, **kinds})
 
     def with_outputs(self, outputs: object) -> "Shape":
@@ -111,7 +118,7 @@ class Shape:
             if kind is None:
                 stored[name] = dtype, dimensions
             else:
-                stored |= packed_linear(name, dimensions, self.quantised[kind])
+                stored |= parts_of(name, dimensions, self.quantised[kind].layout)
         return stored
 
     @property
@@ -125,20 +132,12 @@ class Shape:
 
 
 def _quantization(quantised: Mapping[str, Packing]) -> dict[str, Any]:
-    return {
-        "quant_method": "compressed-tensors",
-        "format": "pack-quantized",
-        "quantization_status": "compressed",
-        "config_groups": {
-            f"group_{number}": config_group(kind, packing.bits, packing.group_size)
-            for number, (kind, packing) in enumerate(quantised.items())
-        },
-        "ignore": [
-            *(() if "mtp" in quantised else (UNPACKED_MTP,)),
-            VISION_TOWER,
-            *(() if "lm_head" in quantised else ("lm_head",)),
-        ],
+    groups = {
+        f"group_{number}": config_group(packing.LINEARS[kind], packed.bits, packed.group_size)
+        for number, (kind, packed) in enumerate(quantised.items())
     }
+    ignore = {"mtp": UNPACKED_MTP, "": VISION_TOWER, "lm_head": "lm_head"}
+    return settings_of(groups, [entry for kind, entry in ignore.items() if kind not in quantised])
 
 
 def with_first_experts(tensors: Tensors) -> Tensors:
@@ -175,14 +174,11 @@ def with_single_experts(tensors: Tensors) -> Tensors:
     return single
 
 
-def packed_linear(weight: str, dimensions: tuple[int, ...], form: Packing) -> Tensors:
-    """The tensors of a packed linear, from name and dimensions of the weight."""
+def parts_of(weight: str, dimensions: tuple[int, ...], layout: Layout) -> Tensors:
+    """The tensors of a quantised weight, from its name and dimensions; all experts of a layer may be one tensor."""
     *experts, rows, columns = dimensions
-    return {
-        f"{weight}_packed": ("I32", (*experts, rows, columns * form.bits // 32)),
-        f"{weight}_scale": ("BF16", (*experts, rows, columns // (form.group_size or columns))),
-        f"{weight}_shape": ("I64", (*experts, 2)),
-    }
+    module, parts = weight.removesuffix(".weight"), layout.parts(rows, columns).items()
+    return {f"{module}.{part}": (dtypes[0], (*experts, *size)) for part, (size, dtypes) in parts}
 
 
 def _plain_tensors(text: Mapping[str, Any], family: Family, prefix: str) -> Tensors:

@@ -4,11 +4,12 @@ import math
 import re
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from pydantic import Field, PositiveFloat, PositiveInt, ValidationError
 
 from slimqwen.errors import SlimqwenError, suggest_name
+from slimqwen.formats.format import Precision
 from slimqwen.records.record import Block
 from slimqwen.records.settings import read_settings
 
@@ -20,8 +21,6 @@ CPU = "cpu"
 
 DESCRIPTION = "memory=16,bandwidth=448,capability=8.9"
 """An example of a GPU that the command line describes instead of naming it."""
-
-Precision = Literal["bf16", "fp8", "int8"]
 
 _LEAST_CAPABILITY = (7, 5)
 """vLLM's CUDA kernels are compiled for this compute capability and higher ones."""

@@ -8,8 +8,8 @@ from types import MappingProxyType
 from typing import Any
 
 from slimqwen import checkpoint
-from slimqwen.checkpoint import draft_head
-from slimqwen.checkpoint.weights import holds_mtp_head
+from slimqwen.checkpoint.weights import group_parts, holds_mtp_head
+from slimqwen.formats import find_format
 from slimqwen.models.families import LINEAR_ATTENTION
 from slimqwen.models.outline import Outline
 from slimqwen.serving.chat_template import find_tool_parser, thinks_by_default
@@ -172,21 +172,12 @@ def _stored_form(outline: Outline) -> str:
     form = checkpoint.quantisation(outline.config)
     if not form:
         return ", ".join(sorted({info.dtype for info in outline.tensors.values() if len(info.shape) > 1}))
-    bits = {
-        group["weights"]["num_bits"] for group in form.get("config_groups", {}).values() if group["weights"]
-    }
-    bits |= {form[key] for key in ("bits", "w_bit") if key in form}
-    width = f", {' and '.join(map(str, sorted(bits)))} bits" if bits else ""
-    return f"quantised: {form.get('quant_method', 'unknown')}{width}; calibrate needs 16 bits"
+    return f"quantised: {find_format(form).describe()}; calibrate needs 16 bits"
 
 
 def _mtp_head(outline: Outline) -> str | None:
     if not holds_mtp_head(outline.config, outline.tensors):
         return None
-    head = [
-        name for name in outline.tensors if name.startswith("mtp.") and not name.startswith(draft_head.PREFIX)
-    ]
-    whole = all(
-        name.endswith(".weight") and outline.tensors[name].dtype in ("BF16", "F16", "F32") for name in head
-    )
-    return "16 bits" if whole else "quantised"
+    weights = group_parts(outline.tensors, checkpoint.quantisation(outline.config))
+    is_quantised = any(weight.is_quantised for name, weight in weights.items() if name.startswith("mtp."))
+    return "quantised" if is_quantised else "16 bits"

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from slimqwen import checkpoint, host
 from slimqwen.checkpoint.tensors import list_tensors, weight_files
-from slimqwen.checkpoint.weights import has_mtp_head
+from slimqwen.checkpoint.weights import has_mtp_head, refuse_without_cpu_kernel
 from slimqwen.models.families import unshared_heads
 from slimqwen.serving import chat_template, gpu
 from slimqwen.serving.command import ServerCommand
@@ -107,11 +107,14 @@ def check_weights(command: ServerCommand) -> None:
 
     Raises:
         ServingError: too long a context, drafts without an MTP head, or heads that cannot be divided between the GPUs.
+        slimqwen.checkpoint.UnsupportedFormatError: a CPU without a kernel for the weights.
         slimqwen.checkpoint.MissingCheckpointError, CorruptCheckpointError: weights are missing, cut short or
             incomplete.
     """
     weights = command.variant.weights
     checkpoint.check_folder(weights, cure=making_command(weights, command.variant.root))
+    if command.platform == "cpu":
+        refuse_without_cpu_kernel(weights)
     _check_drafts(command)
     _check_heads(command)
     _check_context(command)

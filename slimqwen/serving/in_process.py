@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from slimqwen import checkpoint, host
-from slimqwen.checkpoint.weights import has_mtp_head
+from slimqwen.checkpoint.weights import has_mtp_head, refuse_without_cpu_kernel
 from slimqwen.serving.errors import ServingError
 from slimqwen.variant import repository_root
 
@@ -48,7 +48,12 @@ def engine(folder: Path | str, **arguments: Any) -> Iterator[Any]:
         folder: a checkpoint that vLLM can load.
         arguments: arguments of `LLM`, which extend and override those of a small engine without compilation.
             `num_speculative_tokens=K` is short for MTP with drafts of K tokens; 0 means no drafts.
+
+    Raises:
+        UnsupportedFormatError: there is no GPU, and vLLM's CPU build has no kernel for the checkpoint.
     """
+    if host.detect() == "cpu":
+        refuse_without_cpu_kernel(Path(folder))
     drafts = arguments.pop("num_speculative_tokens", 0)
     if drafts:
         arguments["speculative_config"] = {"method": "mtp", "num_speculative_tokens": drafts}

@@ -1,4 +1,4 @@
-"""Packed linears: which modules a kind names, what config.json says of them, and what is stored."""
+"""Packed linears: which modules a kind names, and what is stored of them."""
 
 import json
 import re
@@ -9,7 +9,7 @@ from compressed_tensors.compressors import unpack_from_int32
 from safetensors.torch import save_file
 
 from slimqwen.checkpoint import packing
-from slimqwen.checkpoint.errors import CorruptCheckpointError, UnsupportedFormatError
+from slimqwen.checkpoint.errors import CorruptCheckpointError
 from slimqwen.checkpoint.packing import LINEARS
 from slimqwen.checkpoint.rtn import quantise
 from slimqwen.checkpoint.tensors import list_tensors
@@ -27,6 +27,7 @@ LAYER = "model.layers.3"
         ("mtp.layers.0.mlp.up_proj", {"mtp"}),
         ("mtp.fc", {"mtp"}),
         ("lm_head", {"lm_head"}),
+        ("model.embed_tokens", {"embed_tokens"}),
         (f"{LAYER}.mlp.gate_proj_of_another", set()),
     ],
 )
@@ -46,117 +47,6 @@ def test_the_linears_of_a_kind_are_its_unpacked_weights():
     assert list(packing.linears(stored, "mlp")) == [f"{LAYER}.mlp.up_proj.weight"]
     assert re.match(packing.tensor_pattern("mlp"), f"{LAYER}.mlp.up_proj.weight_scale")
     assert not re.match(packing.tensor_pattern("mlp"), f"{LAYER}.mlp.up_proj_of_another.weight")
-
-
-def test_a_target_that_names_a_module_goes_before_its_class():
-    form = {
-        "config_groups": {
-            "all": {"targets": ["Linear"], "weights": {"num_bits": 8}},
-            "none": {"targets": ["lm_head"]},
-            "mlp": {"targets": [LINEARS["mlp"]], "weights": {"num_bits": 4}},
-            "one": {"targets": ["mtp.fc"], "weights": {"num_bits": 2}},
-        },
-        "ignore": ["re:.*k_proj"],
-    }
-    modules = (f"{LAYER}.mlp.up_proj", "mtp.fc", f"{LAYER}.self_attn.q_proj")
-    assert [packing.packed_bits(name, form) for name in modules] == [4, 2, 8]
-    assert packing.group_of(f"{LAYER}.self_attn.k_proj", form) is None
-
-
-def test_a_packed_module_of_no_group_is_an_error():
-    group = {"targets": [LINEARS["mlp"]], "weights": {"num_bits": 4}}
-    with pytest.raises(
-        CorruptCheckpointError, match="no group of quantization_config has the target lm_head"
-    ):
-        packing.packed_bits("lm_head", {"config_groups": {"a": group}})
-
-
-@pytest.mark.parametrize(("group_size", "strategy"), [(32, "group"), (None, "channel")])
-def test_a_group_says_how_its_weights_share_scales(group_size, strategy):
-    group = packing.config_group("mlp", 4, group_size)
-    assert (group["targets"], group["format"]) == ([LINEARS["mlp"]], "pack-quantized")
-    assert group["weights"] == {
-        "num_bits": 4, "type": "int", "symmetric": True, "strategy": strategy, "group_size": group_size,
-        "dynamic": False,
-    }  # fmt: skip
-
-
-HEAD, MTP = packing.config_group("lm_head", 4, 32), packing.config_group("mtp", 8, None)
-MTP_LINEARS = ["mtp.fc", "mtp.layers.0.mlp.up_proj"]
-
-
-def test_where_only_heads_are_packed_everything_else_is_ignored():
-    one = {"quantization_config": packing.with_group({}, "lm_head", HEAD, ["lm_head"])}
-    both = packing.with_group(one, "mtp", MTP, MTP_LINEARS)
-
-    assert both["quant_method"] == "compressed-tensors"
-    assert set(both["config_groups"]) == {"lm_head", "mtp"}
-    (pattern,) = both["ignore"]
-    ignored = {
-        name: re.match(pattern[3:], name) is not None
-        for name in ("lm_head", "mtp.fc", "mtp.norm", f"{LAYER}.mlp.up_proj")
-    }
-    assert ignored == {"lm_head": False, "mtp.fc": False, "mtp.norm": True, f"{LAYER}.mlp.up_proj": True}
-
-
-def base(*ignore, targets=("Linear",)):
-    """The config of a checkpoint whose layers are packed."""
-    group = {**packing.config_group("mlp", 4, 32), "targets": list(targets)}
-    return {"quantization_config": {"config_groups": {"group_0": group}, "ignore": list(ignore)}}
-
-
-@pytest.mark.parametrize(
-    ("ignore", "left"),
-    [
-        (["lm_head", "re:^mtp.*", "model.other"], ["re:^mtp.*", "model.other"]),
-        (["re:.*lm_head.*", "re:.*lm_head$", "re:^lm_head$"], []),
-        (
-            ["model.layers.0.mlp.down_proj", "re:.*visual.*"],
-            ["model.layers.0.mlp.down_proj", "re:.*visual.*"],
-        ),
-    ],
-)
-def test_no_spelling_of_the_head_stays_among_the_ignored(ignore, left):
-    before = base(*ignore)
-    after = packing.with_group(before, "lm_head", HEAD, ["lm_head"])
-    assert after["ignore"] == left
-    assert list(after["config_groups"]) == ["group_0", "lm_head"]
-    assert before["quantization_config"]["ignore"] == ignore
-
-
-@pytest.mark.parametrize("spelling", ["re:.*mtp.*", "re:^mtp.*", "re:mtp.fc"])
-def test_no_pattern_of_the_mtp_head_stays_among_the_ignored(spelling):
-    after = packing.with_group(base(spelling, *MTP_LINEARS), "mtp", MTP, MTP_LINEARS)
-    assert after["ignore"] == []
-
-
-def test_a_pattern_that_means_more_keeps_the_rest():
-    after = packing.with_group(base("re:.*(lm_head|mtp|linear_attn).*"), "mtp", MTP, MTP_LINEARS)
-    (pattern,) = after["ignore"]
-    modules = (*MTP_LINEARS, "mtp.layers.0.self_attn.qkv_proj", "lm_head", f"{LAYER}.linear_attn.in_proj_a")
-    assert [packing.means(pattern, module) for module in modules] == [False, False, False, True, True]
-
-
-@pytest.mark.parametrize(("targets", "first"), [(["re:.*_proj$"], "mtp"), (["Linear"], "group_0")])
-def test_a_target_of_the_base_does_not_take_the_linears(targets, first):
-    after = packing.with_group(base(targets=targets), "mtp", MTP, MTP_LINEARS)
-    assert next(iter(after["config_groups"])) == first
-    assert packing.packed_bits("mtp.layers.0.mlp.up_proj", after) == 8
-
-
-def test_a_part_of_the_mtp_head_is_named_where_the_rest_of_it_was_packed_before():
-    whole = packing.with_group(base(), "mtp", MTP, MTP_LINEARS)["config_groups"]["mtp"]
-    assert whole == MTP
-    part = packing.with_group(base(), "mtp", MTP, MTP_LINEARS[1:])["config_groups"]["mtp"]
-    assert part == MTP | {"targets": MTP_LINEARS[1:]}
-
-
-@pytest.mark.parametrize("method", ["fp8", "gptq", "awq", "auto-round", "modelopt"])
-def test_packed_linears_are_not_added_to_another_format(tmp_path, method):
-    with pytest.raises(UnsupportedFormatError, match=f"quantised in the format {method}, .*; take"):
-        packing.require_extensible(
-            tmp_path, {"text_config": {"quantization_config": {"quant_method": method}}}
-        )
 
 
 @pytest.fixture

@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 
 from slimqwen import checkpoint
-from slimqwen.checkpoint import CorruptCheckpointError
 from slimqwen.checkpoint.config import write_config
 from slimqwen.checkpoint.tensors import NewTensor, TensorInfo, list_tensors, write_tensors
 from slimqwen.fit import FitError, cost
 from slimqwen.fit.architecture import lay_out_cache, read_model
+from slimqwen.formats.compressed_tensors import settings_of
 from tests.fit.shapes import (
     BODY_BYTES,
     BODY_FLOPS,
@@ -68,13 +68,25 @@ def test_four_bits_save_bytes_and_no_flops():
     name = "model.layers.0.mlp.up_proj.weight"
     small = read_model(
         tensors(**{name: None, **packed(name, 16, 8), **packed("lm_head.weight", 32, 8)}),
-        {**CONFIG, "quantization_config": {"config_groups": groups}},
+        {**CONFIG, "quantization_config": settings_of(groups, ())},
     )
 
     # 16 x 8 numbers: 256 bytes become 64 and a scale of 2 bytes a row; the shape's 16 bytes are not read.
     assert small.body.bytes == BODY_BYTES - 256 + 64 + 16 * 2
     assert small.head.bytes == 32 * 8 // 2 + 32 * 2
     assert not small.tied
+    assert cost.count_verify_work(small, 2, 10).flops == cost.count_verify_work(SMALL, 2, 10).flops
+
+
+def test_a_packed_embedding_is_gathered_row_by_row():
+    groups = {"group_0": {"targets": ["lm_head", "re:.*embed_tokens$"], "weights": {"num_bits": 4}}}
+    name = "model.embed_tokens.weight"
+    small = read_model(
+        tensors(**{name: None, **packed(name, 32, 8), **packed("lm_head.weight", 32, 8)}),
+        {**CONFIG, "tie_word_embeddings": False, "quantization_config": settings_of(groups, ())},
+    )
+    assert small.embedding_row_bytes == 8 // 2 + 2
+    assert small.resident_bytes(0) == BODY_BYTES + 2 * 32 * (8 // 2 + 2)
     assert cost.count_verify_work(small, 2, 10).flops == cost.count_verify_work(SMALL, 2, 10).flops
 
 
@@ -87,7 +99,7 @@ def test_each_packed_linear_has_the_width_of_the_group_that_names_it():
     eight_bits = {f"{name}_packed": info((16, 2), "I32"), f"{name}_scale": info((16, 1))}
     mixed = read_model(
         tensors(**{name: None, **eight_bits, **packed("lm_head.weight", 32, 8)}),
-        {**CONFIG, "quantization_config": {"config_groups": groups}},
+        {**CONFIG, "quantization_config": settings_of(groups, ())},
     )
     assert mixed.body.bytes == BODY_BYTES - 256 + 128 + 16 * 2
     assert cost.count_verify_work(mixed, 2, 10).flops == cost.count_verify_work(SMALL, 2, 10).flops
@@ -97,7 +109,7 @@ def test_packings_that_are_not_known_are_refused():
     name = "model.layers.0.mlp.up_proj.weight"
     given = tensors(**{name: None, **packed(name, 16, 8)})
     with pytest.raises(
-        CorruptCheckpointError, match=f"no group of quantization_config has the target {name[:-7]}"
+        FitError, match=r"config.json does not say how .*up_proj\.weight is stored \(I32\); correct"
     ):
         read_model(given, CONFIG)
     with pytest.raises(FitError, match="head_dim: Field required"):

@@ -83,7 +83,7 @@ def test_the_mtp_head_is_described_as_it_is(animal: str, said: str, tmp_path: Pa
         ("text", "bfloat16", "all"),
         ("qwen3.5-moe", "bfloat16", "all but calibrate"),
         ("fp8-blocks", "fp8", "bake_cache, prune_vocab"),
-        ("awq", "awq", "bake_cache, prune_vocab"),
+        ("awq", "awq, 4-bit", "bake_cache, prune_vocab"),
         (
             "mixed",
             "compressed-tensors, 4-bit int, 8-bit float",

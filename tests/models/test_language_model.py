@@ -10,7 +10,7 @@ from tinyworld.model import TinyShape, build, save_drafting_model
 
 from slimqwen.checkpoint import CorruptCheckpointError
 from slimqwen.checkpoint.config import read_config, write_config
-from slimqwen.checkpoint.errors import UnsupportedFormatError
+from slimqwen.formats.format import UnsupportedFormatError
 from slimqwen.models import hidden_states
 from slimqwen.models.hidden_states import store_hidden_states
 from slimqwen.models.language_model import (
@@ -99,7 +99,7 @@ def quantise_unreadably(tensors: dict[str, torch.Tensor]) -> None:
         (widen, r"the tensors of .* do not fit its config\.json"),
         (
             quantise_unreadably,
-            r"layers\.0\.mlp\.up_proj\.weight is packed in bytes, .*; use a checkpoint",
+            r"layers\.0\.mlp\.up_proj\.weight is stored as U8 .*; use a checkpoint",
         ),
     ],
 )

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from slimqwen.checkpoint import read_config
-from slimqwen.checkpoint.errors import UnsupportedFormatError
 from slimqwen.checkpoint.tensors import list_tensors, tensor_bytes
+from slimqwen.formats.format import UnsupportedFormatError
 from slimqwen.models.published import published_tensors
 from slimqwen.models.shape import Tensors
 from tests.zoo.animals import ANIMALS
@@ -19,11 +19,12 @@ FORMATS = [
         "w4a16-zero-points",
         "w4a16-g128",
         "w4a16-head",
+        "w4a16-embedding",
         "w8a16",
         "w8a8",
         "fp8-rows",
     ),
-    *("mixed", "fp8-blocks", "fp8-blocks-mtp16", "gptq", "gptq-act-order", "auto-round", "awq"),
+    *("mixed", "fp8-blocks", "fp8-blocks-mtp16", "gptq", "gptq-act-order", "auto-round", "awq", "nvfp4"),
     *("llama", "qwen2", "qwen3", "qwen3.5-moe", "qwen3.5-moe-w4a16", "mtp-lost"),
 ]
 BY_NAMES_ALONE = {
@@ -75,7 +76,7 @@ def test_nvfp4_of_modelopt_has_two_weights_in_a_byte_and_a_scale_for_sixteen():
 def test_fp8_without_blocks_has_one_scale_and_leaves_whole_modules_by_name():
     form = {"quant_method": "fp8", "modules_to_not_convert": ["self_attn", "layers.0.mlp.down"]}
     stored = published_tensors({**CONFIG, "quantization_config": form})
-    assert stored[f"{UP}.weight_scale"] == ("BF16", (1, 1))
+    assert stored[f"{UP}.weight_scale"] == ("BF16", (1,))
     assert "model.layers.0.self_attn.q_proj.weight_scale" not in stored
     # An entry names whole parts of a name: down is not down_proj.
     assert stored["model.layers.0.mlp.down_proj.weight"] == ("F8_E4M3", (64, 128))

@@ -1,10 +1,13 @@
 """Dimensions of checkpoints: the tensors and the config that they make."""
 
 import math
+from pathlib import Path
 
 import pytest
 
 from slimqwen import variant
+from slimqwen.formats import find_format
+from slimqwen.models.outline import Outline
 from slimqwen.models.shape import Packing, Shape
 from slimqwen.plan import shapes
 from slimqwen.recipe.registry import STAGES
@@ -69,6 +72,24 @@ def test_a_packed_output_head_is_untied_from_the_embedding(shape: Shape) -> None
     assert "lm_head.weight_packed" in packed.tensors
     assert "model.language_model.embed_tokens.weight" in packed.tensors
     assert "lm_head" not in packed.config_json["quantization_config"]["ignore"]
+
+
+@pytest.mark.parametrize("kinds", [("lm_head",), ("embed_tokens",), ("embed_tokens", "lm_head")])
+def test_a_packed_table_is_untied_whether_dimensions_or_an_outline_say_so(
+    shape: Shape, kinds: tuple[str, ...]
+) -> None:
+    packed = dict.fromkeys(kinds, Packing(bits=4, group_size=32))
+    expected = shape.with_packing(packed).tensors
+    for kind in ("embed_tokens", "lm_head"):
+        end = "weight_packed" if kind in kinds else "weight"
+        assert any(name.endswith(f"{kind}.{end}") for name in expected)
+    outline = Outline.of_shape(shape, Path()).with_packing(packed)
+    assert {name: (info.dtype, info.shape) for name, info in outline.tensors.items()} == expected
+    form = find_format(outline.config["quantization_config"])
+    modules = ("model.language_model.embed_tokens", "lm_head")
+    assert [form.packs(module) for module in modules] == [
+        kind in kinds for kind in ("embed_tokens", "lm_head")
+    ]
 
 
 @pytest.mark.parametrize(

@@ -20,8 +20,8 @@ from tests.zoo.animals import ANIMALS
         ("text", ["text only", "4 layers of width 192", "8192 rows, 8192 tokens", "BF16", "16 bits; drafts 3"], []),
         ("multimodal", ["of which the language model is served", "16 bits; drafts 3 tokens"], []),
         ("no-mtp", ["none, so no drafts"], ["16 bits; drafts"]),
-        ("w4a16-mtp", ["quantised: compressed-tensors, 4 bits; calibrate needs 16 bits", "quantised; drafts 3"], []),
-        ("gptq", ["quantised: gptq, 4 bits"], []),
+        ("w4a16-mtp", ["quantised: compressed-tensors, 4-bit int; calibrate needs 16 bits", "quantised; drafts 3"], []),
+        ("gptq", ["quantised: gptq, 4-bit"], []),
         ("more-rows", ["tokens"], []),
     ],
 )  # fmt: skip

@@ -39,12 +39,14 @@ class Animal:
         refuses: verbs (of `tests.zoo.verbs`) that it is not meant for, with a regular expression of what they say; `*`
             is every verb.
         start: makes the specimen to begin with.
+        on_cpu: whether vLLM's CPU build has a kernel for it.
     """
 
     form: str
     edits: tuple[Edit, ...] = ()
     refuses: Mapping[str, str] = field(default_factory=dict)
     start: Callable[[], Specimen] = tiny
+    on_cpu: bool = True
 
     def build(self, folder: Path) -> Path:
         """Write the checkpoint into a new folder."""
@@ -60,6 +62,7 @@ class Animal:
 
 _PACKED = {"calibrate": "is quantised already"}
 _FOREIGN = _PACKED | dict.fromkeys(("calibrate mtp", "quantise_lm_head"), "in the format .*; take the 16-bit")
+_GPU_ALONE = dict.fromkeys(("serve", "serve with drafts"), "no kernel for .*; serve it on a GPU")
 _PACKED_MTP = {"redistill_mtp": "MTP head is quantised"}
 _NO_MTP = {
     "serve with drafts": "has none; remove VLLM_SPECULATIVE_CONFIG",
@@ -197,6 +200,12 @@ ANIMALS: dict[str, Animal] = {
         (untied, compressed_tensors(integers(f"{quantised.LINEARS}|{quantised.HEAD}"))),
         refuses=_PACKED | {"quantise_lm_head": "packed lm_head already"},
     ),
+    "w4a16-embedding": Animal(
+        "W4A16, embedding and output head too",
+        (untied, compressed_tensors(integers(f"{quantised.LINEARS}|{quantised.EMBEDDING}|{quantised.HEAD}"))),
+        refuses=_PACKED | _GPU_ALONE | {"quantise_lm_head": "packed lm_head already"},
+        on_cpu=False,
+    ),
     "w8a16": Animal(
         "W8A16 by row", (compressed_tensors(integers(bits=8, group_size=None)),), refuses=_PACKED
     ),
@@ -229,6 +238,7 @@ ANIMALS: dict[str, Animal] = {
     ),
     "auto-round": Animal("AutoRound in GPTQ's layout", (quantised.auto_round,), refuses=_FOREIGN),
     "awq": Animal("AWQ (gemm), zero points", (quantised.awq,), refuses=_FOREIGN),
+    "nvfp4": Animal("NVFP4 of ModelOpt", (quantised.nvfp4,), refuses=_FOREIGN | _GPU_ALONE, on_cpu=False),
     "llama": Animal("LlamaForCausalLM, random", start=dense("Llama"), refuses=_NO_MTP),
     "qwen2": Animal("Qwen2ForCausalLM, random", start=dense("Qwen2"), refuses=_NO_MTP),
     "qwen3": Animal("Qwen3ForCausalLM, random", start=dense("Qwen3"), refuses=_NO_MTP),

@@ -18,6 +18,7 @@ WIDE = rf"{BODY}(mlp\.down_proj|self_attn\.o_proj|linear_attn\.out_proj)"
 EXPERTS = rf"{BODY}mlp\.experts\.\d+\.(gate|up|down)_proj"
 MTP_LAYER = r"mtp\.layers\.\d+\.(mlp|self_attn)\.\w+_proj"
 HEAD = r"lm_head"
+EMBEDDING = r"(?!mtp\.).*embed_tokens"
 
 E4M3_MAX = 448.0
 _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
@@ -59,6 +60,7 @@ def compressed_tensors(
                     "targets": [
                         *(["Linear"] if len(groups) == 1 else [f"re:{group['pattern']}$"]),
                         *(["re:.*lm_head$"] if "lm_head" in packed else []),
+                        *(["re:.*embed_tokens$"] if any("embed" in module for module in packed) else []),
                     ],
                     "weights": group["weights"],
                     "input_activations": group.get("input_activations"),
@@ -255,6 +257,34 @@ def awq(specimen: Specimen) -> None:
     }
 
 
+def nvfp4(specimen: Specimen) -> None:
+    """ModelOpt's NVFP4: two E2M1 numbers in a byte, an E4M3 scale for sixteen, one scale for the weight."""
+    numbers = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+    for module in _modules(specimen, LINEARS):
+        weight = specimen.tensors[f"{module}.weight"].float()
+        groups = weight.unflatten(1, (-1, 16))
+        largest = groups.abs().amax(2)
+        whole = largest.max() / (6 * E4M3_MAX)
+        scales = (largest / 6 / whole).clamp_min(2**-9).to(torch.float8_e4m3fn)
+        scaled = (groups / (scales.float() * whole)[:, :, None]).flatten(1)
+        nearest = (scaled.abs()[:, :, None] - numbers).abs().argmin(2)
+        halves = (nearest + 8 * (scaled < 0)).to(torch.uint8)
+        specimen.tensors |= {
+            f"{module}.weight": halves[:, ::2] | halves[:, 1::2] << 4,
+            f"{module}.weight_scale": scales,
+            f"{module}.weight_scale_2": whole,
+            f"{module}.input_scale": torch.tensor(1.0),
+        }
+    specimen.config["quantization_config"] = {
+        "quant_method": "modelopt",
+        "quant_algo": "NVFP4",
+        "config_groups": {"group_0": {"weights": {"num_bits": 4, "type": "float", "group_size": 16}}},
+        "ignore": ["lm_head", "mtp*", "*linear_attn.in_proj_a", "*linear_attn.in_proj_b"],
+        "kv_cache_scheme": None,
+        "producer": {"name": "modelopt", "version": "0.39.0"},
+    }
+
+
 def _rounded(
     weight: torch.Tensor, bits: int, group_size: int, symmetric: bool
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -279,7 +309,10 @@ def _words(nibbles: torch.Tensor) -> torch.Tensor:
 
 
 def _modules(specimen: Specimen, pattern: str) -> list[str]:
-    return [module for module in _linears(specimen) if re.fullmatch(pattern, module)]
+    tables = [
+        name.removesuffix(".weight") for name in specimen.tensors if name.endswith("embed_tokens.weight")
+    ]
+    return [module for module in [*_linears(specimen), *tables] if re.fullmatch(pattern, module)]
 
 
 def _linears(specimen: Specimen) -> list[str]:

@@ -27,10 +27,11 @@ from pydantic import Field, ValidationInfo, field_validator
 from slimqwen import checkpoint
 from slimqwen.checkpoint import packing
 from slimqwen.checkpoint.config import quantised, write_config
-from slimqwen.checkpoint.errors import UnsupportedFormatError
 from slimqwen.checkpoint.files import carry_side_files
 from slimqwen.checkpoint.tensors import NewTensor, TensorInfo, list_tensors, rewrite, write_tensors
 from slimqwen.checkpoint.weights import text_name
+from slimqwen.formats import find_format
+from slimqwen.formats.compressed_tensors import config_group, with_group
 from slimqwen.models.calibrated_model import (
     describe_quantisation,
     pack_layer,
@@ -160,9 +161,9 @@ def calibrate_weights(
             form = packing_of(parameters.targets.mtp, parameters.group_size)
             for name, info in head.items():
                 changed[name] = packing.rounded_to_nearest(info, name, form.bits, form.group_size)
-            group = packing.config_group("mtp", form.bits, form.group_size)
+            group = config_group(packing.LINEARS["mtp"], form.bits, form.group_size)
             modules = [name.removesuffix(".weight") for name in head]
-            config = quantised(config, packing.with_group(config, "mtp", group, modules))
+            config = quantised(config, with_group(checkpoint.quantisation(config), "mtp", group, modules))
         rewrite(source, destination, lambda name, info: changed.get(name), progress)
     carry_side_files(source, destination)
     write_config(destination, config)
@@ -213,10 +214,8 @@ def inspect_calibration(outline: Outline, parameters: CalibrateParameters) -> It
             "targets",
         )
         return
-    try:
-        packing.require_extensible(outline.folder, outline.config)
-    except UnsupportedFormatError as error:
-        yield Fault(str(error))
+    if fault := find_format(checkpoint.quantisation(outline.config)).refused_addition():
+        yield Fault(f"{outline.name} {fault}")
         return
     for kind, linears in _target_tensors(outline, parameters).items():
         if not linears:

@@ -38,6 +38,7 @@ from slimqwen.checkpoint.tensors import (
     rewrite,
     selected_rows,
 )
+from slimqwen.formats import BY_ROW, BY_WEIGHT
 from slimqwen.models import vocabulary
 from slimqwen.models.outline import Outline
 from slimqwen.models.vocabulary import Ids, Vocabulary
@@ -69,10 +70,6 @@ _REPETITIONS = (
 
 _ID_KEY = re.compile(r"(token_ids?|suppress_tokens|bad_words_ids)$")
 _TABLE = re.compile(r"(?:^|\.)(?:embed_tokens|lm_head)\.(\w+)$")
-_BY_ROW = ("weight", "bias", "weight_packed", "weight_scale", "weight_zero_point")
-_ROWLESS = ("weight_g_idx", "weight_global_scale", "input_scale", "input_zero_point", "input_global_scale")
-"""Parts of a quantised lm_head that have no row per token."""
-
 _IMPORTS_BYTES = 300 * 2**20
 _PUBLISHED_TOKENIZER_BYTES = 12 * 2**20
 """Size of Qwen3.5's tokenizer.json, bytes, for an estimate if the file is not here."""
@@ -224,12 +221,14 @@ def _tables(
     tables: dict[str, Callable[[Ids], NewTensor]] = {}
     for name, info in stored.items():
         match = _TABLE.search(name)
-        if match is None or match[1] in _ROWLESS or (match[1] == "weight_scale" and info.elements == 1):
+        if match is None:
             continue
-        if match[1] in _BY_ROW and info.shape[0] == rows:
+        if match[1] in ("bias", *BY_ROW) and info.shape[:1] == (rows,):
             tables[name] = partial(selected_rows, info)
         elif match[1] == "weight_shape":
             tables[name] = partial(_shape, info)
+        elif match[1] in BY_WEIGHT or info.elements == 1:
+            continue
         else:
             raise StageError(
                 f"{source}: {name} {list(info.shape)} cannot be pruned from {rows} rows; prune before quantising"

@@ -18,9 +18,10 @@ from pydantic import Field, ValidationInfo, field_validator
 from slimqwen import checkpoint
 from slimqwen.checkpoint import packing
 from slimqwen.checkpoint.config import quantised, untied, write_config
-from slimqwen.checkpoint.errors import UnsupportedFormatError
 from slimqwen.checkpoint.files import carry_side_files
 from slimqwen.checkpoint.tensors import NewTensor, TensorInfo, find_output_head, rewrite
+from slimqwen.formats import find_format
+from slimqwen.formats.compressed_tensors import config_group, with_group
 from slimqwen.models.outline import Outline
 from slimqwen.models.shape import Packing
 from slimqwen.progress import Progress
@@ -103,8 +104,8 @@ def quantise_output_head(
 
     rewrite(source, destination, change, progress)
     carry_side_files(source, destination)
-    group = packing.config_group("lm_head", _BITS, parameters.group_size)
-    form = packing.with_group(config, "lm_head", group, ["lm_head"])
+    group = config_group(packing.LINEARS["lm_head"], _BITS, parameters.group_size)
+    form = with_group(checkpoint.quantisation(config), "lm_head", group, ["lm_head"])
     write_config(destination, quantised(untied(config), form))
     facts: Facts = {
         "head_bytes_before": info.end - info.start,
@@ -167,10 +168,8 @@ def data(parameters: QuantiseLmHeadParameters) -> dict[str, str]:
 
 def inspect_output_head(outline: Outline, parameters: QuantiseLmHeadParameters) -> Iterator[Fault]:
     """Find faults: a head that is packed already, rows that do not divide into groups, faults of the text."""
-    try:
-        packing.require_extensible(outline.folder, outline.config)
-    except UnsupportedFormatError as error:
-        yield Fault(str(error))
+    if fault := find_format(checkpoint.quantisation(outline.config)).refused_addition():
+        yield Fault(f"{outline.name} {fault}")
         return
     names = find_output_head(outline.tensors)
     if not names:

@@ -21,8 +21,8 @@ from tinyworld.world import World
 
 from slimqwen import checkpoint
 from slimqwen.checkpoint.config import write_config
-from slimqwen.checkpoint.packing import PACKED, packed_bits
 from slimqwen.checkpoint.tensors import list_tensors
+from slimqwen.checkpoint.weights import read_weights
 from slimqwen.models.mtp_head import load_drafting_model
 from slimqwen.models.outline import Outline
 from slimqwen.recipe import recipe_file, runner, variant_recipe
@@ -282,10 +282,9 @@ def test_every_kind_has_a_scheme_of_its_own(source: Path, mixed: Path) -> None:
     assert f"{layers}.0.linear_attn.in_proj_a.weight" in after
     head = {name for name in after if name.startswith("mtp.") and name.endswith(".weight_packed")}
     assert len(head) == 8
-    form = checkpoint.quantisation(checkpoint.read_config(mixed))
-    widths = {name: packed_bits(name.removesuffix(PACKED), form) for name in after if PACKED in name}
-    assert {name for name, bits in widths.items() if bits == 8} == {
-        f"{layers}.3.self_attn.{module}_proj.weight_packed" for module in "qkvo"
+    weights = read_weights(mixed).values()
+    assert {weight.name for weight in weights if weight.layout and weight.layout.bits == 8} == {
+        f"{layers}.3.self_attn.{module}_proj.weight" for module in "qkvo"
     }
 
 
