@@ -5,8 +5,9 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from slimqwen.cli.console import relative, say, waiting, warn
+from slimqwen.cli.console import from_here, relative, say, waiting, warn
 from slimqwen.cli.options import PlatformName, TrustedCache, VariantOption
+from slimqwen.errors import SlimqwenError
 from slimqwen.variant import DRAFTS_NOTE, making_command
 
 if TYPE_CHECKING:
@@ -87,6 +88,10 @@ def serve(
         origin = baked_cache.find_origin(command.variant.root, command.cache.baked) or "of unknown origin"
         warn(f"Compile cache {origin}: {_fitness(command.cache)}.")
     if dry_run:
+        try:
+            checks.check_address(command)
+        except SlimqwenError as error:  # the key need not be in this shell
+            warn(f"A start would be refused: {from_here(str(error))}.")
         weights = command.variant.weights
         if weights.is_dir():
             checks.check_weights(command)

@@ -63,7 +63,7 @@ def check_command(command: ServerCommand, trouble: Iterable[Trouble] = ()) -> No
         ConfigError: VLLM_CPU_KVCACHE_SPACE is no whole number.
     """
     _check_api_key()
-    _check_address(command)
+    check_address(command)
     check_platform(command.variant, command.platform)
     check_weights(command)
     refuse_trouble(command, trouble)
@@ -150,7 +150,12 @@ def _check_api_key() -> None:
         )
 
 
-def _check_address(command: ServerCommand) -> None:
+def check_address(command: ServerCommand) -> None:
+    """Check that a server without a key is reached from this machine alone, unless ALLOW_OPEN allows more.
+
+    Raises:
+        ServingError: other machines would reach it.
+    """
     is_own = "uds" in command.flags or is_loopback(command.host)
     if is_own or os.environ.get("VLLM_API_KEY") or command.variant.allow_open:
         return

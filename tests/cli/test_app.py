@@ -91,6 +91,15 @@ def test_variables_of_the_shell_that_do_not_serve_a_variant_are_named(run_here, 
     assert "VLLM_PORT" not in warned, "that is its port"
 
 
+def test_a_command_whose_start_would_be_refused_for_its_address_is_shown_with_the_reason(
+    run_here, monkeypatch
+):
+    monkeypatch.delenv("VLLM_API_KEY", raising=False)
+    code, said, warned = run_here("serve", "--variant", "tiny", "--host", "0.0.0.0", "--dry-run")
+    assert (code, "--host 0.0.0.0" in said) == (0, True)
+    assert "refused: without a key everyone who reaches 0.0.0.0" in " ".join(warned.split())
+
+
 def test_the_command_of_a_missing_checkpoint_is_shown_with_what_makes_it(run_here):
     code, said, warned = run_here("serve", "--variant", "qwen3.5-4b-best", "--dry-run")
     assert (code, "vllm" in said) == (0, True)

@@ -226,9 +226,9 @@ def test_an_address_that_others_reach_needs_the_key_or_a_line_that_allows_it(ser
     refusal = f"everyone who reaches {host} could use v; set VLLM_API_KEY .* ALLOW_OPEN=1 to serve anyway"
     with pytest.raises(ServingError, match=refusal):
         checks.check_command(on_address(one, {"VLLM_HOST": host}))
-    checks._check_address(on_address(one, {"VLLM_HOST": host, "ALLOW_OPEN": "1"}))
+    checks.check_address(on_address(one, {"VLLM_HOST": host, "ALLOW_OPEN": "1"}))
     monkeypatch.setenv("VLLM_API_KEY", "sesame")
-    checks._check_address(on_address(one, {"VLLM_HOST": host}))
+    checks.check_address(on_address(one, {"VLLM_HOST": host}))
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.3.2.1", "::1", "localhost", ""])
@@ -237,7 +237,7 @@ def test_this_machine_alone_needs_no_key_and_is_where_a_server_without_a_line_li
 ):
     monkeypatch.delenv("VLLM_API_KEY", raising=False)
     command = on_address(servable().variant, {"VLLM_HOST": host})
-    checks._check_address(command)
+    checks.check_address(command)
     assert command.argv[command.argv.index("--host") + 1] == (host or "127.0.0.1") == command.host
 
 
