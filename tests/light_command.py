@@ -76,7 +76,7 @@ def main(folder: Path, words: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    sys.modules["slimqwen.vllm_plugin.engine_fixes.forked_processes"] = types.SimpleNamespace(  # type: ignore[assignment]
+    sys.modules["slimqwen.vllm_plugin.patches.cpu.forked_processes"] = types.SimpleNamespace(  # type: ignore[assignment]
         set_threads=lambda: None
     )
     api_server.import_server = lambda: None

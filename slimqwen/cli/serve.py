@@ -64,7 +64,7 @@ def serve(
         variant.require_weights()
         if trust_cache:
             baked_cache.import_archive(variant.root, variant.weights / baked_cache.ARCHIVE, trust_cache)
-    # As the shell left them: the import of vLLM and the engine fixes set variables of this process.
+    # As the shell left them: the import of vLLM and its patches set variables of this process.
     shell = {key: value for key, value in os.environ.items() if key.startswith("VLLM_")}
     with waiting("reading vLLM's flags"):
         command = ServerCommand.resolve(variant, port=port, platform=platform)

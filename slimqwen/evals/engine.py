@@ -45,7 +45,7 @@ from slimqwen.serving.command import ServerCommand
 from slimqwen.serving.errors import ServingError
 from slimqwen.stats.verdict import Verdict
 from slimqwen.variant import Variant
-from slimqwen.vllm_plugin import compile_watch
+from slimqwen.vllm_plugin.patches.serving import compile_watch
 
 EngineName = Literal["served", "with drafts", "without drafts", "with prefix cache", "without prefix cache"]
 """The served flags, or what differs from them."""

@@ -292,7 +292,7 @@ def _respond_beside(llm: Any, running: Request, joining: Request) -> Tokens:
     """Respond to a prompt that arrives alone, after the first token of the response to `running`.
 
     Beside drafts vLLM schedules a prompt of one token differently, if no other prompt arrives in the same step: it pads
-    it with drafts (`engine_fixes/padded_prompts`).
+    it with drafts (`patches/faults/padded_prompts`).
     """
     engine = llm.llm_engine
     engine.add_request("running", {"prompt_token_ids": list(running.prompt)}, _greedy(running))

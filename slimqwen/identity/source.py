@@ -19,17 +19,17 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from slimqwen.identity import digest_of
-from slimqwen.vllm_plugin.engine_fixes import FIXES
+from slimqwen.vllm_plugin.patches.table import PATCHES
 
 _PACKAGE = Path(__file__).parents[1]
 
-_ENGINE_FIXES = "slimqwen.vllm_plugin.engine_fixes"
-_IN_EVERY_ENGINE = (f"{_ENGINE_FIXES}.register", "slimqwen.vllm_plugin.compile_watch.register")
+_PLUGIN = "slimqwen.vllm_plugin"
+_IN_EVERY_ENGINE = (f"{_PLUGIN}.patches.register", f"{_PLUGIN}.patches.serving.compile_watch.register")
 _LOADED_BY_VLLM: Mapping[str, tuple[str, ...]] = {
     "vllm.LLM": _IN_EVERY_ENGINE,
     "vllm.entrypoints.launchers.api_server.entry": (
         *_IN_EVERY_ENGINE,
-        "slimqwen.vllm_plugin.endpoints.Endpoints",
+        f"{_PLUGIN}.endpoints.Endpoints",
     ),
 }
 """What starts an engine -> this package's entry points that vLLM loads for it (pyproject.toml); no name leads there."""
@@ -95,8 +95,8 @@ def reach(
     Args:
         starts: full names of functions or modules; their modules may lie outside the package.
         within: full name of the package whose modules count; a name of another one leads nowhere.
-        device: platform of vLLM, cpu or cuda, by default that of the installed one: of the engine fixes, only those
-            for it are reached.
+        device: platform of vLLM, cpu or cuda, by default that of the installed one: of the patches of vLLM, only
+            those for it are reached.
         package: folder of the package slimqwen to read.
     """
     modules = {**_foreign_modules(starts), **_own_modules(package)}
@@ -119,8 +119,8 @@ def reach(
             pending += [f"{module[: point.start()]}.{_BODY}" for point in re.finditer(r"\.", module)]
         wanted: Collection[str] = parts.keys() if name not in {*parts, _BODY} else {name}
         for each in ({*wanted, _BODY} & parts.keys()) - reached[module].keys():
-            is_table = f"{module}.{each}" == f"{_ENGINE_FIXES}.FIXES"
-            reached[module][each] = part = _fixes_on(device or platform()) if is_table else parts[each]
+            is_table = f"{module}.{each}" == f"{_PLUGIN}.patches.table.PATCHES"
+            reached[module][each] = part = _patches_on(device or platform()) if is_table else parts[each]
             pending += part.uses
     reached = {module: parts for module, parts in sorted(reached.items()) if parts}
     return ReachedSource(
@@ -133,10 +133,14 @@ def reach(
     )
 
 
-def _fixes_on(device: str) -> _Part:
-    """The rows of the table of engine fixes for one platform: those of another one change nothing here."""
-    modules = [f"{_ENGINE_FIXES}.{name}" for name, platforms in FIXES.items() if device in platforms]
-    return _Part(digest_of(modules), frozenset(modules))
+def _patches_on(device: str) -> _Part:
+    """The rows of the table of patches that `register` makes on one platform: others change nothing here.
+
+    A name leads to the modules of all other rows.
+    """
+    rows = [row for row in PATCHES.values() if row.function == "install" and device in row.devices]
+    modules = frozenset(f"{_PLUGIN}.{row.module}" for row in rows)
+    return _Part(digest_of([[row.module, row.fixed_in] for row in rows]), modules)
 
 
 def _own_modules(package: Path) -> dict[str, Path]:

@@ -88,7 +88,7 @@ def _facts_of_image(baked: baked_cache.BakedCache, command: ServerCommand) -> di
     facts = {name: fact for name, fact in baked.machine.items() if name in _HOST_FACTS}
     facts |= {
         "platform": command.platform,
-        "engine fixes": baked_cache.digest_fixes(command.platform),
+        "patches of vLLM": baked_cache.digest_patches(command.platform),
     }
     for name in {"vllm", "torch", "triton", "flashinfer"} & baked.machine.keys():
         # The lock of a CUDA host lacks the build tag of torch's version.

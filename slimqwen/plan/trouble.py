@@ -35,7 +35,7 @@ class KnownTrouble(BaseModel):
     )
     effect: Literal["dies", "differs", "costs", "mended"] = Field(
         description="dies: the server ends or responds with errors; differs: it gives other tokens; "
-        "costs: it serves, slower or with less; mended: it dies or differs without this project's engine fix"
+        "costs: it serves, slower or with less; mended: it dies or differs without this project's patch of vLLM"
     )
     description: str
     instead: str = Field(description="what to write into config.env, or to do")

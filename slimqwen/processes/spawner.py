@@ -27,7 +27,7 @@ _API_SERVER = "slimqwen.vllm_plugin.api_server"
 
 _READ_AT_USE = frozenset(
     {"VLLM_API_KEY", "VLLM_CACHE_ROOT", "VLLM_CPU_KVCACHE_SPACE", "VLLM_NO_USAGE_STATS", "VLLM_PLUGINS"}
-    # `cache_dir` of torch/_inductor/runtime/cache_dir_utils.py; the engine fix `forked_processes` sets the other two.
+    # `cache_dir` of torch/_inductor/runtime/cache_dir_utils.py; the patch `forked_processes` sets the other two.
     | {"TORCHINDUCTOR_CACHE_DIR", "OMP_NUM_THREADS", "TORCHINDUCTOR_CPP_DYNAMIC_THREADS"}
 )
 """Environment variables of vLLM and torch that a fork heeds: all others may have been read by an import."""

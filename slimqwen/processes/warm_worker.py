@@ -139,7 +139,7 @@ def _perform(
     os.environ.clear()
     os.environ.update(environment)
     if is_warm:
-        from slimqwen.vllm_plugin.engine_fixes import forked_processes
+        from slimqwen.vllm_plugin.patches.cpu import forked_processes
 
         forked_processes.set_threads()
     worker.perform(job, runner)

@@ -22,7 +22,7 @@ TORCH_ENVIRONMENT = {
 }
 """Environment of a stage that computes with torch: no network; no tokenizer threads, which conflict with a data
 loader's; OpenMP threads that do not spin while they wait, which is six times slower on a shared machine; and packed
-products only in vLLM, because unpacking by free memory would change a stage's output (`engine_fixes.unpacked_prompts`).
+products only in vLLM, because unpacking by free memory would change a stage's output (`patches.cpu.unpacked_prompts`).
 """
 
 

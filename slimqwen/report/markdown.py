@@ -38,6 +38,7 @@ TABLES: Mapping[str, tuple[str, Callable[..., Sequence[Table]]]] = MappingProxyT
         "plans": ("", lambda root: [overview_table(root)]),
         "cells": ("", lambda root: [cells_table(collection.collect(root))]),
         "fit": ("", lambda root: [shapes_table(root)]),
+        "patches": ("", lambda root: [tables.patches_table()]),
         "summary": ("BASELINE VARIANT", lambda root, *names: [tables.summary_table(root, *names)]),
     }
 )

@@ -19,6 +19,7 @@ from slimqwen.evals.quality import Quality
 from slimqwen.records import pairing, provenance, store
 from slimqwen.records.record import MeasuredCheckpoint, Record
 from slimqwen.records.table import Table
+from slimqwen.vllm_plugin.patches.table import KNOWN_VERSIONS, PATCHES
 
 Sources = list[tuple[Record, Path]]
 """Records that a table is made from, with their files; functions that yield rows add the records they use."""
@@ -340,3 +341,28 @@ def _start_up_rows(folder: Path, scored: MeasuredCheckpoint, sources: Sources) -
         "",
         f"{len(baked)} starts each, medians",
     )
+
+
+def patches_table() -> Table:
+    """Table of every change of vLLM: what goes wrong without it, and where upstream has it."""
+    rows = (
+        (
+            patch.name,
+            ", ".join(patch.devices) + (f", before {patch.fixed_in}" if patch.fixed_in else ""),
+            patch.why,
+            patch.upstream,
+            ", ".join(f"`{place}`" for place in patch.places) or "what vLLM offers to plugins",
+            f"`{patch.module.replace('.', '/')}.py`",
+        )
+        for patch in PATCHES.values()
+    )
+    columns = (
+        "patch",
+        "devices",
+        "without it",
+        "upstream",
+        "changes or relies on",
+        "file of slimqwen/vllm_plugin",
+    )
+    title = f"Patches of vLLM {' and '.join(KNOWN_VERSIONS)}"
+    return Table(title, columns, tuple(rows), text_columns=len(columns))

@@ -4,7 +4,7 @@ The archive holds what one start compiled: graphs, Triton kernels and FlashInfer
 
 The manifest beside the archive states the machine and the flags that it was made with. The archive is used only where
 all of them are the same, because vLLM's own cache keys leave some out (the draft depth, the thread count). A cache hit
-is never assumed: `slimqwen.vllm_plugin.compile_watch` logs for each graph whether it was loaded or compiled.
+is never assumed: `vllm_plugin.patches.serving.compile_watch` logs for each graph whether it was loaded or compiled.
 
 An archive is code: pickled graphs and shared libraries. A server loads only one that this workspace baked, or that its
 user imported by its SHA-256; a checkpoint from elsewhere may hold any.
@@ -115,7 +115,7 @@ def describe_machine(platform: host.Platform) -> dict[str, str]:
         "python": system.python_version(),
         # The build commands of kernels contain the paths of headers.
         "environment": sys.prefix,
-        "engine fixes": digest_fixes(platform),
+        "patches of vLLM": digest_patches(platform),
     }
     if platform == "cpu":
         return facts | {"instruction set": _cpu_flags()}
@@ -132,9 +132,9 @@ def describe_machine(platform: host.Platform) -> dict[str, str]:
     }
 
 
-def digest_fixes(platform: host.Platform) -> str:
-    """Digest of the code that replaces functions which vLLM traces into its graphs: the fixes of one platform."""
-    return source.reach("slimqwen.vllm_plugin.engine_fixes.register", device=platform).digest[:12]
+def digest_patches(platform: host.Platform) -> str:
+    """Digest of the code that replaces functions which vLLM traces into its graphs: the patches of one platform."""
+    return source.reach("slimqwen.vllm_plugin.patches.register", device=platform).digest[:12]
 
 
 def read_manifest(folder: Path) -> BakedCache | None:

@@ -272,7 +272,7 @@ def _check_shared_memory(command: ServerCommand) -> None:
 
 
 def _widening_bytes(command: ServerCommand) -> int:
-    """Bytes that 16-bit matrices need in addition if the engine fix `widened_linears` keeps them in float32."""
+    """Bytes that 16-bit matrices need in addition if the patch `widened_linears` keeps them in float32."""
     if host.has_avx512():
         return 0
     stored = list_tensors(command.variant.weights).values()

@@ -23,8 +23,9 @@ from slimqwen.serving import flags as vllm_flags
 from slimqwen.serving.context_length import resolve_context
 from slimqwen.serving.errors import ServingError
 from slimqwen.variant import Variant
-from slimqwen.vllm_plugin import api_server, compile_watch, engine_facts, policy, registration
+from slimqwen.vllm_plugin import api_server, engine_facts, policy, registration
 from slimqwen.vllm_plugin.api_key import LOOPBACK
+from slimqwen.vllm_plugin.patches.serving import compile_watch
 
 # Passed to vLLM, but left out of `ServerCommand.flags`, because no compiled graph depends on them.
 _OWN_CODE = (
@@ -206,8 +207,8 @@ class ServerCommand:
         """The whole environment of the vLLM process.
 
         Of the caller's VLLM_* and TORCHINDUCTOR_* variables only VLLM_API_KEY is passed on, because the others would
-        change what is measured: VLLM_PLUGINS would even drop the engine fixes, and an engine in this process sets some
-        for its own compiler. On CUDA a host without nvcc gets the CUDA toolkit of this Python environment. On a CPU
+        change what is measured: VLLM_PLUGINS would even drop the patches, and an engine in this process sets some for
+        its own compiler. On CUDA a host without nvcc gets the CUDA toolkit of this Python environment. On a CPU
         torch's OpenMP library is preloaded. A user without a home or a name gets both.
 
         Raises:

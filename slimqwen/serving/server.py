@@ -23,7 +23,8 @@ from slimqwen.serving.command import ServerCommand
 from slimqwen.serving.errors import ServingError
 from slimqwen.serving.http_client import bypass_proxy, open_client
 from slimqwen.serving.server_log import find_last_cause
-from slimqwen.vllm_plugin import api_server, compile_watch
+from slimqwen.vllm_plugin import api_server
+from slimqwen.vllm_plugin.patches.serving import compile_watch
 
 _POLL_S = 0.1
 """Seconds between two questions whether a starting server is ready."""

@@ -23,8 +23,8 @@ DRAFTS_REFUSE: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {"cpu": ("logprob_token_ids",), "cuda": ("logprob_token_ids", "min_p", "logit_bias")}
 )
 """Fields of a request that are answered with 400 beside drafts, by platform: the first by
-`vllm_plugin.request_limits.refuse_chosen_logprobs_of_drafts`, the others by vLLM's `_validate_spec_decode`, where
-`vllm_plugin.engine_fixes.draft_logits` is not installed."""
+`refuse_chosen_logprobs_of_drafts` of `vllm_plugin.patches.serving.request_limits`, the others by vLLM's
+`_validate_spec_decode`, where `vllm_plugin.patches.cpu.draft_logits` is not installed."""
 
 DRAFTS_NOTE = (
     f"Beside drafts a request with {DRAFTS_REFUSE['cpu'][0]} gets status 400, and on a GPU one with "

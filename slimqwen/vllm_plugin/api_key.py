@@ -1,4 +1,7 @@
-"""API key: the header with the key that a client sends, and the paths that need the key beside vLLM's own."""
+"""API key: the header with the key that a client sends, and the paths about the server's state that need the key.
+
+`patches/serving/engine_paths.py` adds the paths that occupy the engine.
+"""
 
 import ipaddress
 import os
@@ -11,9 +14,6 @@ if TYPE_CHECKING:
 LOOPBACK = "127.0.0.1"
 """Address of a server whose config.env names none; vLLM's own default is every interface."""
 
-_ENGINE_PATHS = ("/invocations", "/generative_scoring", "/scale_elastic_ep", "/tokenize", "/detokenize")
-"""Paths that vLLM leaves open without a key although they occupy the engine, or the one thread that tokenizes."""
-
 _STATE_PATHS = frozenset({"/metrics", "/load", "/version"})
 """Paths that vLLM leaves open without a key and that say what the server does and is."""
 
@@ -22,17 +22,6 @@ def authorization() -> dict[str, str]:
     """Header for a server that was started under VLLM_API_KEY; empty without a key."""
     key = os.environ.get("VLLM_API_KEY")
     return {"Authorization": f"Bearer {key}"} if key else {}
-
-
-def guard_engine_paths() -> None:
-    """Require the API key on every path that runs the engine, not only under prefixes such as /v1.
-
-    Remove this function when `GUARDED_PREFIX` in vllm/entrypoints/serve/middleware/authenticate.py has these paths.
-    """
-    from vllm.entrypoints.serve.middleware import authenticate
-
-    missing = [path for path in _ENGINE_PATHS if path not in authenticate.GUARDED_PREFIX]
-    authenticate.GUARDED_PREFIX = (*authenticate.GUARDED_PREFIX, *missing)
 
 
 def is_loopback(address: str) -> bool:

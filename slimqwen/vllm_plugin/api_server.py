@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from typing import NoReturn
 
 from slimqwen import lifeline
+from slimqwen.errors import SlimqwenError
 
 END_S = 6
 """How long a server may take to end by itself after the process that started it has ended, seconds."""
@@ -49,7 +50,7 @@ def import_server() -> None:
 
 def freeze() -> None:
     """Make this process, which has imported vLLM with the garbage collector disabled, ready to be forked."""
-    from slimqwen.vllm_plugin.engine_fixes import forked_processes
+    from slimqwen.vllm_plugin.patches.cpu import forked_processes
 
     forked_processes.allow()
     gc.freeze()
@@ -108,9 +109,15 @@ def _exit_after(serve: Callable[[], None]) -> NoReturn:
 
 @contextmanager
 def _refusals() -> Iterator[None]:
-    """Turn vLLM's exceptions for unusable values into one line; failures of its engine are RuntimeErrors and pass."""
+    """Turn expected errors, and vLLM's exceptions for unusable values, into one line.
+
+    Failures of vLLM's engine are RuntimeErrors and pass.
+    """
     try:
         yield
+    except SlimqwenError as error:
+        sys.stderr.write(f"error: {error}\n")
+        sys.exit(1)
     except (ValueError, KeyError) as error:
         if os.environ.get("VLLM_LOGGING_LEVEL", "").upper() == "DEBUG":
             raise
@@ -127,7 +134,14 @@ def _refusals() -> Iterator[None]:
 
 @contextmanager
 def _own_sockets() -> Iterator[None]:
-    """Make vLLM put the sockets between its processes, which it does not remove, in a folder that is removed."""
+    """Make vLLM put the sockets between its processes, which it does not remove, in a folder that is removed.
+
+    vLLM counts on the system to empty the temporary folder. Remove this function when `get_open_zmq_ipc_path` in
+    vllm/utils/network_utils.py puts them in a folder of the server's own.
+    """
+    from slimqwen.vllm_plugin.patches import upstream
+
+    upstream.require("own_sockets", of="API server")
     if _SOCKETS in os.environ:
         yield
         return

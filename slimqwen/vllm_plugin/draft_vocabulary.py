@@ -6,8 +6,8 @@ reads as well; in checkpoints of earlier versions the index lists the draft head
 its whole vocabulary, so the draft head affects only how many drafted tokens are accepted. Without the key, the model is
 an instance of vLLM's own class.
 
-`slimqwen.vllm_plugin.engine_fixes.register` registers the class in place of vLLM's, on every device. This module
-imports vLLM's model classes, so vLLM imports it only when it needs the class.
+`patches.serving.draft_head_class` registers the class in place of vLLM's, on every device. This module imports vLLM's
+model classes, so vLLM imports it only when it needs the class.
 """
 
 from collections.abc import Iterable, Iterator
@@ -23,6 +23,7 @@ from vllm.model_executor.models.qwen3_5_mtp import Qwen3_5MTP
 from vllm.transformers_utils.repo_utils import list_filtered_repo_files
 
 from slimqwen.vllm_plugin.errors import PluginError
+from slimqwen.vllm_plugin.patches import upstream
 
 _SIZE_KEY = "mtp_draft_vocab_size"
 _PREFIX = "mtp.draft_head."
@@ -48,6 +49,7 @@ class DraftVocabularyMTP(Qwen3_5MTP):  # type: ignore[misc]  # vLLM is not follo
         return super().__new__(cls)
 
     def __init__(self, *, vllm_config: Any, prefix: str = "") -> None:
+        upstream.require("DraftVocabularyMTP", of="MTP head")
         super().__init__(vllm_config=vllm_config, prefix=prefix)
         rows = getattr(self.config, _SIZE_KEY)
         if not isinstance(rows, int) or not 0 < rows <= self.config.vocab_size:

@@ -5,7 +5,19 @@ vLLM loads such a plugin only if `VLLM_PLUGINS` names it; `slimqwen.serving.comm
 
 from typing import Any
 
-from slimqwen.vllm_plugin import policy, request_limits
+from slimqwen.vllm_plugin import policy
+from slimqwen.vllm_plugin.patches import upstream
+from slimqwen.vllm_plugin.patches.serving import request_limits
+
+_PATCHES = (
+    "RefusedStreams",
+    "BodyLimit",
+    "answer_overload",
+    "refuse_unreadable_bodies",
+    "refuse_longer_answers",
+    "forget_unsent_requests",
+    "refuse_chosen_logprobs_of_drafts",
+)
 
 
 class Endpoints:
@@ -18,8 +30,10 @@ class Endpoints:
         """Put the limits and the thinking budget in place.
 
         Raises:
-            EngineFixError: the installed vLLM is not the one for which these were written.
+            PatchError: the installed vLLM is not the one for which these were written.
         """
+        budget = policy.read_policy().thinking_token_budget
+        upstream.require(*_PATCHES, *(() if budget is None else ("limit_thinking",)), of="requests")
         # The last middleware added is the outermost: these come before vLLM's own, so they run after its key check.
         app.add_middleware(request_limits.RefusedStreams)
         app.add_middleware(request_limits.BodyLimit)
@@ -28,7 +42,6 @@ class Endpoints:
         request_limits.refuse_longer_answers()
         request_limits.forget_unsent_requests()
         request_limits.refuse_chosen_logprobs_of_drafts()
-        budget = policy.read_policy().thinking_token_budget
         if budget is not None:
             request_limits.limit_thinking(budget)
 

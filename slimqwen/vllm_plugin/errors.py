@@ -1,4 +1,4 @@
-"""The error that code inside vLLM's processes raises; engine fixes raise `EngineFixError`."""
+"""The error that code inside vLLM's processes raises; patches raise `PatchError`."""
 
 from slimqwen.errors import SlimqwenError
 

@@ -17,11 +17,14 @@ from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from slimqwen import host_load
-from slimqwen.vllm_plugin import api_key, cut_answers, engine_facts, policy, vllm_log, warm_up
+from slimqwen.vllm_plugin import api_key, engine_facts, policy, vllm_log, warm_up
+from slimqwen.vllm_plugin.patches import upstream
+from slimqwen.vllm_plugin.patches.serving import cut_answers, engine_paths
 from slimqwen.vllm_plugin.refusal import refusal
 
 logger = logging.getLogger(__name__)
 
+_PATCHES = ("Readiness", "cut_outputs", "fail_unfinished", "guard_engine_paths")
 _PROBES = frozenset({"/health", "/ping"})
 _SHUTS_DOWN = "the server is shutting down"
 _UNAVAILABLE = HTTPStatus.SERVICE_UNAVAILABLE
@@ -60,7 +63,8 @@ class Readiness:
 
     def __init__(self, app: ASGIApp, warm: Callable[[Any], Awaitable[None]] = warm_up.send_warm_up) -> None:
         vllm_log.join()
-        api_key.guard_engine_paths()
+        upstream.require(*_PATCHES, of="API server")
+        engine_paths.guard_engine_paths()
         self._app = app
         self._warm = warm
         self._is_warm = False

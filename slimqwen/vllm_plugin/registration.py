@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from importlib.metadata import entry_points
+from importlib.util import find_spec
 
 from slimqwen.vllm_plugin.errors import PluginError
 
@@ -10,7 +11,7 @@ PLUGINS: Mapping[str, str] = {
     "slimqwen_compile_watch": "vllm.general_plugins",
     "slimqwen_endpoints": "vllm.endpoint_plugins",
 }
-"""Name of each plugin -> the group of its entry point."""
+"""Name of each plugin -> the group of its entry point. vLLM's compile key has the names: another one is another key."""
 
 
 def require_plugins(environment: Mapping[str, str]) -> None:
@@ -21,9 +22,19 @@ def require_plugins(environment: Mapping[str, str]) -> None:
     """
     allowed = environment.get("VLLM_PLUGINS", "")
     for plugin, group in PLUGINS.items():
-        if plugin not in {point.name for point in entry_points(group=group)}:
+        modules = [point.module for point in entry_points(group=group) if point.name == plugin]
+        # Of a module that has moved since the installation vLLM only logs that it cannot be loaded.
+        if not modules or not _exists(modules[0]):
             raise PluginError(f"vLLM's plugin {plugin} is not installed; `make install` installs it")
         if plugin not in allowed.split(","):
             raise PluginError(
                 f"VLLM_PLUGINS={allowed} leaves out {plugin}; add this name, or unset VLLM_PLUGINS"
             )
+
+
+def _exists(module: str) -> bool:
+    try:
+        spec = find_spec(module)  # of a folder without code it has no origin
+        return spec is not None and spec.origin is not None
+    except ModuleNotFoundError:
+        return False

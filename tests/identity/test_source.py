@@ -12,11 +12,11 @@ import pytest
 from slimqwen import variant
 from slimqwen.identity.source import ReachedSource, reach
 from slimqwen.recipe.registry import STAGES
-from slimqwen.vllm_plugin.engine_fixes import FIXES
+from slimqwen.vllm_plugin.patches.table import PATCHES, Patch
 
 PACKAGE = variant.repository_root() / "slimqwen"
 RUNS = {name: f"{stage.run.__module__}.{stage.run.__qualname__}" for name, stage in STAGES.items()}
-FIXES_MODULE = "slimqwen.vllm_plugin.engine_fixes"
+PATCHES_MODULE = "slimqwen.vllm_plugin.patches"
 
 ERRORS = set(
     re.findall(r"^class (\w+Error)\b", "".join(file.read_text() for file in PACKAGE.rglob("*.py")), re.M)
@@ -276,30 +276,30 @@ def test_a_comment_a_docstring_and_the_words_of_an_error_change_no_key(
         assert reach(RUNS[name], device="cpu", package=copy).digests == source.digests
 
 
-@pytest.mark.parametrize("fix", [name for name, platforms in FIXES.items() if "cuda" not in platforms])
-def test_an_engine_fix_of_the_cpu_changes_nothing_on_a_gpu(copy: Path, fix: str) -> None:
-    with file_of(f"{FIXES_MODULE}.{fix}", copy).open("a") as stream:
+@pytest.mark.parametrize("patch", [patch for patch in PATCHES.values() if patch.devices == ("cpu",)])
+def test_a_patch_of_the_cpu_changes_nothing_on_a_gpu(copy: Path, patch: Patch) -> None:
+    with file_of(f"slimqwen.vllm_plugin.{patch.module}", copy).open("a") as stream:
         stream.write("NEW = 1\n")
 
     def differs(device: str, start: str) -> bool:
         return reach(start, device=device, package=copy).digest != reach(start, device=device).digest
 
-    starts = [f"{FIXES_MODULE}.register", RUNS["sample_outputs"]]
+    starts = [f"{PATCHES_MODULE}.register", RUNS["sample_outputs"]]
     assert [[differs(device, start) for start in starts] for device in ("cpu", "cuda")] == [
         [True] * 2,
         [False] * 2,
     ]
 
 
-def test_a_stage_that_starts_no_engine_reaches_no_engine_fix(
+def test_a_stage_that_starts_no_engine_reaches_no_patch(
     stage_sources: Mapping[str, ReachedSource],
 ) -> None:
-    with_fixes = {
+    with_patches = {
         name
         for name, source in stage_sources.items()
-        if any(module.startswith(FIXES_MODULE) for module in source.names)
+        if any(module.startswith(PATCHES_MODULE) for module in source.names)
     }
-    assert with_fixes == {"bake_cache", "quantise_lm_head", "redistill_mtp", "sample_outputs"}
+    assert with_patches == {"bake_cache", "quantise_lm_head", "redistill_mtp", "sample_outputs"}
 
 
 def test_every_exception_of_the_package_is_an_expected_error() -> None:

@@ -1,6 +1,5 @@
 """Known trouble: conditions on the facts of a plan."""
 
-import importlib
 import json
 
 import pytest
@@ -8,7 +7,7 @@ import pytest
 from slimqwen import variant
 from slimqwen.plan import trouble
 from slimqwen.records.settings import SettingsError
-from slimqwen.vllm_plugin import engine_fixes
+from slimqwen.vllm_plugin.patches.table import PATCHES
 from tests.plan.example import plan
 
 ROOT = variant.repository_root()
@@ -145,13 +144,11 @@ def test_every_name_of_an_mtp_head_is_mtp():
     assert names(plan(**PREFIX_CACHE, method="qwen3_5_mtp"), "costs") == ["prefix-cache-beside-mtp"]
 
 
-def test_what_an_engine_fix_mends_is_said_and_prevents_no_start():
+def test_what_a_patch_mends_is_said_and_prevents_no_start():
     """Only states that drafts may spoil, of a server that can pad a prompt beside another."""
     (entry,) = (entry for entry in KNOWN if entry.effect == "mended")
-    fix = importlib.import_module(f"{engine_fixes.__name__}.padded_prompts")
-    assert "engine fix padded_prompts" in entry.instead
-    assert engine_fixes.FIXES["padded_prompts"] == ("cpu", "cuda")
-    assert callable(fix.install)
+    assert "patch padded_prompts" in entry.instead
+    assert PATCHES["padded_prompts"].devices == ("cpu", "cuda")
     assert entry.applies_to(plan())
     assert not entry.prevents_start
     for free in ({"drafts": 0}, {"prefill": ""}, {"schedule": [[1, 8, 4]]}):

@@ -13,7 +13,8 @@ from slimqwen.serving import baked_cache, checks, cuda_toolkit
 from slimqwen.serving.command import ServerCommand
 from slimqwen.serving.errors import ServingError
 from slimqwen.serving.server import free_port
-from slimqwen.vllm_plugin import compile_watch, engine_facts
+from slimqwen.vllm_plugin import engine_facts
+from slimqwen.vllm_plugin.patches.serving import compile_watch
 from tests.checkpoints import edited_tensors
 
 

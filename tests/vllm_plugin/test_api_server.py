@@ -14,7 +14,7 @@ from slimqwen.vllm_plugin import api_server
 PROBE = """
 import gc
 from slimqwen.vllm_plugin import api_server
-from slimqwen.vllm_plugin.engine_fixes import forked_processes
+from slimqwen.vllm_plugin.patches.cpu import forked_processes
 from vllm.entrypoints.launchers.api_server import entry
 import torch
 

@@ -165,7 +165,7 @@ def test_no_greedy_answer_changes(
 
 @pytest.fixture
 def without_draft_vocabulary() -> Iterator[None]:
-    """vLLM's own class in place of the plugin's, as in a plain engine; a CPU needs the fixes to draft."""
+    """vLLM's own class in place of the plugin's, as in a plain engine; a CPU needs the patches to draft."""
     from vllm.plugins import load_general_plugins
 
     load_general_plugins()  # once a process; it would replace the class again

@@ -19,8 +19,8 @@ from vllm.exceptions import RetryableRequestError
 from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
 from slimqwen.vllm_plugin import engine_facts, policy
-from slimqwen.vllm_plugin.api_key import guard_engine_paths
 from slimqwen.vllm_plugin.engine_facts import PlanExpectation
+from slimqwen.vllm_plugin.patches.serving.engine_paths import guard_engine_paths
 from slimqwen.vllm_plugin.readiness import Readiness
 
 pytestmark = [pytest.mark.anyio, pytest.mark.timeout(120)]

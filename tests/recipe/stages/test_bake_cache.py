@@ -18,7 +18,7 @@ from slimqwen.serving import baked_cache
 from slimqwen.serving.command import ServerCommand
 from slimqwen.serving.errors import ServingError
 from slimqwen.serving.server import free_port, run_server
-from slimqwen.vllm_plugin import compile_watch
+from slimqwen.vllm_plugin.patches.serving import compile_watch
 from tests.checkpoints import TINY
 from tests.identity.coverage_by_keys import every_stage_covered
 from tests.recipe.workshop import CONFIG, repository_of_v

@@ -1,0 +1,1 @@
+"""Faults and slow paths of vLLM on a CPU."""

@@ -1,0 +1,1 @@
+"""Faults of vLLM on every device."""

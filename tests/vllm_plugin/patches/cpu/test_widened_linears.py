@@ -1,0 +1,45 @@
+import pytest
+import torch
+
+from slimqwen.vllm_plugin.patches.cpu import widened_linears
+
+needs_fix = pytest.mark.skipif(not widened_linears.is_needed(), reason="oneDNN has bfloat16 here")
+
+
+@pytest.fixture
+def operations(stock_vllm):
+    """vLLM's operations with the fix in place."""
+    from vllm import _custom_ops
+    from vllm.platforms import current_platform
+
+    current_platform.import_kernels()
+    assert widened_linears.install()
+    assert not widened_linears.install()
+    return _custom_ops
+
+
+@needs_fix
+@pytest.mark.usefixtures("stock_vllm")
+def test_onednn_still_refuses_16_bits():
+    """Fails when it no longer does, and the fix can go."""
+    from vllm import _custom_ops
+    from vllm.platforms import current_platform
+
+    current_platform.import_kernels()
+    with pytest.raises(RuntimeError, match="matmul primitive"):
+        _custom_ops.create_onednn_mm(torch.ones(32, 64, dtype=torch.bfloat16).t(), 32)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("rows", [1, 5, 70])
+@pytest.mark.parametrize("with_bias", [True, False])
+def test_the_product_is_that_of_float32_in_the_dtype_of_the_inputs(operations, dtype, rows, with_bias):
+    chance = torch.Generator().manual_seed(rows)
+    weight = torch.randn(48, 64, generator=chance).to(dtype)
+    inputs = torch.randn(2, rows, 64, generator=chance).to(dtype)
+    bias = torch.randn(48, generator=chance).to(dtype) if with_bias else None
+    product = operations.onednn_mm(operations.create_onednn_mm(weight.t(), 32), inputs, bias)
+    exact = inputs.double() @ weight.double().t() + (bias.double() if with_bias else 0)
+    assert (product.dtype, product.shape) == (dtype, (2, rows, 48))
+    # One rounding to the dtype, and that of a sum of 64 terms in float32.
+    assert torch.allclose(product.double(), exact, rtol=torch.finfo(dtype).eps, atol=1e-4)
