@@ -85,3 +85,30 @@ def test_a_function_that_the_patchs_row_lacks_is_refused(upstream):
 )
 def test_layout_comments_and_docstrings_of_a_source_do_not_count(source, is_same):
     assert (digest_source(source) == digest_source("def f(x):\n    return x + 1")) is is_same
+
+
+@pytest.fixture
+def changed(monkeypatch):
+    """A patch in a module of its own, of a function that has another body than the row says."""
+    patch = Patch("patches.serving.limits", "", "", {"textwrap:dedent": "0" * 12}, function="limit")
+    monkeypatch.setattr(checks, "PATCHES", {"limit": patch})
+
+
+@pytest.mark.usefixtures("changed")
+def test_a_patch_of_a_hook_is_refused_by_its_module():
+    with pytest.raises(
+        PatchError, match=r"patches/serving/limits\.py was .*: textwrap:dedent has another body; adapt"
+    ):
+        checks.require("limit", of="API server")
+
+
+@pytest.mark.usefixtures("changed")
+def test_an_allowed_start_warns_and_names_the_patch(caplog, monkeypatch):
+    monkeypatch.setenv("ALLOW_UNTESTED_VLLM", "1")
+    caplog.set_level("INFO", "slimqwen")
+    checks.require("limit", of="API server")
+    warning, made = [record.getMessage() for record in caplog.records]
+    assert warning.startswith(
+        "ALLOW_UNTESTED_VLLM=1: slimqwen/vllm_plugin/patches/serving/limits.py was written for"
+    )
+    assert made == "1 patch of vLLM 0.32.0's API server: limit"
