@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import select
 import socket
 import subprocess
@@ -15,7 +16,6 @@ from typing import Any
 import httpx
 import psutil
 import pytest
-import re
 
 from slimqwen import host, variant
 from slimqwen.processes import spawner, warm_worker
