@@ -118,7 +118,7 @@ def flashinfer(monkeypatch, tmp_path):
 def register(monkeypatch):
     """Register the plugin with these wishes, as far as FlashInfer is concerned."""
     monkeypatch.delenv("FLASHINFER_DISABLE_JIT", raising=False)
-    for name in ("vllm_log", "leave_checkpoint_path_out_of_key", "watch_compilations"):
+    for name in ("vllm_log", "require", "leave_checkpoint_path_out_of_key", "watch_compilations"):
         monkeypatch.setattr(compile_watch, name, MagicMock())
 
     def register(**wishes):
