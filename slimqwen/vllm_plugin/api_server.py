@@ -74,8 +74,11 @@ def _serve() -> None:
     from vllm.entrypoints.launchers.api_server import entry
     from vllm.logger import configure_logging
 
+    from slimqwen.vllm_plugin.patches import upstream
+
     # vLLM loads plugins before it configures logging, and a fork does not load them again: log lines would be lost.
     configure_logging(LoggingConfig())
+    upstream.require("own_sockets", of="sockets")
     for number in (signal.SIGHUP, signal.SIGQUIT):
         if signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores SIGHUP
             signal.signal(number, _terminate)
@@ -139,9 +142,6 @@ def _own_sockets() -> Iterator[None]:
     vLLM counts on the system to empty the temporary folder. Remove this function when `get_open_zmq_ipc_path` in
     vllm/utils/network_utils.py puts them in a folder of the server's own.
     """
-    from slimqwen.vllm_plugin.patches import upstream
-
-    upstream.require("own_sockets", of="API server")
     if _SOCKETS in os.environ:
         yield
         return

@@ -332,6 +332,7 @@ async def test_a_failed_warm_up_is_said_and_the_server_serves_all_the_same(caplo
 
 ENDS = """
 import asyncio, os, sys, types, uvloop
+import vllm.entrypoints.launchers.launcher, vllm.v1.engine.async_llm
 from starlette.applications import Starlette
 from slimqwen.vllm_plugin.readiness import Readiness
 
