@@ -27,6 +27,7 @@ api_server.main()
 
 REFUSED = """
 import pydantic
+from slimqwen.errors import SlimqwenError
 from slimqwen.vllm_plugin import api_server
 
 def refuse():
@@ -64,6 +65,11 @@ def test_a_value_that_vllm_refuses_is_one_line(fault, message):
     (line,) = [line for line in probe.stderr.splitlines() if line.startswith("error: ")]
     assert f"vLLM refuses its configuration: {message}" in line
     assert (probe.returncode, "Traceback" in probe.stderr, "leaked" in probe.stderr) == (1, False, False)
+
+
+def test_an_expected_error_is_one_line():
+    probe = run(REFUSED.format(fault="SlimqwenError('the patch does not fit; adapt it')"))
+    assert (probe.returncode, probe.stderr) == (1, "error: the patch does not fit; adapt it\n")
 
 
 def test_a_failure_of_the_engine_keeps_its_traceback():
