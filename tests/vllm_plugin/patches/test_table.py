@@ -27,12 +27,12 @@ CHANGE_ANYTHING = {
 CHANGE_THEIR_OWNER = {"replace", "append", "insert", "extend", "update", "pop", "remove", "clear"}
 
 
-@pytest.mark.parametrize("patch", [patch for patch in PATCHES.values() if "cpu" in patch.devices])
-def test_the_installed_vllm_is_the_one_that_a_patch_was_written_for(patch):
-    assert upstream.list_changes(patch) == []
+@pytest.mark.parametrize("name", [name for name, patch in PATCHES.items() if "cpu" in patch.devices])
+def test_the_installed_vllm_is_the_one_that_a_patch_was_written_for(name):
+    assert upstream.list_changes(PATCHES[name]) == []
 
 
-@pytest.mark.parametrize("patch", PATCHES.values())
+@pytest.mark.parametrize("patch", PATCHES.values(), ids=PATCHES)
 def test_a_row_names_code_and_gives_its_reason(patch):
     assert (variant.repository_root() / patch.file).is_file()
     function = getattr(importlib.import_module(f"slimqwen.vllm_plugin.{patch.module}"), patch.function)
