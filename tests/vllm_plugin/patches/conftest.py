@@ -64,6 +64,7 @@ def unwrapped(attribute):
 @pytest.fixture
 def stock_vllm(monkeypatch):
     """vLLM's own code where the patches would be, even if an engine of this process has loaded them."""
+    import vllm.v1.sample.rejection_sampler
     from vllm.model_executor.kernels import linear
     from vllm.model_executor.layers.mamba.ops.cpu import causal_conv1d, gdn_attention
     from vllm.model_executor.models import config
@@ -92,6 +93,8 @@ def stock_vllm(monkeypatch):
     for module in (causal_conv1d, gdn_attention):
         monkeypatch.setattr(module, "F", torch.nn.functional)
     monkeypatch.setattr(sampler, "batched_count_greater_than", logprobs.batched_count_greater_than)
+    # A patch or a digest imports it anew; afterwards it is the one of before for both ways to import it.
+    monkeypatch.setattr(vllm.v1.sample, "rejection_sampler", vllm.v1.sample.rejection_sampler)
     monkeypatch.delitem(sys.modules, "vllm.v1.sample.rejection_sampler", raising=False)
     monkeypatch.setenv("VLLM_CPU_INT4_W4A8", "1")  # so that it is as before after the test
     monkeypatch.delenv("VLLM_CPU_INT4_W4A8")
