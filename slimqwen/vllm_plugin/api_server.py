@@ -74,10 +74,12 @@ def _serve() -> None:
     from vllm.entrypoints.launchers.api_server import entry
     from vllm.logger import configure_logging
 
+    from slimqwen.vllm_plugin import vllm_log
     from slimqwen.vllm_plugin.patches import upstream
 
     # vLLM loads plugins before it configures logging, and a fork does not load them again: log lines would be lost.
     configure_logging(LoggingConfig())
+    vllm_log.join()
     upstream.require("own_sockets", of="sockets")
     for number in (signal.SIGHUP, signal.SIGQUIT):
         if signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores SIGHUP
