@@ -32,6 +32,7 @@ from slimqwen.recipe.stages import calibrate
 from slimqwen.recipe.stages.calibrate import CalibrateParameters, CalibrationText, CorpusError
 from tests.byte_tokenizer import byte_tokenizer
 from tests.checkpoints import count_layers_in_memory, edited_tensors, stage_output, stored, with_manifest
+from tests.identity.coverage_by_keys import every_stage_covered
 from tests.zoo.animals import ANIMALS
 from tests.zoo.specimen import multimodal, outer, read_specimen
 
@@ -83,7 +84,8 @@ def run_recipe(source: Path, root: Path) -> Calibrated:
 
 @pytest.fixture(scope="session")
 def calibrated(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Calibrated:
-    return run_recipe(source, tmp_path_factory.mktemp("first"))
+    with every_stage_covered(tmp_path_factory.mktemp("calls")):
+        return run_recipe(source, tmp_path_factory.mktemp("first"))
 
 
 def changed(before: Path, after: Path) -> set[str]:

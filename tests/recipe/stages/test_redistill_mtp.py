@@ -22,6 +22,7 @@ from slimqwen.recipe.stages import redistill_mtp, sample_outputs
 from slimqwen.recipe.stages.redistill_mtp import CURVE, RedistillParameters
 from slimqwen.recipe.stages.sample_outputs import CorpusError, Prompts, SampleOutputsParameters
 from tests.checkpoints import TINY, edited_tensors, stage_output, stored
+from tests.identity.coverage_by_keys import covered
 from tests.zoo.animals import ANIMALS
 
 FEW = SampleOutputsParameters(
@@ -78,13 +79,17 @@ def learned(damaged: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def published(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The small model as 4-bit checkpoints are published, multimodal, and what it says."""
     folder = tmp_path_factory.mktemp("published")
-    return sampled_from(ANIMALS["multimodal-w4a16"].build(folder / "animal"), folder / "sampled")
+    source = ANIMALS["multimodal-w4a16"].build(folder / "animal")
+    with covered(sample_outputs.write_sampled_outputs, tmp_path_factory.mktemp("calls")):
+        return sampled_from(source, folder / "sampled")
 
 
 @pytest.fixture(scope="module")
 def one_step(published: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """The record of a training of one step, counted in vLLM too."""
-    return redistil(published, tmp_path_factory.mktemp("one-step"), SHORT.model_copy(update={"steps": 1}))
+    """The record of a training of one step, counted in vLLM too; the key of the stage has all that it executes."""
+    one = SHORT.model_copy(update={"steps": 1})
+    with covered(redistill_mtp.redistill_head, tmp_path_factory.mktemp("calls")):
+        return redistil(published, tmp_path_factory.mktemp("one-step"), one)
 
 
 @pytest.fixture(autouse=True)
@@ -197,7 +202,7 @@ def test_a_head_that_got_worse_is_not_kept(sampled: Path, tmp_path: Path, withou
     assert all(torch.equal(before[name], after[name]) for name in before)
 
 
-def test_vllm_counts_the_acceptance_that_is_counted_here(one_step: dict[str, Any]) -> None:
+def test_the_acceptance_that_vllm_counts_is_the_one_counted_here(one_step: dict[str, Any]) -> None:
     here, there = one_step["acceptance_length_before"], one_step["acceptance_length_before_vllm"]
     # The same counts but for a text that bfloat16 words otherwise; without the steps across an end it is 5 %.
     assert there == pytest.approx(here, rel=0.02)
