@@ -21,7 +21,8 @@ GATE = ("gate", "--variant", "tiny-mtp4")  # it serves weights/tiny, so its weig
 
 @pytest.mark.parametrize(("outcome", "code"), [("pass", 0), ("fail", 1), ("inconclusive", 2)])
 def test_a_verdict_is_the_exit_code(monkeypatch, run_here, outcome, code):
-    record = SimpleNamespace(outcome=outcome, settings_name="tinyworld", baseline="tiny")
+    verdicts = {"outcome": outcome, "verdict": outcome, "verdicts": {"quality": outcome}}
+    record = SimpleNamespace(settings_name="tinyworld", variant="tiny-mtp4", **verdicts)
     judgement = api.Judgement(Path("record.json"), None, (), Path("log"))
     monkeypatch.setattr(api, "judge", lambda *_, **__: judgement)
     monkeypatch.setattr(gate, "show_record", lambda *_: record)
