@@ -75,7 +75,8 @@ def test_a_step_yields_between_one_token_and_those_that_it_verifies():
 
 def test_eight_bit_weights_run_at_their_own_peak_where_the_gpu_has_one():
     name = "model.layers.0.mlp.up_proj.weight"
-    eight = read_model(tensors(**{name: info((16, 8), "F8_E4M3")}), CONFIG)
+    config = {**CONFIG, "quantization_config": {"quant_method": "fp8"}}
+    eight = read_model(tensors(**{name: info((16, 8), "F8_E4M3")}), config)
     assert eight.body.flops == {"bf16": BODY_FLOPS - 256, "fp8": 256}
     work = cost.count_verify_work(eight, 1, 10)
     sixteen = sum(work.flops.values()) / 2000
