@@ -119,7 +119,7 @@ def pair(add_variant, add_record, claim):
     """Write a baseline and a variant that answers the same in a share of its time."""
 
     def make(factor=0.5, edit=lambda record: None, workload="classes"):
-        add_variant("base", "VLLM_MODEL=weights/base\n")
+        add_variant("base", "EVALUATION=tinyworld\nVLLM_MODEL=weights/base\n")
         add_variant("quick", "BASE=base\nVLLM_MODEL=weights/quick\n", baseline="base")
         claim("quick", status="measured", verdict="pass")
 

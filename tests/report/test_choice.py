@@ -13,6 +13,7 @@ from slimqwen.report import site
 from slimqwen.report.choice import Case, decide, put_own_first
 from slimqwen.stats.verdict import Verdict
 from tests import record_files
+from tests.evals.gate_checks import link_settings
 
 PASS, FAIL, INCONCLUSIVE = Verdict.PASS, Verdict.FAIL, Verdict.INCONCLUSIVE
 
@@ -54,6 +55,17 @@ def test_a_variant_is_served_if_nothing_speaks_against_it(known, serve, reason, 
     assert reason in decision.reason
 
 
+def change_fidelity(verdict):
+    """An edit that gives a record of fidelity a verdict, as a whole and for each figure."""
+
+    def change(record):
+        record["verdict"] = verdict
+        for figures in record["verdicts"].values():
+            figures.update(dict.fromkeys(figures, verdict))
+
+    return change
+
+
 class Records:
     """The records of a variant, quick, and its baseline: quick passed its gate and is twice as fast."""
 
@@ -61,7 +73,7 @@ class Records:
         self.root, self.pair, self.add_record, self.claim = root, pair, add_record, claim
         self.factor, self.of_latency = 0.5, lambda record: None
         self.verdicts, self.claims = {}, {"status": "measured", "verdict": None}
-        self.fidelity = lambda record: record.update(verdict="pass")
+        self.fidelity = change_fidelity("pass")
 
     def write(self):
         self.pair(factor=self.factor, edit=self.of_latency)
@@ -92,12 +104,14 @@ class Records:
         return demo.DemoRecords(both | {"fidelity": [self.find("quick", "fidelity")]}, {})
 
 
+DEMO = demo.Subject("base", "quick", recipe="", minutes="")
+
+
 @pytest.fixture
 def records(tmp_path, pair, add_record, claim, monkeypatch, templates):
     monkeypatch.setattr(variant, "repository_root", lambda: tmp_path)
     monkeypatch.setattr(variant.variant, "repository_root", lambda: tmp_path)
-    monkeypatch.setattr(demo, "_BASELINE", "base")
-    monkeypatch.setattr(demo, "_VARIANT", "quick")
+    link_settings(tmp_path)
     machine = templates["latency"][1].provenance.hardware
     monkeypatch.setattr(provenance, "hardware", lambda: machine)
     return Records(tmp_path, pair, add_record, claim)
@@ -112,7 +126,7 @@ STATES = {
     "the engine answers wrongly": ({"verdicts": {"engine": "fail"}}, "base"),
     "the gate is inconclusive": ({"verdicts": {"fidelity": "inconclusive"}}, "base"),
     "a person rejected it": ({"claims": {"status": "rejected", "verdict": None}}, "base"),
-    "fidelity fails after the gate": ({"fidelity": lambda record: record.update(verdict="fail")}, "base"),
+    "fidelity fails after the gate": ({"fidelity": change_fidelity("fail")}, "base"),
     "promoted, but its gate fails": (
         {"claims": {"status": "promoted", "verdict": "pass"}, "verdicts": {"engine": "fail"}},
         "base",
@@ -134,16 +148,16 @@ def test_page_demo_compare_and_promote_name_the_same_variant_to_serve(state, rec
     page = site.build_page(records.root, records.root / "report").index.read_text()
     named = [re.search(r"^Serve (\w+) on", line)[1] for line in said if line.startswith("Serve ")]
     named += re.findall(r"<p>Serve (\w+) on", page)
-    named += re.findall(r"slimqwen serve --variant (\w+):", [*demo._conclude(records.of_demo)][-1])
+    named += re.findall(r"slimqwen serve --variant (\w+):", [*demo._conclude(DEMO, records.of_demo)][-1])
     assert named == [serve] * 4
 
 
 def test_the_demo_names_the_check_that_it_left_out(records):
     records.write()
-    *_, engine, last = demo._conclude(records.of_demo)
+    *_, engine, last = demo._conclude(DEMO, records.of_demo)
     assert re.match(r"  engine      pass, by .*gate_", engine)
     assert "not checked" not in last
     records.find("quick", "gate").unlink()
-    assert [*demo._conclude(records.of_demo)][-1].endswith(
+    assert [*demo._conclude(DEMO, records.of_demo)][-1].endswith(
         "(engine not checked: `slimqwen gate --variant quick`)"
     )
