@@ -13,7 +13,7 @@ import types
 from pathlib import Path
 from typing import Any
 
-from slimqwen import lifeline
+from slimqwen import host, lifeline
 from slimqwen.processes import warm_worker, worker
 from slimqwen.processes.warm_worker import WarmWorker
 from slimqwen.progress import Progress
@@ -50,8 +50,8 @@ def serve(folder: Path, words: list[str], progress: Progress) -> None:
     executed = folder.name == "executed"
     module = __spec__.name if executed else api_server.__name__
     argv = [sys.executable, "-m", module, *(["server"] if executed else []), *words]
-    # A server with variables that vLLM may read at its import, as other tests leave them, is no fork.
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("VLLM_")}
+    # A server with variables that an import may have read, as other tests leave them, is no fork.
+    environment = {name: value for name, value in os.environ.items() if not host.is_stray(name)}
     environment["PYTHONPATH"] = os.pathsep.join(sys.path)
     with (
         (folder / "log").open("wb") as output,
