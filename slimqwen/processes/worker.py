@@ -82,10 +82,10 @@ def give(
     Raises:
         BrokenPipeError: the worker has died.
     """
-    send(process, (folder, function, arguments))
+    write_input(process, (folder, function, arguments))
 
 
-def send(process: "subprocess.Popen[bytes]", content: Any) -> None:
+def write_input(process: "subprocess.Popen[bytes]", content: Any) -> None:
     """Write to the standard input of a worker; raises BrokenPipeError if it has died."""
     assert process.stdin is not None
     pickle.dump(content, process.stdin)

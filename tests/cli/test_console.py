@@ -23,7 +23,7 @@ GATE = ("gate", "--variant", "tiny-mtp4")  # it serves weights/tiny, so its weig
 def test_a_verdict_is_the_exit_code(monkeypatch, run_here, outcome, code):
     verdicts = {"outcome": outcome, "verdict": outcome, "verdicts": {"quality": outcome}}
     record = SimpleNamespace(settings_name="tinyworld", variant="tiny-mtp4", **verdicts)
-    judgement = api.Judgement(Path("record.json"), None, (), Path("log"))
+    judgement = api.Judged(Path("record.json"), None, (), Path("log"))
     monkeypatch.setattr(api, "judge", lambda *_, **__: judgement)
     monkeypatch.setattr(gate, "show_record", lambda *_: record)
     assert run_here(*GATE)[0] == code

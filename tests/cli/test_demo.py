@@ -70,7 +70,7 @@ def test_the_baseline_is_checked_while_the_variant_is_made_and_times_are_taken_l
 
     monkeypatch.setattr(processes, "run_tasks", run)
     monkeypatch.setattr(variant_recipe, "run_recipe", lambda _: [])
-    result = demo._measure(variant.repository_root(), demo.SUBJECTS["tiny"], 2)
+    result = demo._measure(variant.repository_root(), demo.MODELS["tiny"], 2)
     assert phases == [
         ["recipe of tiny-best", "quality of tiny", "acceptance of tiny"],
         ["recipe of tiny-best"],
@@ -82,8 +82,8 @@ def test_the_baseline_is_checked_while_the_variant_is_made_and_times_are_taken_l
     assert len([line for line in said if line.startswith("    reused: tests/cli/test_demo.py, made ")]) == 1
 
 
-@pytest.mark.parametrize("subject", demo.SUBJECTS.values(), ids=list(demo.SUBJECTS))
-def test_a_demo_s_variant_has_its_baseline_and_a_recipe(subject: demo.Subject) -> None:
+@pytest.mark.parametrize("subject", demo.MODELS.values(), ids=list(demo.MODELS))
+def test_a_demo_s_variant_has_its_baseline_and_a_recipe(subject: demo.DemoModel) -> None:
     made = variant.load(subject.variant)
     assert made.baseline == subject.baseline
     assert variant_recipe.read_recipe(made).base == subject.baseline
@@ -100,7 +100,7 @@ def test_a_stage_that_fails_ends_the_demo(monkeypatch: pytest.MonkeyPatch) -> No
 
     monkeypatch.setattr(processes, "run_tasks", run)
     with pytest.raises(SearchError, match=r"^calibrate died \(SIGKILL\)$"):
-        demo._measure(variant.repository_root(), demo.SUBJECTS["tiny"], 2)
+        demo._measure(variant.repository_root(), demo.MODELS["tiny"], 2)
     assert len(ran) == 1
 
 

@@ -104,7 +104,7 @@ class Records:
         return demo.DemoRecords(both | {"fidelity": [self.find("quick", "fidelity")]}, {})
 
 
-DEMO = demo.Subject("base", "quick", recipe="", minutes="")
+DEMO = demo.DemoModel("base", "quick", recipe="", minutes="")
 
 
 @pytest.fixture
