@@ -4,7 +4,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
 import typer
 
@@ -12,6 +12,7 @@ from slimqwen import variant as variants
 from slimqwen.cli.console import command, console, progress_bar, relative, say
 
 if TYPE_CHECKING:
+    from slimqwen.evals.checks import Check
     from slimqwen.processes import Outcome, Task
     from slimqwen.search.measurements import RecordSettings
     from slimqwen.stats.verdict import Verdict
@@ -233,9 +234,10 @@ def _conclude(subject: DemoModel, found: DemoRecords) -> Iterator[str]:
     from slimqwen.stats.verdict import Verdict, overall
 
     variant = variants.load(subject.variant)
-    verdicts = {part: _judge(subject, part, paths) for part, paths in found.records.items()}
+    checks = _record_settings().load_checks(variant)
+    verdicts = {part: _judge(checks, part, paths) for part, paths in found.records.items()}
     speed = verdicts.pop("speed", None)
-    slow = [name for name, check in _record_settings().load_checks(variant).items() if check.takes_minutes]
+    slow = [name for name, check in checks.items() if check.takes_minutes]
     path, gate = choice.judged_by_gate(variant) or (variant.folder, None)
     before = gate.verdicts if gate else {}
     left_out = ", ".join(name for name in slow if name not in before)
@@ -266,12 +268,11 @@ def _record_settings() -> "RecordSettings":
     return RecordSettings(tuple(command()), DEMO)
 
 
-def _judge(subject: DemoModel, part: str, paths: Sequence[Path]) -> "Verdict":
+def _judge(checks: Mapping[str, "Check[Any]"], part: str, paths: Sequence[Path]) -> "Verdict":
     """Verdict on a part; the speed passes if the interval of the speed-up over all requests is wholly above 1."""
     from slimqwen.bench.latency import speedups
     from slimqwen.stats.verdict import Verdict
 
-    checks = _record_settings().load_checks(variants.load(subject.variant))
     if part in checks:
         return checks[part].judge(paths)
     rows = speedups.compare_latency(*paths)

@@ -231,7 +231,7 @@ def _class(
     accepted, memory_limit = figures.acceptance(result), None
     if bandwidth and c.limit:
         context = c.prompt_tokens + c.output_tokens // 2
-        with suppress(SlimqwenError):  # a checkpoint that `fit` does not count can be timed all the same
+        with suppress(SlimqwenError):  # `fit` may not know the checkpoint; its times count anyway
             memory_limit = shortest_tpot_ms(
                 side.variant, bandwidth, context, c.limit, accepted.length if accepted else None
             )
