@@ -1,5 +1,7 @@
 """YAML files that people write: reads them with line numbers, and reports faults with file, line and nearest name."""
 
+import hashlib
+import json
 from collections.abc import Hashable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +14,36 @@ from slimqwen.errors import SlimqwenError, suggest_name
 
 Content = TypeVar("Content")
 YamlPath = tuple[int | str, ...]
+
+
+@dataclass(frozen=True, order=True)
+class YamlPart:
+    """What a measurement reads of a YAML file; it does not depend on the rest of the file, nor on comments.
+
+    Attributes:
+        keys: the keys that lead to the part.
+    """
+
+    file: Path
+    keys: tuple[str, ...]
+
+    def __str__(self) -> str:
+        """The file and the keys, as records name the part."""
+        return f"{self.file}#{'.'.join(self.keys)}"
+
+    def read(self) -> Any:
+        """The part's content; None if there is none, or the file is missing or not YAML."""
+        try:
+            content = yaml.safe_load(self.file.read_bytes())
+        except (OSError, yaml.YAMLError, ValueError):
+            return None
+        for key in self.keys:
+            content = content.get(key) if isinstance(content, dict) else None
+        return content
+
+    def digest(self) -> str:
+        """SHA-256 of the content."""
+        return hashlib.sha256(json.dumps(self.read(), sort_keys=True, default=str).encode()).hexdigest()
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from slimqwen.records.settings import OWN, Settings, find_own_evaluation
 from slimqwen.text.corpus import resolve_text
 from slimqwen.text.tables import find_table
 from slimqwen.variant import Variant
-from slimqwen.yaml_file import YamlText
+from slimqwen.yaml_file import YamlPart, YamlText
 
 TO_MAX_NUM_SEQS = "1..max_num_seqs"
 """Concurrency of a class that stands for several classes: 1, 2, 4, … up to the sequences that a server runs at once."""
@@ -194,7 +194,7 @@ class Workload(Settings):
         own = {"documents": "", "seed": 0, "reference_context_tokens": 1, "min_tokens": 2, "classes": (only,)}
         return super()._from_text(replace(text, content={**own, **content}), name)
 
-    def inputs(self, root: Path) -> list[Path]:
+    def inputs(self, root: Path) -> Sequence[Path | YamlPart]:
         """The workload's files, and its prompts or documents."""
         text = root / self.prompts if self.prompts else resolve_text(self.documents, root)
         return [*super().inputs(root), text]

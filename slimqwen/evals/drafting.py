@@ -22,6 +22,7 @@ from slimqwen.serving.command import ServerCommand
 from slimqwen.text import prompts
 from slimqwen.text.corpus import resolve_text
 from slimqwen.variant import Variant
+from slimqwen.yaml_file import YamlPart
 
 _UNSERVED_DEPTH = 4
 
@@ -60,7 +61,7 @@ class AcceptanceSettings(Settings):
             raise ValueError(f"{fewest} prompts cannot be divided into {self.groups} groups; raise prompts")
         return self
 
-    def inputs(self, root: Path) -> list[Path]:
+    def inputs(self, root: Path) -> Sequence[Path | YamlPart]:
         """The settings' files and the documents."""
         return [*super().inputs(root), resolve_text(self.documents, root)]
 

@@ -8,20 +8,17 @@ the turns of several concurrent sessions. Each engine runs in its own process, s
 result.
 """
 
-import os
-import signal
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any, Literal, Self, TypeVar
+from typing import Any, Literal, TypeVar
 
-from pydantic import Field
+from pydantic import Field, TypeAdapter
 
 from slimqwen import host
 from slimqwen.checkpoint.weights import has_mtp_head
-from slimqwen.errors import SlimqwenError
 from slimqwen.evals import EvalError
 from slimqwen.evals.engine_process import (
     SHORTEST,
@@ -34,27 +31,23 @@ from slimqwen.evals.engine_process import (
     run_engine,
     run_reference,
 )
-from slimqwen.processes import warm_worker
-from slimqwen.processes.warm_worker import WarmWorker
-from slimqwen.processes.worker import death_cause
-from slimqwen.progress import Progress, progress_of, silent
+from slimqwen.evals.engine_runs import EngineProcesses
+from slimqwen.progress import Progress, silent
 from slimqwen.records import provenance, store
+from slimqwen.records.journal import Journal, journal_file, locked
 from slimqwen.records.record import Block, Count, NonNegative, ServedRecord, Table
 from slimqwen.records.settings import SettingsName
 from slimqwen.serving.command import ServerCommand
 from slimqwen.serving.errors import ServingError
 from slimqwen.stats.verdict import Verdict
 from slimqwen.variant import Variant
-from slimqwen.vllm_plugin.patches.serving import compile_watch
 
 EngineName = Literal["served", "with drafts", "without drafts", "with prefix cache", "without prefix cache"]
 """The served flags, or what differs from them."""
 
-Task = TypeVar("Task")
-Result = TypeVar("Result")
+Result = TypeVar("Result", bound=tuple[Any, float])
 
 _SHOWN_LENGTHS = 12
-_END_S = 60.0  # a finished engine may still release a GPU
 
 
 class CheckedEngine(Block):
@@ -167,6 +160,8 @@ def measure_engine(
 ) -> Path:
     """Compare the responses of a variant's engines with the reference engine's, and write the record.
 
+    Engines that an interrupted check has run are not run again.
+
     Args:
         records_folder: folder of the record instead of the variant's.
 
@@ -180,57 +175,114 @@ def measure_engine(
     if server.platform != host.detect():
         raise ServingError(f"{variant.name} needs a GPU and there is none here; check it on a GPU host")
     log = variant.root / "logs" / f"engine-{variant.name}.log"
-    flags_by_name = list_engines(server, settings)
+    with locked(_journal(server, settings)) as journal:
+        with EngineProcesses.started(server, settings.timeout_s, log) as processes:
+            runs, reference, noise_nats = _run_engines(processes, settings, journal, progress)
+        near_tie_nats = settings.noise_factor * noise_nats
+        engines: list[CheckedEngine] = []
+        items: list[dict[str, Any]] = [
+            {"engine": "reference", "prompt_tokens": len(request.prompt), "tokens": response.tokens}
+            for request, response in reference.items()
+        ]
+        flags = list_engines(server, settings)
+        for name, (run, seconds) in runs.items():
+            engine, compared = compare_engine(name, flags[name], run, reference, near_tie_nats, seconds)
+            engines.append(engine)
+            items += compared
+        record = Engine(
+            variant=variant.name,
+            settings_name=settings.name,
+            near_tie_nats=near_tie_nats,
+            engines=tuple(engines),
+            provenance=provenance.describe(
+                server,
+                command,
+                started,
+                datasets=settings.inputs(variant.root),
+                seeds={"prompts": settings.seed},
+            ),
+        )
+        path = store.write_record(records_folder or variant.folder, record, items)
+        journal.discard()
+    return path
+
+
+def _journal(server: ServerCommand, settings: EngineSettings) -> Path:
+    root = server.variant.root
+    data = provenance.data_digests(settings.inputs(root), root)
+    return journal_file("engine", server, settings.model_dump(mode="json"), data)
+
+
+def _run_engines(
+    processes: EngineProcesses, settings: EngineSettings, journal: Journal, progress: Progress
+) -> tuple[dict[EngineName, tuple[EngineRun | str, float]], dict[Request, Response], float]:
+    """Run the engines that an interrupted check has not run.
+
+    Returns:
+        Each engine's run, or why it broke down, with its seconds; responses of the reference engine; its noise, nats.
+
+    Raises:
+        EvalError: as `measure_engine`.
+    """
+    server = processes.server
     runs: dict[EngineName, tuple[EngineRun | str, float]] = {}
     # The first engine that runs chooses the requests, because it knows its block size and token budget.
     requests: list[Request] | None = None
-    with EngineProcesses.started(server, settings.timeout_s, log) as processes:
-        for name, flags in flags_by_name.items():
-            start_s = time.monotonic()
-            task = (settings, flags, _ways(name, flags), requests, variant.root)
-            run = processes.run(run_engine, task, f"engine {name}", progress, is_served=name == "served")
-            runs[name] = run, round(time.monotonic() - start_s, 1)
-            if isinstance(run, EngineRun):
-                requests = run.requests
-        requests = requests or cut_requests(
-            settings, variant.weights, variant.root, SHORTEST, server.max_model_len
-        )
-        # Engines with equal responses share requests, also the session turns that contain earlier responses.
-        answered = (
-            request for run, _ in runs.values() if isinstance(run, EngineRun) for _, request in run.responses
-        )
-        requests = list(dict.fromkeys([*requests, *answered]))
-        reference = processes.run(
-            run_reference, (reference_flags(server), requests), "reference engine", progress
-        )
-    if isinstance(reference, str):
-        raise EvalError(f"{variant.name}: the reference engine failed ({reference}); its log says why: {log}")
-    responses, noise_nats = reference
-    by_request = dict(zip(requests, responses, strict=True))
-    near_tie_nats = settings.noise_factor * noise_nats
-    engines: list[CheckedEngine] = []
-    items: list[dict[str, Any]] = [
-        {"engine": "reference", "prompt_tokens": len(request.prompt), "tokens": response.tokens}
-        for request, response in by_request.items()
-    ]
-    for name, (run, seconds) in runs.items():
-        engine, compared = compare_engine(name, flags_by_name[name], run, by_request, near_tie_nats, seconds)
-        engines.append(engine)
-        items += compared
-    record = Engine(
-        variant=variant.name,
-        settings_name=settings.name,
-        near_tie_nats=near_tie_nats,
-        engines=tuple(engines),
-        provenance=provenance.describe(
-            server,
-            command,
-            started,
-            datasets=settings.inputs(variant.root),
-            seeds={"prompts": settings.seed},
-        ),
+    for name, flags in list_engines(server, settings).items():
+        task = (settings, flags, _ways(name, flags), requests, server.variant.root)
+        run, _ = runs[name] = _recall(_RUN, journal, name, partial(_time, processes, name, task, progress))
+        if isinstance(run, EngineRun):
+            requests = run.requests
+    requests = requests or cut_requests(
+        settings, server.variant.weights, server.variant.root, SHORTEST, server.max_model_len
     )
-    return store.write_record(records_folder or variant.folder, record, items)
+    # Engines with equal responses share requests, also the session turns that contain earlier responses.
+    answered = (
+        request for run, _ in runs.values() if isinstance(run, EngineRun) for _, request, _ in run.responses
+    )
+    requests = list(dict.fromkeys([*requests, *answered]))
+    refer = partial(_refer, processes, requests, progress)
+    responses, noise_nats = _recall(_REFERENCE, journal, "reference engine", refer)
+    return runs, dict(zip(requests, responses, strict=True)), noise_nats
+
+
+_RUN: TypeAdapter[tuple[EngineRun | str, float]] = TypeAdapter(tuple[EngineRun | str, float])
+_REFERENCE: TypeAdapter[tuple[list[Response], float]] = TypeAdapter(tuple[list[Response], float])
+
+
+def _recall(kind: TypeAdapter[Result], journal: Journal, engine: str, make: Callable[[], Result]) -> Result:
+    """What the journal has of an engine; without it what `make` returns, which the journal then has.
+
+    A breakdown is not kept: what caused it, such as too little memory, may be gone when the check is continued.
+    """
+    if (known := journal.get(engine)) is not None:
+        return kind.validate_python(known)
+    made = make()
+    if not isinstance(made[0], str):
+        journal.add(engine, kind.dump_python(made, mode="json"))
+    return made
+
+
+def _time(
+    processes: EngineProcesses, name: EngineName, task: Any, progress: Progress
+) -> tuple[EngineRun | str, float]:
+    start_s = time.monotonic()
+    run = processes.run(run_engine, task, f"engine {name}", progress, is_served=name == "served")
+    return run, round(time.monotonic() - start_s, 1)
+
+
+def _refer(
+    processes: EngineProcesses, requests: list[Request], progress: Progress
+) -> tuple[list[Response], float]:
+    server = processes.server
+    reference = processes.run(
+        run_reference, (reference_flags(server), requests), "reference engine", progress
+    )
+    if isinstance(reference, str):
+        raise EvalError(
+            f"{server.variant.name}: the reference engine failed ({reference}); its log says why: {processes.log}"
+        )
+    return reference
 
 
 def list_engines(server: ServerCommand, settings: EngineSettings) -> dict[EngineName, dict[str, Any]]:
@@ -294,10 +346,10 @@ def compare_engine(
     Returns:
         The engine, and one item per response; an item has the tokens if they differ from the reference engine's.
     """
-    made = run if isinstance(run, EngineRun) else EngineRun([], {}, False, 0, 0, 0)
+    made = run if isinstance(run, EngineRun) else EngineRun([], [], False, 0, 0, 0)
     items: list[dict[str, Any]] = []
     wrong: dict[Way, list[int]] = {}
-    for (way, request), tokens in made.responses.items():
+    for way, request, tokens in made.responses:
         length = len(request.prompt)
         comparison = compare_tokens(reference[request], tokens, near_tie_nats)
         item = {"engine": name, "way": way, "prompt_tokens": length, **asdict(comparison)}
@@ -333,112 +385,3 @@ def compare_tokens(reference: Response, tokens: Sequence[int], near_tie_nats: fl
     log_probability = likeliest.get(tokens[first])
     gap = None if log_probability is None else likeliest[reference.tokens[first]] - log_probability
     return TokenComparison(first, True, gap is not None and gap <= near_tie_nats, gap)
-
-
-@dataclass(frozen=True)
-class EngineProcesses:
-    """Runs a variant's engines one after the other, each in its own process.
-
-    Attributes:
-        server: command of the variant's server; the processes get its environment.
-        timeout_s: time limit of each process, seconds.
-        log: file for the output of the processes; errors name it.
-        worker: process that has imported vLLM; each engine's process is a fork of it.
-    """
-
-    server: ServerCommand
-    timeout_s: float
-    log: Path
-    worker: WarmWorker
-
-    @classmethod
-    @contextmanager
-    def started(cls, server: ServerCommand, timeout_s: float, log: Path) -> Iterator[Self]:
-        """Start the process that imports vLLM, and stop it at the end of the `with` block; makes the log's folder."""
-        log.parent.mkdir(parents=True, exist_ok=True)
-        environment = _environment(server, is_served=True)
-        with log.open("ab") as output, warm_worker.started(environment, output) as worker:
-            yield cls(server, timeout_s, log, worker)
-
-    def run(
-        self,
-        function: Callable[[Path, Path, Task, Progress], Result],
-        task: Task,
-        title: str,
-        progress: Progress,
-        *,
-        is_served: bool = False,
-    ) -> Result | str:
-        """Call function(weights, the log's folder, task, progress) in a process of its own.
-
-        Args:
-            function: must report progress before it starts the engine: a process that ends before its first report
-                says nothing about the engine.
-            title: name of the engine in progress and errors.
-            is_served: whether the process uses the compile cache that a server would use.
-
-        Returns:
-            What the function returns; one line of text if it raised, crashed or hung.
-
-        Raises:
-            EvalError: the process ended before its first report, or was killed from outside, as by the kernel when
-                memory runs out.
-        """
-        report = progress_of(title, progress)
-        activity, result, refusal = "", None, None
-        deadline, timed_out = time.monotonic() + self.timeout_s, False
-        messages = self.worker.messages
-        environment = _environment(self.server, is_served=is_served)
-        try:
-            process = self.worker.give(
-                environment,
-                self.log.parent,
-                function,
-                self.server.variant.weights,
-                self.log.parent,
-                task,
-            )
-            kind = "started"
-            while kind != "ended":
-                if not timed_out and not messages.poll(max(0.0, deadline - time.monotonic())):
-                    timed_out = True
-                    with suppress(ProcessLookupError):
-                        os.kill(process, signal.SIGKILL)
-                kind, *content = messages.recv()
-                if kind == "progress":
-                    activity = content[0]
-                    report(*content)
-                elif kind != "ended":
-                    result = f"{activity}: {content[0][:300]}" if kind == "failed" else content[0]
-                    refusal = result if kind == "refused" else None
-                    deadline = time.monotonic() + _END_S
-        except (EOFError, BrokenPipeError):
-            raise EvalError(f"the process that starts engines died; its log says why: {self.log}") from None
-        if isinstance(refusal, SlimqwenError):
-            raise refusal
-        if result is not None:
-            return result
-        if timed_out:
-            return f"{activity or 'starting'}: not finished within {self.timeout_s:.0f} s"
-        (exit_code,) = content
-        death = death_cause(exit_code)
-        if exit_code == -signal.SIGKILL or not activity:
-            place = activity or "before its first report"
-            raise EvalError(f"{title}: the process ended {place} ({death}); read why in its log: {self.log}")
-        return f"{activity}: the process died ({death})"
-
-
-def _environment(server: ServerCommand, *, is_served: bool) -> dict[str, str]:
-    """Environment of an engine's process: that of the server, but neighbours and reference share a compile cache.
-
-    vLLM keeps a separate torch cache for every set of flags, so each engine would compile the same graphs again.
-    With vLLM's cache disabled, torch finds the graphs in one shared cache by their content.
-    """
-    environment = server.process_environment()
-    environment.pop(compile_watch.VARIABLE, None)
-    if not is_served:
-        environment |= {
-            "VLLM_DISABLE_COMPILE_CACHE": "1",
-            "TORCHINDUCTOR_CACHE_DIR": str(server.variant.root / ".cache" / "engines"),
-        }
-    return environment

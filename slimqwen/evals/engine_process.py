@@ -20,6 +20,7 @@ from slimqwen.serving import in_process
 from slimqwen.text import prompts
 from slimqwen.text.corpus import resolve_text
 from slimqwen.text.files import CorpusError
+from slimqwen.yaml_file import YamlPart
 
 Tokens = tuple[int, ...]
 
@@ -62,7 +63,7 @@ class EngineSettings(Settings):
     output_tokens: int = Field(ge=2)
     timeout_s: float = Field(gt=0)
 
-    def inputs(self, root: Path) -> list[Path]:
+    def inputs(self, root: Path) -> Sequence[Path | YamlPart]:
         """The settings' files and the text."""
         return [*super().inputs(root), resolve_text(self.text, root)]
 
@@ -94,7 +95,7 @@ class EngineRun:
 
     Attributes:
         requests: prompts of all lengths.
-        responses: tokens by way and request; a turn of a session is a request that contains the earlier responses.
+        responses: way, request and tokens; a turn of a session is a request that contains the earlier responses.
         prefix_caching: whether the engine has a prefix cache.
         sequences: most requests that the engine runs at a time.
         cached_tokens: prompt tokens found in the prefix cache.
@@ -102,7 +103,7 @@ class EngineRun:
     """
 
     requests: list[Request]
-    responses: Mapping[tuple[Way, Request], Tokens]
+    responses: Sequence[tuple[Way, Request, Tokens]]
     prefix_caching: bool
     sequences: int
     cached_tokens: int
@@ -254,7 +255,7 @@ def run_engine(
                 responses["session", request] = tokens
         return EngineRun(
             requests=requests,
-            responses=responses,
+            responses=[(way, request, tokens) for (way, request), tokens in responses.items()],
             prefix_caching=bool(config.cache_config.enable_prefix_caching),
             sequences=config.scheduler_config.max_num_seqs,
             cached_tokens=in_process.counter(llm, "vllm:prefix_cache_hits"),

@@ -22,6 +22,7 @@ from slimqwen.records.split import Split
 from slimqwen.stats import intervals
 from slimqwen.text.documents import read_documents
 from slimqwen.text.text_prefix import Prefix
+from slimqwen.yaml_file import YamlPart
 
 MODES = ("single", "batched")
 """In-process modes: one text at a time; several at once with a token budget that splits their prefill into chunks."""
@@ -100,7 +101,7 @@ class FidelitySettings(Settings):
     limits: FidelityLimits
     unchanged_ratio: float = Field(gt=1)
 
-    def inputs(self, root: Path) -> list[Path]:
+    def inputs(self, root: Path) -> Sequence[Path | YamlPart]:
         """The settings' files and the texts."""
         return [*super().inputs(root), root / self.texts]
 

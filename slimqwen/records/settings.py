@@ -6,6 +6,7 @@ the YAML files of the folder leave out.
 
 import json
 import re
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Self
@@ -14,7 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from slimqwen.errors import SlimqwenError
 from slimqwen.variant import Variant
-from slimqwen.yaml_file import YamlText, read_yaml
+from slimqwen.yaml_file import YamlPart, YamlText, read_yaml
 
 # Settings were once called a plan, which now means a prediction of vLLM; records keep the old name.
 SettingsName = Annotated[str, Field(min_length=1, validation_alias="plan", serialization_alias="plan")]
@@ -104,9 +105,16 @@ class Settings(BaseModel):
         own = root / OWN / self.name / f"{self.own_file}.yaml"
         return [root / f"{OWN}.yaml", *([own] if own.is_file() else [])]
 
-    def inputs(self, root: Path) -> list[Path]:
-        """All files that a measurement with these settings reads: those of the settings, and texts that they name."""
-        return self.files(root)
+    def inputs(self, root: Path) -> Sequence[Path | YamlPart]:
+        """All that a measurement with these settings reads: its section of their files, and texts that they name."""
+        if not self.section:
+            return [*self.files(root)]
+        own = root / f"{OWN}.yaml"
+        parts = [
+            YamlPart(file, (self.own_file, self.section) if file == own else (self.section,))
+            for file in self.files(root)
+        ]
+        return [part for part in parts if part.file == own or part.read() is not None]
 
 
 def _replace_fields(content: Any, replacements: Any) -> Any:

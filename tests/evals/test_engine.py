@@ -2,20 +2,17 @@
 
 import dataclasses
 import json
-import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
 
-import psutil
 import pytest
 
 from slimqwen import host, variant
 from slimqwen.evals import EvalError
 from slimqwen.evals.engine import (
     Engine,
-    EngineProcesses,
     TokenComparison,
     compare_engine,
     compare_tokens,
@@ -24,13 +21,12 @@ from slimqwen.evals.engine import (
     reference_flags,
 )
 from slimqwen.evals.engine_process import SHORTEST, EngineRun, Request, Response, run_engine, run_reference
-from slimqwen.progress import silent
+from slimqwen.evals.engine_runs import EngineProcesses
 from slimqwen.records import store
 from slimqwen.serving.command import ServerCommand
 from slimqwen.serving.errors import ServingError
 from slimqwen.stats.verdict import Verdict
 from slimqwen.variant import Variant
-from tests.evals import engine_jobs
 from tests.evals.test_engine_process import DRAFTS, SETTINGS, TINY
 
 
@@ -69,11 +65,11 @@ REFERENCE = {
 
 def run_of(cached_tokens: int = 0, accepted_drafts: int = 0, **responses: tuple[int, ...]) -> EngineRun:
     """A run with a prefix cache; a response is named by its way and prompt length."""
-    named = {
-        (way, request(int(length))): tokens
+    named = [
+        (way, request(int(length)), tokens)
         for name, tokens in responses.items()
         for way, _, length in [name.partition("_")]
-    }
+    ]
     requests = [request(length) for length in (7, 8, 9)]
     return EngineRun(requests, named, True, 4, cached_tokens, accepted_drafts)  # type: ignore[arg-type]
 
@@ -237,8 +233,8 @@ def test_the_reference_engine_is_asked_once_what_several_engines_have_at_a_turn(
     measure: Callable[..., Engine],
 ) -> None:
     def with_turns(*firsts: int) -> EngineRun:
-        turns = {("session", request(8, first)): (1, 2, 3) for first in firsts}
-        return dataclasses.replace(FINE, responses={**FINE.responses, **turns})
+        turns = [("session", request(8, first), (1, 2, 3)) for first in firsts]
+        return dataclasses.replace(FINE, responses=[*FINE.responses, *turns])
 
     responses = [*REFERENCE.values(), response(1, 2, 3), response(1, 99, 3), response(1, 2, 3)]
     lengths = [None, [7, 8, 9], [7, 8, 9], [7, 8, 9, 8, 8, 8]]
@@ -258,11 +254,41 @@ def test_where_every_engine_breaks_down_the_reference_shows_that_vllm_runs(
         measure("starting: died", FINE, FINE, "starting: no memory")
 
 
+def test_an_interrupted_check_goes_on_with_the_engines_that_it_lacks(
+    one: Callable[..., Variant], monkeypatch: pytest.MonkeyPatch, stamps: None
+) -> None:
+    """A breakdown is tried again: what caused it may be gone."""
+    subject, reference = one(SEVERAL, MTP), (list(REFERENCE.values()), NOISE)
+    runs = Mock(side_effect=[FINE, "starting: no memory", KeyboardInterrupt])
+    monkeypatch.setattr(EngineProcesses, "run", runs)
+    with pytest.raises(KeyboardInterrupt):
+        measure_engine(subject, SETTINGS, command=["check"])
+    runs.side_effect = [FINE, KeyboardInterrupt]
+    with pytest.raises(KeyboardInterrupt):
+        measure_engine(subject, SETTINGS, command=["check"])
+    runs.side_effect = [FINE, reference]
+    path = measure_engine(subject, SETTINGS, command=["check"])
+    assert [call.args[2].removeprefix("engine ") for call in runs.call_args_list] == [
+        *("served", "without drafts", "with prefix cache"),
+        *("without drafts", "with prefix cache"),
+        *("with prefix cache", "reference engine"),
+    ]
+    again = engine_record(subject, monkeypatch, FINE, FINE, FINE, reference)
+    assert store.read_record(path, Engine).engines == again.engines
+    assert not list((subject.root / ".cache" / "engine").iterdir())
+
+
+def engine_record(subject: Variant, monkeypatch: pytest.MonkeyPatch, *results: Any) -> Engine:
+    """The record of a check that nothing interrupts, without the time that it took."""
+    monkeypatch.setattr(EngineProcesses, "run", Mock(side_effect=results))
+    return store.read_record(measure_engine(subject, SETTINGS, command=["check"]), Engine)
+
+
 def test_wrong_prompt_lengths_are_named_below_the_table(measure: Callable[..., Engine]) -> None:
     requests = [request(length) for length in range(1, 16)]
-    wrong = {("cached", each): (0,) for each in requests}
+    wrong = [("cached", each, (0,)) for each in requests]
     run = dataclasses.replace(FINE, requests=requests, responses=wrong)
-    fine = dataclasses.replace(run, responses={})
+    fine = dataclasses.replace(run, responses=[])
     record = measure(run, fine, fine, ([response(1)] * 15, NOISE))
     (table,) = record.tables(Path("x"))
     assert (
@@ -305,79 +331,3 @@ def test_the_embedded_model_responds_in_processes_as_the_plain_engine_does(
     assert {item["way"] for item in items if item["engine"] == "without drafts"} == {"together", "joining"}
     assert heard[0] == "engine served: starting"
     assert heard[-1] == "reference engine: rereading responses"
-
-
-@pytest.fixture(scope="module")
-def processes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineProcesses]:
-    server, log = ServerCommand.resolve(variant.load("tiny")), tmp_path_factory.mktemp("logs") / "log"
-    with EngineProcesses.started(server, 600, log) as processes:
-        yield processes
-
-
-def test_the_result_and_the_titled_progress_come_back(processes: EngineProcesses) -> None:
-    reports: list[tuple[str, float, float]] = []
-    assert processes.run(engine_jobs.double, 21, "title", lambda *report: reports.append(report)) == 42
-    assert reports == [("title: doubling", 1, 2)]
-
-
-@pytest.mark.parametrize(
-    ("function", "task", "timeout_s", "line"),
-    [
-        (engine_jobs.raise_error, None, 600, "alone: RuntimeError: sizes do not match"),
-        (engine_jobs.end_by_signal, "SIGSEGV", 600, "cached: the process died (SIGSEGV)"),
-        (engine_jobs.hang, None, 8, "together: not finished within 8 s"),
-    ],
-)
-def test_a_breakdown_is_one_line_that_names_the_activity(
-    processes: EngineProcesses, function: Any, task: Any, timeout_s: float, line: str
-) -> None:
-    assert dataclasses.replace(processes, timeout_s=timeout_s).run(function, task, "x", silent) == line
-
-
-@pytest.mark.parametrize(
-    ("function", "task", "message"),
-    [
-        (engine_jobs.refuse, None, "prompts do not fit"),
-        (
-            engine_jobs.end_by_signal,
-            "SIGKILL",
-            r"served: the process ended cached \(SIGKILL, as when memory runs",
-        ),
-        (engine_jobs.end_before_it_begins, None, r"ended before its first report \(exit code 3\)"),
-    ],
-)
-def test_what_is_no_fault_of_the_engine_is_an_error(
-    processes: EngineProcesses, function: Any, task: Any, message: str
-) -> None:
-    with pytest.raises(EvalError, match=message):
-        processes.run(function, task, "served", silent)
-
-
-def test_each_process_has_its_own_variables_and_threads(processes: EngineProcesses) -> None:
-    def variables(*names: str, is_served: bool = True, **environment: str) -> Any:
-        server = dataclasses.replace(processes.server, environment=environment)
-        own = dataclasses.replace(processes, server=server)
-        return own.run(engine_jobs.variables, names, "x", silent, is_served=is_served)
-
-    assert variables("OF_THE_ENGINE", OMP_NUM_THREADS="3", OF_THE_ENGINE="4") == (3, "4")
-    assert variables("OF_THE_ENGINE", OMP_NUM_THREADS="3") == (3, None)
-    compiled = ("VLLM_DISABLE_COMPILE_CACHE", "TORCHINDUCTOR_CACHE_DIR", "SLIMQWEN_COMPILE_CACHE")
-    watched = {"OMP_NUM_THREADS": "1", "SLIMQWEN_COMPILE_CACHE": "{}"}
-    assert variables(*compiled, **watched) == (1, None, None, None)
-    shared = str(variant.repository_root() / ".cache" / "engines")
-    assert variables(*compiled, is_served=False, **watched) == (1, "1", shared, None)
-
-
-def test_the_end_of_the_starting_process_ends_its_engine_and_is_an_error(
-    processes: EngineProcesses, tmp_path: Path
-) -> None:
-    """The last test: it ends what the others use."""
-    starter = processes.worker._process
-    process = psutil.Process(
-        processes.worker.give(dict(os.environ), tmp_path, engine_jobs.hang, TINY, tmp_path, None)
-    )
-    starter.kill()
-    starter.wait()
-    assert psutil.wait_procs([process], timeout=30)[1] == []
-    with pytest.raises(EvalError, match="the process that starts engines died"):
-        processes.run(engine_jobs.double, 21, "x", silent)

@@ -208,7 +208,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> EngineRun:
 @pytest.fixture(scope="module")
 def reference(served: EngineRun) -> Reference:
     """The plain engine's responses, and what ties there."""
-    turns = [request for way, request in served.responses if way == "session"]
+    turns = [request for way, request, _ in served.responses if way == "session"]
     requests = [*served.requests, *turns]
     responses, noise = run_reference(TINY, TINY, (PLAIN, requests), silent)
     return dict(zip(requests, responses, strict=True)), SETTINGS.noise_factor * noise
@@ -220,8 +220,8 @@ def test_drafts_cached_prefixes_chunks_and_batches_change_no_token(
 ) -> None:
     engine, _ = compare_engine("served", SERVED, served, *reference, 1.0)
     assert (engine.verdict, engine.wrong) == ("pass", {})
-    turns = [request for way, request in served.responses if way == "session"]
-    (joined,) = [request for way, request in served.responses if way == "joining"]
+    turns = [request for way, request, _ in served.responses if way == "session"]
+    (joined,) = [request for way, request, _ in served.responses if way == "joining"]
     assert len(joined.prompt) == 1
     assert engine.responses == 3 * len(served.requests) + len(turns) + 1
     ends = [len(request.prompt) + request.output_tokens for request in turns]

@@ -13,8 +13,9 @@ from typing import Any
 
 from slimqwen import variant as variants
 from slimqwen.checkpoint.weights import has_mtp_head
-from slimqwen.evals.engine import EngineProcesses, compare_engine, reference_flags
+from slimqwen.evals.engine import compare_engine, reference_flags
 from slimqwen.evals.engine_process import EngineRun, EngineSettings, Request, Way, run_engine, run_reference
+from slimqwen.evals.engine_runs import EngineProcesses
 from slimqwen.progress import silent
 from slimqwen.serving.command import ServerCommand
 from slimqwen.stats.verdict import Verdict

@@ -20,7 +20,7 @@ from slimqwen.bench.latency.record import Latency
 from slimqwen.bench.workload import Workload
 from slimqwen.checkpoint.files import carry_all
 from slimqwen.errors import SlimqwenError
-from slimqwen.evals import acceptance, fidelity, gate, promotion
+from slimqwen.evals import acceptance, engine, fidelity, gate, promotion
 from slimqwen.evals.checks import CHECKS, Check, GateSettings, Pair
 from slimqwen.evals.suites import suite
 from slimqwen.evals.suites.suite import Suite
@@ -36,6 +36,7 @@ from slimqwen.search.space import SearchSettings, Space
 from slimqwen.search.tune import tuner
 from slimqwen.serving.command import ServerCommand
 from slimqwen.variant import Variant
+from slimqwen.yaml_file import YamlPart
 from tests import record_files
 from tests.evals.gate_checks import Checks, link_settings
 from tests.plan import example
@@ -47,7 +48,7 @@ FILES = {
     "texts.jsonl": "".join(PASSAGES),
     "questions.jsonl": '{"prompt": "1 + 1?", "answer": "2"}\n{"prompt": "Sky?", "answer": "blue"}\n',
     "prompts.jsonl": '{"prompt": "the fox sells"}\n{"prompt": "the town sells"}\n',
-    "gate.yaml": "fidelity: {batch: 8}\n",
+    "gate.yaml": "fidelity: {batch: 8}\nacceptance: {tokens: 64}\nengine: {seed: 11}\n",
     "suite.yaml": "metric: exact\n",
     "workload.yaml": "rounds: 2\n",
     "chat.jinja": "{{ messages }}",
@@ -158,6 +159,14 @@ def read_rounds(root: Path) -> Reader:
     return read_journal(name)
 
 
+def read_engine(root: Path) -> Reader:
+    def name() -> object:
+        settings = GateSettings.load("mine", root).of(engine.EngineSettings)
+        return engine._journal(ServerCommand.resolve(small(root)), settings)
+
+    return read_journal(name)
+
+
 def read_search(root: Path) -> Reader:
     def key() -> object:
         base = variant.load("tiny", root)
@@ -196,6 +205,7 @@ READERS: dict[str, Callable[[Path], Reader] | None] = {
     "acceptance": lambda root: read_check("acceptance", root),
     "quality": lambda root: read_check("quality", root),
     "engine": lambda root: read_check("engine", root),
+    "engine, interrupted": read_engine,
     "gate": read_gate,
     "latency": read_latency,
     "latency, interrupted": read_rounds,
@@ -220,12 +230,14 @@ def write(name: str, text: str) -> Callable[[Path, Any], None]:
     return lambda root, _: (root / name).write_text(text) and None
 
 
-def replace(name: str, before: str, after: str) -> Callable[[Path, Any], None]:
+def replace(name: str, *edits: tuple[str, str]) -> Callable[[Path, Any], None]:
     def edit(root: Path, _: Any) -> None:
         text = (root / name).read_text()
-        assert before in text
+        for before, after in edits:
+            assert before in text
+            text = text.replace(before, after, 1)
         (root / name).unlink()
-        (root / name).write_text(text.replace(before, after, 1))
+        (root / name).write_text(text)
 
     return edit
 
@@ -248,17 +260,22 @@ EDITS: dict[str, Callable[[Path, Any], None]] = {
             "weights/tiny/config.json",
         )
     },
-    f"{OWN}/gate.yaml": write(f"{OWN}/gate.yaml", "fidelity: {batch: 4}\nacceptance: {seed: 2}\n"),
+    f"{OWN}/gate.yaml": write(
+        f"{OWN}/gate.yaml", "fidelity: {batch: 4}\nacceptance: {seed: 2}\nengine: {seed: 3}\n"
+    ),
     f"{OWN}/suite.yaml": write(f"{OWN}/suite.yaml", "metric: contains\n"),
     f"{OWN}/workload.yaml": write(f"{OWN}/workload.yaml", "rounds: 3\n"),
     "no gate.yaml": lambda root, _: (root / OWN / "gate.yaml").unlink(),
-    "eval/own.yaml": replace("eval/own.yaml", "max_gen_toks: 256", "max_gen_toks: 9"),
+    "eval/own.yaml": replace(
+        "eval/own.yaml", ("max_gen_toks: 256", "max_gen_toks: 9"), ("most_texts: 60", "most_texts: 59"),
+        ("seed: 1\n", "seed: 2\n"), ("seed: 11\n", "seed: 12\n"),
+    ),
     "the margin": write(f"{OWN}/suite.yaml", "metric: exact\nnon_inferiority_margin: 0.2\n"),
     "thinking": write(f"{OWN}/suite.yaml", "metric: exact\nthinking: false\n"),
     "questions in a table": lambda root, _: (root / OWN / "questions.jsonl").rename(root / OWN / "questions.json"),
-    "eval/devices.yaml": replace("eval/devices.yaml", "memory_bandwidth_gb_per_s: 600", "memory_bandwidth_gb_per_s: 9"),
-    "a line of config.env": replace("experiments/small/config.env", "VLLM_MODEL", "VLLM_DTYPE=float32\nVLLM_MODEL"),
-    "the baseline's context": replace("experiments/tiny/config.env", "LEN=256", "LEN=255"),
+    "eval/devices.yaml": replace("eval/devices.yaml", ("bandwidth_gb_per_s: 600", "bandwidth_gb_per_s: 9")),
+    "a line of config.env": replace("experiments/small/config.env", ("VLLM_MODEL", "VLLM_DTYPE=float32\nVLLM_MODEL")),
+    "the baseline's context": replace("experiments/tiny/config.env", ("LEN=256", "LEN=255")),
     "the code that scores": rewrite_code,
 }  # fmt: skip
 """An edit of each input; a name with a slash is the file's."""
@@ -283,6 +300,7 @@ INPUTS: dict[str, tuple[str, ...]] = {
     "acceptance": (*_GATE, *_BASELINE),
     "quality": _QUESTIONS,
     "engine": (*_GATE, f"{OWN}/chat.jinja"),
+    "engine, interrupted": (*_GATE[:1], *_GATE[2:], f"{OWN}/chat.jinja"),
     "gate": tuple(dict.fromkeys((*_GATE, *_BASELINE, *_QUESTIONS))),
     "latency": ("eval/workloads/classes.yaml", f"{OWN}/texts.jsonl", *_TIMED),
     "latency, interrupted": (f"{OWN}/prompts.jsonl", f"{OWN}/workload.yaml", *_TIMED),
@@ -323,7 +341,7 @@ def test_every_data_file_of_a_record_is_an_input_that_is_edited(kind: str, root:
     model = registry.kinds()[kind]
     (path,) = store.records(small(root).folder, model)
     block = store.read_record(path).provenance
-    assert set(block.datasets) <= set(INPUTS[kind])
+    assert {name.partition("#")[0] for name in block.datasets} <= set(INPUTS[kind])
     if block.files and model.deciding_flags is None:
         assert f"{OWN}/chat.jinja" in INPUTS[kind]
 
@@ -383,7 +401,7 @@ PROSE = "{task: tinyworld_prose, measure: bits_per_byte, non_inferiority_margin:
 
 
 def change_suite(root: Path, before: str, after: str) -> None:
-    replace(SUITE, before, after)(root, None)
+    replace(SUITE, (before, after))(root, None)
 
 
 def append_line(root: Path, line: str) -> None:
@@ -423,7 +441,42 @@ def test_a_file_of_settings_that_is_added_makes_the_checks_measure_anew(root: Pa
     (root / OWN / "gate.yaml").unlink()
     read = read_check(check, root)
     assert read() == ""
-    (root / OWN / "gate.yaml").write_text("fidelity: {batch: 4}\n")
+    (root / OWN / "gate.yaml").write_text(
+        {"fidelity": "fidelity: {batch: 4}\n"}.get(check, f"{check}: {{seed: 3}}\n")
+    )
+    assert read() == ANEW
+
+
+@pytest.mark.parametrize("check", ["fidelity", "acceptance", "engine"])
+def test_settings_of_another_check_leave_a_record_as_it_is(root: Path, check: str) -> None:
+    gate_file = root / OWN / "gate.yaml"
+    read = read_check(check, root)
+    own = next(line for line in FILES["gate.yaml"].splitlines(keepends=True) if line.startswith(check))
+    gate_file.write_text(f"# a comment\n{own}responses: {{runaway_share: 0.02}}\n")
+    assert read() == ""
+    replace("eval/own.yaml", ("max_gen_toks: 256", "max_gen_toks: 9"))(root, None)
+    assert read() == ""
+    gate_file.write_text("responses: {runaway_share: 0.02}\n")
+    assert read() == ANEW
+    gate_file.unlink()
+    read = read_check(check, root)
+    gate_file.write_text("responses: {runaway_share: 0.02}\n")
+    assert read() == "", "a file that is added, without the section"
+
+
+@pytest.mark.parametrize("check", ["fidelity", "acceptance", "engine"])
+def test_a_record_that_digested_the_whole_file_is_taken_until_that_is_edited(root: Path, check: str) -> None:
+    read = read_check(check, root)
+    (path,) = store.records(small(root).folder, registry.kinds()[check])
+    record = json.loads(path.read_text())
+    digests = record["provenance"]["datasets"]
+    for name in [name for name in digests if "#" in name]:
+        file = root / name.partition("#")[0]
+        digests |= provenance.data_digests([file], root)
+        del digests[name]
+    path.write_text(json.dumps(record))
+    assert read() == ""
+    append(root / OWN / "gate.yaml")
     assert read() == ANEW
 
 
@@ -434,5 +487,6 @@ def test_settings_of_every_kind_name_the_files_that_they_come_from(root: Path) -
         kind: type[Settings] = settings
         assert root / "eval/own.yaml" in kind.load("mine", root).files(root)
     (root / OWN / "gate.yaml").write_text("fidelity: {batch: 2}\n")
-    assert root / OWN / "gate.yaml" in fidelity.FidelitySettings.load("mine", root).inputs(root)
+    part = YamlPart(root / OWN / "gate.yaml", ("fidelity",))
+    assert part in fidelity.FidelitySettings.load("mine", root).inputs(root)
     assert Latency.deciding_flags is None

@@ -14,6 +14,7 @@ from slimqwen.records.split import Split, SplitRecord
 from slimqwen.serving.command import ServerCommand
 from slimqwen.stats.verdict import Verdict, overall
 from slimqwen.variant import Variant
+from slimqwen.yaml_file import YamlPart
 
 Section = TypeVar("Section", bound=Settings)
 
@@ -91,7 +92,7 @@ class Check(ABC, Generic[Section]):
     def require_measurable(self) -> None:
         """Raise, within seconds, an error that a measurement would raise after minutes of other checks."""
 
-    def inputs(self) -> list[Path]:
+    def inputs(self) -> Sequence[Path | YamlPart]:
         """Data files that a measurement would read now, as far as they are known before it."""
         return self.settings.inputs(self.pair.variant.root)
 

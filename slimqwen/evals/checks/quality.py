@@ -19,6 +19,7 @@ from slimqwen.records.record import Finding
 from slimqwen.records.settings import Settings, SettingsError
 from slimqwen.stats.verdict import Verdict
 from slimqwen.variant import Variant
+from slimqwen.yaml_file import YamlPart
 
 
 class QualitySettings(Settings):
@@ -85,7 +86,7 @@ class QualityCheck(Check[QualitySettings]):
             if not (complete.find(side) or self.find(side)):
                 quality.require_measurable(side, self.suite)
 
-    def inputs(self) -> list[Path]:
+    def inputs(self) -> Sequence[Path | YamlPart]:
         """The files of the suite."""
         return self.suite.inputs(self.pair.variant.root)
 

@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict
 
 from slimqwen.errors import SlimqwenError
 from slimqwen.evals import EvalError
-from slimqwen.evals.engine import EngineProcesses, compare_tokens, reference_flags
+from slimqwen.evals.engine import compare_tokens, reference_flags
 from slimqwen.evals.engine_process import (
     EngineSettings,
     Request,
@@ -21,6 +21,7 @@ from slimqwen.evals.engine_process import (
     cut_requests,
     run_reference,
 )
+from slimqwen.evals.engine_runs import EngineProcesses
 from slimqwen.progress import Progress
 from slimqwen.serving.http_client import open_client
 from slimqwen.serving.server import RunningServer

@@ -23,8 +23,8 @@ from slimqwen.bench.latency.measured_variant import (
 from slimqwen.bench.workload import PromptClass, Workload, name_workload
 from slimqwen.errors import SlimqwenError
 from slimqwen.evals import EvalError
-from slimqwen.evals.engine import EngineProcesses
 from slimqwen.evals.engine_process import EngineSettings
+from slimqwen.evals.engine_runs import EngineProcesses
 from slimqwen.host_load import Watch
 from slimqwen.plan import start
 from slimqwen.processes import spawner
@@ -50,6 +50,7 @@ from slimqwen.serving.errors import ServingError
 from slimqwen.serving.shared_server import ServerLostError, share_server
 from slimqwen.stats.verdict import Verdict
 from slimqwen.variant import Variant
+from slimqwen.yaml_file import YamlPart
 
 _LOADS = (1, 4, 16)
 
@@ -139,7 +140,7 @@ class _Subject:
         return cls(variant, served, workload, chosen, sequences, port)
 
     @property
-    def inputs(self) -> list[Path]:
+    def inputs(self) -> Sequence[Path | YamlPart]:
         """Files that decide the requests, the timed ones and those whose responses are compared."""
         root = self.variant.root
         return [*self.workload.inputs(root), *EngineSettings.load(SETTINGS, root).inputs(root)]
