@@ -24,7 +24,7 @@ from slimqwen.hub import HubError
 from tests import hub_server
 from tests.hub_server import COMMIT, Hub
 from tests.models.gguf_files import original_tokenizer, write_gguf
-from tests.zoo.animals import ANIMALS
+from tests.zoo.published_forms import PUBLISHED_FORMS
 
 ROOT = Path(__file__).parents[1]
 BIG = 400_000
@@ -125,9 +125,9 @@ def test_the_files_of_a_checkpoint_are_downloaded_with_progress_in_bytes(
 
 
 def test_of_a_gguf_file_a_checkpoint_is_made_in_its_place(served: Hub, tmp_path: Path) -> None:
-    animal = ANIMALS["llama"].build(tmp_path / "animal")
+    published = PUBLISHED_FORMS["llama"].build(tmp_path / "published")
     (served.folder / "q8").mkdir()
-    write_gguf(animal, served.folder / "q8" / "m.gguf", original_tokenizer("smollm"), "smollm", "Q8_0")
+    write_gguf(published, served.folder / "q8" / "m.gguf", original_tokenizer("smollm"), "smollm", "Q8_0")
     asked = hub.Repository("owner/name/q8/m.gguf", "model", None, "`again`", "the name")
     for _ in range(2):  # the second asks nobody
         manifest = hub.download_copy(asked, tmp_path / "weights" / "made")

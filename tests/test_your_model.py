@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from slimqwen.variant import repository_root
-from tests.zoo.animals import ANIMALS
+from tests.zoo.published_forms import PUBLISHED_FORMS
 
 ROOT = repository_root()
 TOO_LONG = {"texts": 64, "held_out": 16, "steps": 10, "validate_every": 5}
@@ -33,7 +33,7 @@ def clone(tmp_path: Path) -> Path:
         if name and (ROOT / name).is_file():
             (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(ROOT / name, tmp_path / name)
-    ANIMALS["multimodal"].build(tmp_path / "weights" / "mymodel")
+    PUBLISHED_FORMS["multimodal"].build(tmp_path / "weights" / "mymodel")
     (tmp_path / "corpora").mkdir()
     rows = (ROOT / "eval" / "texts" / "tinyworld.jsonl").read_text(encoding="utf-8").splitlines()[:1200]
     with (tmp_path / "corpora" / "mymodel.jsonl").open("w", encoding="utf-8", newline="") as file:

@@ -1,7 +1,7 @@
 """Model families as data: the linears of their layers, the modules that AWQ scales with these, acceptance lengths.
 
-A new family needs an entry of `FAMILIES` here, entries of `packing.LINEARS` for linears with other names, and an animal
-of tests/zoo.
+A new family needs an entry of `FAMILIES` here, entries of `packing.LINEARS` for linears with other names, and a row of
+tests/zoo/published_forms.py.
 """
 
 import re

@@ -13,7 +13,7 @@ from slimqwen.checkpoint.config import write_config
 from slimqwen.checkpoint.promise import check_form, check_tensors
 from slimqwen.models.calibrated_model import with_quantisation
 from tests.checkpoints import TINY, edited_tensors, stage_output
-from tests.zoo.animals import ANIMALS
+from tests.zoo.published_forms import PUBLISHED_FORMS
 
 UP = "model.layers.0.mlp.up_proj"
 NORM = "model.norm.weight"
@@ -30,14 +30,14 @@ PARTS = {
     "awq": ("qweight", "qzeros", "scales"),
     "nvfp4": ("weight_scale", "weight_scale_2"),
 }
-"""Parts of a quantised linear, by animal."""
+"""Parts of a quantised linear, by published form."""
 
 
 @pytest.mark.parametrize(("name", "part"), [(name, part) for name, parts in PARTS.items() for part in parts])
 def test_a_part_of_a_quantised_weight_that_is_missing_is_noticed(
     tmp_path: Path, name: str, part: str
 ) -> None:
-    folder = ANIMALS[name].build(tmp_path / name)
+    folder = PUBLISHED_FORMS[name].build(tmp_path / name)
     check_tensors(folder)
     with edited_tensors(folder) as tensors:
         del tensors[f"{UP}.{part}"]
@@ -59,7 +59,7 @@ def test_a_part_of_a_quantised_weight_that_is_missing_is_noticed(
     ],
 )
 def test_a_part_of_another_shape_is_noticed(tmp_path: Path, name: str, part: str, message: str) -> None:
-    folder = ANIMALS[name].build(tmp_path / name)
+    folder = PUBLISHED_FORMS[name].build(tmp_path / name)
     with edited_tensors(folder) as tensors:
         dimension = 0 if part == "qweight" else 1
         tensors[f"{UP}.{part}"] = torch.cat([tensors[f"{UP}.{part}"]] * 2, dimension)
@@ -123,7 +123,7 @@ def test_announced_scales_of_a_kv_cache_stay_so_through_a_stage(tmp_path: Path) 
 
 
 def test_parts_of_an_unknown_format_are_taken_as_they_are(tmp_path: Path) -> None:
-    folder = ANIMALS["fp8-rows"].build(tmp_path / "unknown")
+    folder = PUBLISHED_FORMS["fp8-rows"].build(tmp_path / "unknown")
     write_config(folder, {**read_config(folder), "quantization_config": {"quant_method": "quark"}})
     check_form(folder)
     check_tensors(folder)
@@ -157,7 +157,7 @@ def with_tie(inner: Any, outer: Any, *, head: bool) -> Callable[[dict[str, Any],
 def test_flags_are_refused_by_which_vllm_would_take_another_head(
     tmp_path: Path, inner: Any, outer: Any, head: bool
 ) -> None:
-    folder = ANIMALS["multimodal-bare"].build(tmp_path / "animal")
+    folder = PUBLISHED_FORMS["multimodal-bare"].build(tmp_path / "published")
     with edited_tensors(folder) as tensors:
         write_config(folder, with_tie(inner, outer, head=head)(read_config(folder), tensors))
     # vLLM 0.32 reads the inner flag; a stored head unties both where the outer one ties.
@@ -181,7 +181,7 @@ def test_flags_are_refused_by_which_vllm_would_take_another_head(
 def test_lists_that_contradict_the_stored_weights_are_refused(
     tmp_path: Path, ignore: list[str], found: str
 ) -> None:
-    folder = ANIMALS["w4a16"].build(tmp_path / "animal")
+    folder = PUBLISHED_FORMS["w4a16"].build(tmp_path / "published")
     check_form(folder)
     config = read_config(folder)
     config["quantization_config"]["ignore"] = ignore
@@ -192,7 +192,7 @@ def test_lists_that_contradict_the_stored_weights_are_refused(
 
 @pytest.mark.parametrize("order", ["group", "dynamic"])
 def test_groups_in_the_order_of_activations_are_refused(tmp_path: Path, order: str) -> None:
-    folder = ANIMALS["w4a16"].build(tmp_path / "animal")
+    folder = PUBLISHED_FORMS["w4a16"].build(tmp_path / "published")
     config = read_config(folder)
     config["quantization_config"]["config_groups"]["group_0"]["weights"]["actorder"] = order
     write_config(folder, config)

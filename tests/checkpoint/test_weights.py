@@ -15,7 +15,7 @@ from slimqwen.checkpoint.tensors import list_tensors
 from slimqwen.checkpoint.weights import Weight, changed_weights, has_mtp_head, holds_mtp_head, read_weights
 from slimqwen.formats.compressed_tensors import config_group, settings_of
 from tests.checkpoints import TINY, edited_tensors
-from tests.zoo.animals import ANIMALS
+from tests.zoo.published_forms import PUBLISHED_FORMS
 
 EMBEDDING, LINEAR, NORM = (
     "model.embed_tokens.weight",
@@ -85,7 +85,7 @@ def test_a_packed_weight_differs_where_one_of_its_parts_does(tmp_path, tensors, 
 
 
 def test_names_of_a_multimodal_checkpoint_are_those_of_its_language_model(tmp_path):
-    names = changed(TINY, ANIMALS["multimodal"].build(tmp_path / "multimodal"))
+    names = changed(TINY, PUBLISHED_FORMS["multimodal"].build(tmp_path / "multimodal"))
     assert names
     assert all(name.startswith("model.visual.") for name in names)
 
@@ -98,7 +98,7 @@ def test_names_of_a_multimodal_checkpoint_are_those_of_its_language_model(tmp_pa
     ],
 )  # fmt: skip
 def test_weights_of_every_format_decode_to_about_what_they_were(tmp_path, name, count):
-    original, read = read_weights(TINY), read_weights(ANIMALS[name].build(tmp_path / name))
+    original, read = read_weights(TINY), read_weights(PUBLISHED_FORMS[name].build(tmp_path / name))
     assert read.keys() - {"lm_head.weight"} == original.keys()
     quantised = [weight for weight in read.values() if weight.is_quantised]
     assert len(quantised) == count
@@ -112,7 +112,7 @@ def test_weights_of_every_format_decode_to_about_what_they_were(tmp_path, name, 
 
 @pytest.mark.parametrize(("name", "can_draft"), [("text", True), ("no-mtp", False), ("mtp-lost", False)])
 def test_a_checkpoint_drafts_with_a_head_that_is_announced_and_there(tmp_path, name, can_draft):
-    assert has_mtp_head(ANIMALS[name].build(tmp_path / name)) is can_draft
+    assert has_mtp_head(PUBLISHED_FORMS[name].build(tmp_path / name)) is can_draft
 
 
 MTP_PARTS = (
@@ -124,9 +124,9 @@ MTP_PARTS = (
 )
 
 
-@pytest.mark.parametrize("animal", ["text", "w4a16-mtp", "qwen3.5-moe", "fp8-blocks-mtp16"])
-def test_a_part_of_a_head_is_an_error_of_every_verb(tmp_path, animal):
-    folder = ANIMALS[animal].build(tmp_path / "whole")
+@pytest.mark.parametrize("published", ["text", "w4a16-mtp", "qwen3.5-moe", "fp8-blocks-mtp16"])
+def test_a_part_of_a_head_is_an_error_of_every_verb(tmp_path, published):
+    folder = PUBLISHED_FORMS[published].build(tmp_path / "whole")
     config, names = read_config(folder), list(list_tensors(folder))
     assert holds_mtp_head(config, names) is any(name.startswith("mtp.") for name in names)
     for part in MTP_PARTS:

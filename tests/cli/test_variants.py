@@ -21,7 +21,7 @@ from slimqwen.variant import Variant
 from tests.cli.conftest import said_by
 from tests.evals.test_promotion import gated, one  # noqa: F401  (a fixture)
 from tests.models.gguf_files import original_tokenizer, write_gguf
-from tests.zoo.animals import ANIMALS
+from tests.zoo.published_forms import PUBLISHED_FORMS
 
 
 @pytest.fixture
@@ -29,7 +29,7 @@ def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A repository with a multimodal checkpoint in weights/mymodel and no variant."""
     dict(STAGES)  # imports them before the repository is another: their defaults name its texts
     (tmp_path / "experiments").mkdir()
-    ANIMALS["multimodal"].build(tmp_path / "weights" / "mymodel")
+    PUBLISHED_FORMS["multimodal"].build(tmp_path / "weights" / "mymodel")
     monkeypatch.setattr(variant, "repository_root", lambda: tmp_path)
     monkeypatch.setattr(variant.variant, "repository_root", lambda: tmp_path)
     monkeypatch.chdir(tmp_path)
@@ -171,10 +171,10 @@ def test_a_hub_name_is_downloaded_first_and_the_same_command_continues(
 
 
 def test_a_gguf_file_becomes_a_baseline_that_carries_its_loss(root: Path) -> None:
-    animal = ANIMALS["qwen2"].build(root / "animal")
-    write_gguf(animal, root / "m.gguf", original_tokenizer("qwen2"), "qwen2", "Q4_0", general__name="Animal")
+    published = PUBLISHED_FORMS["qwen2"].build(root / "published")
+    write_gguf(published, root / "m.gguf", original_tokenizer("qwen2"), "qwen2", "Q4_0", general__name="Some")
     said = said_by("variant new --name base --checkpoint m.gguf")
-    origin = "m.gguf (Q4_0 (15)) in 16 bits, with the loss of its own quantisation; original: Animal"
+    origin = "m.gguf (Q4_0 (15)) in 16 bits, with the loss of its own quantisation; original: Some"
     assert f"made of: {origin}" in " ".join(said.split())
     base = variant.load("base", root)
     assert base.weights == root / "weights" / "base"

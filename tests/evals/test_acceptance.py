@@ -19,7 +19,7 @@ from slimqwen.records.settings import SettingsError
 from slimqwen.records.split import Split
 from slimqwen.stats.verdict import Verdict
 from tests import record_files
-from tests.zoo.animals import ANIMALS
+from tests.zoo.published_forms import PUBLISHED_FORMS
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE = record_files.example("acceptance")
@@ -141,7 +141,7 @@ def test_depths_of_an_interrupted_run_are_not_counted_again(
 
 
 def test_a_checkpoint_without_a_head_is_refused(repository: Path) -> None:
-    ANIMALS["no-mtp"].build(repository / "weights" / "bare")
+    PUBLISHED_FORMS["no-mtp"].build(repository / "weights" / "bare")
     (repository / "experiments" / "tiny" / "config.env").write_text("VLLM_MODEL=weights/bare\n")
     settings = AcceptanceSettings.load("small", repository)
     with pytest.raises(EvalError, match="tiny has no MTP head"):

@@ -7,7 +7,7 @@ import transformers
 from slimqwen.evals.baseline_model import BaselineModel
 from slimqwen.models.language_model import load_language_model
 from tests.checkpoints import TINY, edited_tensors
-from tests.zoo.animals import ANIMALS
+from tests.zoo.published_forms import PUBLISHED_FORMS
 
 IDS = list(range(300, 372))
 
@@ -61,7 +61,7 @@ def test_another_checkpoint_has_states_of_its_own(model, tmp_path):
 
 
 def test_a_quantised_baseline_has_the_weights_that_its_integers_mean(tmp_path):
-    rounded = ANIMALS["w4a16"].build(tmp_path / "rounded")
+    rounded = PUBLISHED_FORMS["w4a16"].build(tmp_path / "rounded")
     read = BaselineModel(rounded, tmp_path / "states").log_probabilities(IDS)
     with torch.inference_mode():
         logits = load_language_model(rounded)(torch.tensor([IDS[:-1]]), use_cache=False).logits[0]

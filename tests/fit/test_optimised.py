@@ -11,7 +11,7 @@ from slimqwen.fit.optimised import Optimised, list_optimised
 from slimqwen.fit.subject import find_subject
 from slimqwen.models.shape import Tensors
 from slimqwen.plan import shapes
-from tests.zoo.animals import ANIMALS
+from tests.zoo.published_forms import PUBLISHED_FORMS
 
 ROOT = variant.repository_root()
 ALL = ["as stored", "4-bit MLPs", "4-bit attention", "4-bit head", "4-bit MTP", "32k drafted", "64k tokens"]
@@ -70,9 +70,9 @@ def test_experts_are_packed_and_router_and_shared_expert_are_not():
     assert 40 * size == pytest.approx(numbers * (1 / 2 + 1 / 64), rel=1e-3)
 
 
-@pytest.mark.parametrize("animal", ["gptq", "fp8-blocks", "awq"])
-def test_nothing_more_is_packed_beside_a_foreign_format(animal: str, tmp_path: Path):
-    subject = find_subject(str(ANIMALS[animal].build(tmp_path / "x")), ROOT)
+@pytest.mark.parametrize("published", ["gptq", "fp8-blocks", "awq"])
+def test_nothing_more_is_packed_beside_a_foreign_format(published: str, tmp_path: Path):
+    subject = find_subject(str(PUBLISHED_FORMS[published].build(tmp_path / "x")), ROOT)
     assert [step.optimisation for step in list_optimised(subject)] == ["as stored"]
 
 

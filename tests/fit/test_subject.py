@@ -18,7 +18,7 @@ from slimqwen.hub import HubError
 from slimqwen.models.families import FamilyError
 from tests import hub_server
 from tests.hub_server import Hub
-from tests.zoo.animals import ANIMALS
+from tests.zoo.published_forms import PUBLISHED_FORMS
 
 ROOT = variant.repository_root()
 TINY = ROOT / "weights" / "tiny"
@@ -35,7 +35,7 @@ def test_a_variant_is_its_checkpoint_or_the_shape_that_it_will_have():
 
 
 def test_a_folder_is_its_tensors_and_a_config_json_what_it_promises(tmp_path: Path):
-    folder = ANIMALS["multimodal-w4a16"].build(tmp_path / "checkpoint")
+    folder = PUBLISHED_FORMS["multimodal-w4a16"].build(tmp_path / "checkpoint")
     stored = list_tensors(folder)
     subject = find_subject(str(folder), ROOT)
     assert subject.tensors == {
@@ -54,14 +54,14 @@ def test_a_folder_is_its_tensors_and_a_config_json_what_it_promises(tmp_path: Pa
 
 
 def test_the_experts_of_a_folder_are_counted_under_the_first(tmp_path: Path):
-    folder = ANIMALS["qwen3.5-moe-w4a16"].build(tmp_path / "checkpoint")
+    folder = PUBLISHED_FORMS["qwen3.5-moe-w4a16"].build(tmp_path / "checkpoint")
     subject = find_subject(str(folder), ROOT)
     assert subject.tensors["model.layers.0.mlp.experts.0.up_proj.weight_packed"] == ("I32", (4, 64, 16))
     assert not any(".experts.1." in name for name in subject.tensors)
 
 
 @pytest.mark.parametrize(
-    ("animal", "said"),
+    ("published", "said"),
     [
         ("text", "present, 16 bits"),
         ("w4a16-mtp", "present, quantised"),
@@ -72,13 +72,13 @@ def test_the_experts_of_a_folder_are_counted_under_the_first(tmp_path: Path):
         ("qwen3", "none"),
     ],
 )
-def test_the_mtp_head_is_described_as_it_is(animal: str, said: str, tmp_path: Path):
-    folder = ANIMALS[animal].build(tmp_path / "checkpoint")
+def test_the_mtp_head_is_described_as_it_is(published: str, said: str, tmp_path: Path):
+    folder = PUBLISHED_FORMS[published].build(tmp_path / "checkpoint")
     assert find_subject(str(folder), ROOT).describe_mtp() == said
 
 
 @pytest.mark.parametrize(
-    ("animal", "form", "stages"),
+    ("published", "form", "stages"),
     [
         ("text", "bfloat16", "all"),
         ("qwen3.5-moe", "bfloat16", "all but calibrate"),
@@ -91,8 +91,8 @@ def test_the_mtp_head_is_described_as_it_is(animal: str, said: str, tmp_path: Pa
         ),
     ],
 )
-def test_the_format_says_which_stages_take_it(animal: str, form: str, stages: str, tmp_path: Path):
-    found, taken = find_subject(str(ANIMALS[animal].build(tmp_path / "x")), ROOT).describe_format()
+def test_the_format_says_which_stages_take_it(published: str, form: str, stages: str, tmp_path: Path):
+    found, taken = find_subject(str(PUBLISHED_FORMS[published].build(tmp_path / "x")), ROOT).describe_format()
     assert (found, taken[: len(stages)]) == (form, stages)
 
 
@@ -118,7 +118,7 @@ def test_another_family_and_a_damaged_folder_are_one_line(tmp_path: Path):
 @pytest.fixture
 def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
     """A hub with a checkpoint in three shards and an index."""
-    folder = ANIMALS["multimodal-fp8"].build(tmp_path / "repository")
+    folder = PUBLISHED_FORMS["multimodal-fp8"].build(tmp_path / "repository")
     yield from hub_server.running(folder, monkeypatch)
 
 
@@ -126,7 +126,7 @@ def test_of_a_repository_only_config_and_index_are_fetched(hub: Hub):
     subject = find_subject(hub_server.REPOSITORY, ROOT)
     assert {name for name, _ in hub.fetched()} == {"config.json", "model.safetensors.index.json"}
     whole = find_subject(str(hub.folder), ROOT)
-    # Norms of this animal are in 16 bits, where those of the published models are in 32.
+    # Norms of this published form are in 16 bits, where those of the published models are in 32.
     assert {name: shape for name, (_, shape) in subject.tensors.items()} == {
         name: shape for name, (_, shape) in whole.tensors.items()
     }

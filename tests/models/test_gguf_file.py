@@ -26,7 +26,7 @@ from slimqwen.models.vocabulary import (
 from tests.checkpoints import stored
 from tests.models.gguf_files import MARK, RULES, original_tokenizer, write_gguf
 from tests.models.test_vocabulary import CORPUS, END, START
-from tests.zoo.animals import ANIMALS
+from tests.zoo.published_forms import PUBLISHED_FORMS
 
 FAMILIES = ("llama", "qwen2", "qwen3")
 
@@ -58,17 +58,17 @@ def converted(file: Path) -> Path:
 
 
 @pytest.fixture
-def animal(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+def published(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     """A checkpoint of the family that is asked for."""
-    return ANIMALS[request.param].build(tmp_path / "animal")
+    return PUBLISHED_FORMS[request.param].build(tmp_path / "published")
 
 
 @pytest.mark.parametrize("kind", ["Q4_0", "Q6_K"])
 # transformers 5.17 gives Qwen3 heads of 128, whatever the file says.
-@pytest.mark.parametrize("animal", FAMILIES[:2], indirect=True)
-def test_the_weights_are_those_that_transformers_reads(animal: Path, tmp_path: Path, kind: str) -> None:
-    rule = RULES[read_config(animal)["model_type"]]
-    file = write_gguf(animal, tmp_path / "m.gguf", original_tokenizer(rule), rule, kind)
+@pytest.mark.parametrize("published", FAMILIES[:2], indirect=True)
+def test_the_weights_are_those_that_transformers_reads(published: Path, tmp_path: Path, kind: str) -> None:
+    rule = RULES[read_config(published)["model_type"]]
+    file = write_gguf(published, tmp_path / "m.gguf", original_tokenizer(rule), rule, kind)
     folder = converted(file)
     expected = AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file=file.name, dtype=torch.bfloat16)
     found = stored(folder)
@@ -82,14 +82,14 @@ def test_the_weights_are_those_that_transformers_reads(animal: Path, tmp_path: P
     checkpoint.verify(folder, "make it anew")
 
 
-@pytest.mark.parametrize("animal", FAMILIES, indirect=True)
-def test_a_file_in_16_bits_gives_the_checkpoint_back(animal: Path, tmp_path: Path) -> None:
-    rule = RULES[read_config(animal)["model_type"]]
-    folder = converted(write_gguf(animal, tmp_path / "m.gguf", original_tokenizer(rule), rule, "BF16"))
-    before, after = stored(animal), stored(folder)
+@pytest.mark.parametrize("published", FAMILIES, indirect=True)
+def test_a_file_in_16_bits_gives_the_checkpoint_back(published: Path, tmp_path: Path) -> None:
+    rule = RULES[read_config(published)["model_type"]]
+    folder = converted(write_gguf(published, tmp_path / "m.gguf", original_tokenizer(rule), rule, "BF16"))
+    before, after = stored(published), stored(folder)
     assert before.keys() == after.keys()
     assert all(torch.equal(before[name], after[name]) for name in before)
-    config, original = read_config(folder), read_config(animal)
+    config, original = read_config(folder), read_config(published)
     for key in (
         "architectures",
         "rms_norm_eps",
@@ -101,14 +101,14 @@ def test_a_file_in_16_bits_gives_the_checkpoint_back(animal: Path, tmp_path: Pat
 
 
 @pytest.mark.parametrize(
-    ("animal", "rule"),
+    ("published", "rule"),
     [("llama", "llama-bpe"), ("llama", "smollm"), ("llama", "gpt-2"), ("qwen2", "qwen2"), ("qwen3", "qwen2")],
-    indirect=["animal"],
+    indirect=["published"],
 )
-def test_a_thousand_texts_have_the_ids_of_the_original(animal: Path, tmp_path: Path, rule: str) -> None:
+def test_a_thousand_texts_have_the_ids_of_the_original(published: Path, tmp_path: Path, rule: str) -> None:
     original = original_tokenizer(rule)
     made = AutoTokenizer.from_pretrained(
-        converted(write_gguf(animal, tmp_path / "m.gguf", original, rule, "Q8_0"))
+        converted(write_gguf(published, tmp_path / "m.gguf", original, rule, "Q8_0"))
     )
     for text in TEXTS:
         assert made(text)["input_ids"] == original.encode(text).ids
@@ -119,7 +119,7 @@ def test_a_thousand_texts_have_the_ids_of_the_original(animal: Path, tmp_path: P
     assert made.apply_chat_template([{"role": "user", "content": "hi"}], tokenize=False) == "hi"
 
 
-@pytest.mark.parametrize("animal", ["llama"], indirect=True)
+@pytest.mark.parametrize("published", ["llama"], indirect=True)
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
@@ -130,12 +130,12 @@ def test_a_thousand_texts_have_the_ids_of_the_original(animal: Path, tmp_path: P
     ],
 )
 def test_another_form_is_one_line_with_the_original(
-    animal: Path, tmp_path: Path, settings: dict[str, int | str], said: str
+    published: Path, tmp_path: Path, settings: dict[str, int | str], said: str
 ) -> None:
     rule = str(settings.pop("tokenizer__ggml__pre", "smollm"))
     source = {"general__source__repo_url": "https://huggingface.co/owner/name"}
     file = write_gguf(
-        animal, tmp_path / "m.gguf", original_tokenizer("smollm"), rule, "Q8_0", **settings, **source
+        published, tmp_path / "m.gguf", original_tokenizer("smollm"), rule, "Q8_0", **settings, **source
     )
     with pytest.raises(
         GgufError, match=rf"m\.gguf .*{said}.*; take the safetensors checkpoint of owner/name$"

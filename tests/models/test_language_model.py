@@ -23,15 +23,15 @@ from slimqwen.models.language_model import (
 from slimqwen.models.mtp_head import load_drafting_model
 from slimqwen.progress import silent
 from tests.checkpoints import TINY, count_layers_in_memory, edited_tensors
-from tests.zoo.animals import ANIMALS, SAME_TENSORS
-from tests.zoo.specimen import tiny
+from tests.zoo.editable_checkpoint import tiny
+from tests.zoo.published_forms import PUBLISHED_FORMS, SAME_TENSORS
 
 OTHER_HEADS = ("multimodal-w4a16-mtp", "w4a16-mtp", "fp8-blocks-mtp16", "mtp-lost")
-"""Animals that differ from others in the MTP head, which is not read here."""
+"""Published forms that differ from others in the MTP head, which is not read here."""
 OF_TINY = [
     name
-    for name, animal in ANIMALS.items()
-    if animal.start is tiny
+    for name, published in PUBLISHED_FORMS.items()
+    if published.start is tiny
     and name not in ("more-rows", "more-ids", "float16")  # other shapes, other last bits
     and name not in SAME_TENSORS.keys() - {"dtype-absent", "adapter-beside"}
     and name not in OTHER_HEADS
@@ -48,7 +48,7 @@ def state_of_tiny() -> dict[str, torch.Tensor]:
 def test_every_form_of_the_small_model_is_the_same_model(
     name: str, state_of_tiny: dict[str, torch.Tensor], tmp_path: Path
 ) -> None:
-    folder = ANIMALS[name].build(tmp_path / name)
+    folder = PUBLISHED_FORMS[name].build(tmp_path / name)
     model = load_language_model(folder)
     assert type(model).__name__ == "Qwen3_5ForCausalLM"
     state = model.state_dict()
@@ -65,7 +65,7 @@ def test_every_form_of_the_small_model_is_the_same_model(
     [("llama", "Llama"), ("qwen2", "Qwen2"), ("qwen3", "Qwen3"), ("qwen3.5-moe", "Qwen3_5Moe")],
 )
 def test_other_families_load_into_their_own_class(name: str, kind: str, tmp_path: Path) -> None:
-    model = load_language_model(ANIMALS[name].build(tmp_path / name), torch.bfloat16)
+    model = load_language_model(PUBLISHED_FORMS[name].build(tmp_path / name), torch.bfloat16)
     assert type(model).__name__ == f"{kind}ForCausalLM"
     assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
 
@@ -104,7 +104,7 @@ def quantise_unreadably(tensors: dict[str, torch.Tensor]) -> None:
     ],
 )
 def test_tensors_that_are_not_the_model_s_are_refused(damage: Any, message: str, tmp_path: Path) -> None:
-    folder = ANIMALS["text"].build(tmp_path / "text")
+    folder = PUBLISHED_FORMS["text"].build(tmp_path / "text")
     with edited_tensors(folder) as tensors:
         damage(tensors)
     with pytest.raises((CorruptCheckpointError, UnsupportedFormatError), match=message):
@@ -113,7 +113,7 @@ def test_tensors_that_are_not_the_model_s_are_refused(damage: Any, message: str,
 
 @pytest.mark.parametrize("model_type", ["qwen9", "clip_vision_model"])
 def test_a_config_of_no_language_model_is_refused(model_type: str, tmp_path: Path) -> None:
-    folder = ANIMALS["text"].build(tmp_path / "text")
+    folder = PUBLISHED_FORMS["text"].build(tmp_path / "text")
     write_config(folder, {**read_config(folder), "model_type": model_type})
     with pytest.raises(
         CorruptCheckpointError, match=r"transformers has no language model for .*config\.json"
@@ -134,7 +134,7 @@ def whole_states(folder: Path, ids: list[int]) -> torch.Tensor:
 
 @pytest.mark.parametrize("name", ["text", "multimodal-w4a16", "qwen3"])
 def test_layers_one_by_one_give_the_states_of_the_whole_model(name: str, tmp_path: Path) -> None:
-    folder = ANIMALS[name].build(tmp_path / name)
+    folder = PUBLISHED_FORMS[name].build(tmp_path / name)
     texts = TEXTS if name != "qwen3" else [[5, 60, 7], [8, 0, 3, 3]]
     stored = store_hidden_states(folder, texts, tmp_path / "states", torch.float32, silent)
     assert all(
@@ -211,7 +211,7 @@ def test_states_go_on_with_the_layer_at_which_a_run_was_killed(
 
 
 def test_an_embedding_that_is_not_finite_or_missing_is_an_error(tmp_path: Path) -> None:
-    folder = ANIMALS["text"].build(tmp_path / "text")
+    folder = PUBLISHED_FORMS["text"].build(tmp_path / "text")
     with edited_tensors(folder) as tensors:
         tensors["model.embed_tokens.weight"][8000, 3] = torch.inf
     with pytest.raises(CorruptCheckpointError, match=r"embed_tokens\.weight has NaN or infinity"):

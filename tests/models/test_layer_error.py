@@ -12,7 +12,7 @@ from slimqwen import progress, variant
 from slimqwen.models.layer_error import LayerErrorError, measure_layer_errors
 from slimqwen.recipe.stages import calibrate
 from tests.checkpoints import edited_tensors
-from tests.zoo.specimen import multimodal, read_specimen
+from tests.zoo.editable_checkpoint import multimodal, read_editable
 
 ROOT = variant.repository_root()
 TINY = ROOT / "weights" / "tiny"
@@ -94,9 +94,9 @@ def test_errors_are_what_the_definition_says(quantised):
 def test_a_multimodal_checkpoint_has_the_same_layers(quantised, tmp_path):
     text, folders = [[5, 600, 7000, 42, 3]], []
     for number, source in enumerate((quantised, TINY)):
-        specimen = read_specimen(source)
-        multimodal()(specimen)
-        folders.append(specimen.write(tmp_path / str(number)))
+        editable = read_editable(source)
+        multimodal()(editable)
+        folders.append(editable.write(tmp_path / str(number)))
     assert measure_layer_errors(*folders, text) == measure_layer_errors(quantised, TINY, text)
 
 

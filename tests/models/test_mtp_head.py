@@ -17,7 +17,7 @@ from slimqwen.models.mtp_head import (
     summarise_acceptance,
 )
 from tests.checkpoints import TINY, edited_tensors
-from tests.zoo.animals import ANIMALS
+from tests.zoo.published_forms import PUBLISHED_FORMS
 
 HEAD_NAMES = {
     "fc.weight",
@@ -225,7 +225,7 @@ def test_a_draft_head_is_loaded_and_the_mtp_head_has_no_part_of_it(saved):
 def test_the_head_of_a_multimodal_checkpoint_drafts_as_that_of_its_text_only_form(tmp_path):
     drafts = []
     for name in ("w4a16", "multimodal-w4a16"):
-        model = load_drafting_model(ANIMALS[name].build(tmp_path / name))
+        model = load_drafting_model(PUBLISHED_FORMS[name].build(tmp_path / name))
         tokens = torch.tensor([[5, 600, 7000, 42, 3, 77]])
         with torch.no_grad():
             hidden = model.hidden_states(tokens)

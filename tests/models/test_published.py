@@ -9,7 +9,7 @@ from slimqwen.checkpoint.tensors import list_tensors, tensor_bytes
 from slimqwen.formats.format import UnsupportedFormatError
 from slimqwen.models.published import published_tensors
 from slimqwen.models.shape import Tensors
-from tests.zoo.animals import ANIMALS
+from tests.zoo.published_forms import PUBLISHED_FORMS
 
 FORMATS = [
     *("text", "untied", "no-mtp", "multimodal", "multimodal-w4a16-mtp", "multimodal-fp8", "multimodal-gptq"),
@@ -37,14 +37,14 @@ def size(tensors: Tensors) -> int:
     return sum(tensor_bytes(*each) for each in tensors.values())
 
 
-@pytest.mark.parametrize("animal", FORMATS)
-def test_bytes_are_those_of_the_stored_checkpoint_to_a_thousandth(animal: str, tmp_path: Path):
-    folder = ANIMALS[animal].build(tmp_path / "checkpoint")
+@pytest.mark.parametrize("published", FORMATS)
+def test_bytes_are_those_of_the_stored_checkpoint_to_a_thousandth(published: str, tmp_path: Path):
+    folder = PUBLISHED_FORMS[published].build(tmp_path / "checkpoint")
     config, stored = read_config(folder), list_tensors(folder)
     on_disk = sum(info.end - info.start for name, info in stored.items() if "visual." not in name)
 
     assert size(published_tensors(config, stored.keys())) == pytest.approx(on_disk, rel=1e-3)
-    if animal not in BY_NAMES_ALONE:
+    if published not in BY_NAMES_ALONE:
         assert size(published_tensors(config)) == pytest.approx(on_disk, rel=1e-3)
 
 

@@ -17,7 +17,7 @@ from slimqwen.serving.command import ServerCommand
 from tests.checkpoints import stage_output
 from tests.plan import every_card
 from tests.plan.example import needs_cuda_build
-from tests.zoo.animals import ANIMALS
+from tests.zoo.published_forms import PUBLISHED_FORMS
 from tests.zoo.verbs import write_outputs
 
 ROOT = variant.repository_root()
@@ -64,7 +64,9 @@ def test_one_of_two_devices_holds_half_of_the_linears_of_packed_weights_and_draf
     """Two CPUs in place of two GPUs: vLLM's own classes divide, and its loaders take each tensor of the checkpoint."""
     (tmp_path / "weights").mkdir()
     packed, trimmed = (tmp_path_factory.mktemp("weights") / name for name in ("packed", "trimmed"))
-    stage_output("calibrate", ANIMALS["w4a16"].build(tmp_path / "animal"), packed, targets={"mtp": "W4A16"})
+    stage_output(
+        "calibrate", PUBLISHED_FORMS["w4a16"].build(tmp_path / "published"), packed, targets={"mtp": "W4A16"}
+    )
     write_outputs(packed)
     stage_output("trim_draft_vocab", packed, trimmed, size=4096)
     (tmp_path / "weights" / "trimmed").symlink_to(trimmed)

@@ -11,11 +11,11 @@ from slimqwen.checkpoint import MissingCheckpointError
 from slimqwen.recipe.base_variant import REASONS, CheckpointFacts
 from slimqwen.serving import flags, in_process
 from slimqwen.variant import DRAFTS_NOTE, scaffold
-from tests.zoo.animals import ANIMALS
+from tests.zoo.published_forms import PUBLISHED_FORMS
 
 
 @pytest.mark.parametrize(
-    ("animal", "found", "not_found"),
+    ("published", "found", "not_found"),
     [
         ("text", ["text only", "4 layers of width 192", "8192 rows, 8192 tokens", "BF16", "16 bits; drafts 3"], []),
         ("multimodal", ["of which the language model is served", "16 bits; drafts 3 tokens"], []),
@@ -26,24 +26,24 @@ from tests.zoo.animals import ANIMALS
     ],
 )  # fmt: skip
 def test_what_is_found_in_a_checkpoint(
-    tmp_path: Path, animal: str, found: list[str], not_found: list[str]
+    tmp_path: Path, published: str, found: list[str], not_found: list[str]
 ) -> None:
-    facts = CheckpointFacts.read(ANIMALS[animal].build(tmp_path / animal))
+    facts = CheckpointFacts.read(PUBLISHED_FORMS[published].build(tmp_path / published))
     said = "\n".join(f"{name}: {value}" for name, value in facts.lines())
     assert [text for text in found if text not in said] == []
     assert [text for text in not_found if text in said] == []
     settings = facts.settings()
-    assert ("VLLM_LANGUAGE_MODEL_ONLY" in settings) == (animal == "multimodal")
-    assert ("VLLM_SPECULATIVE_CONFIG" in settings) == (animal != "no-mtp")
+    assert ("VLLM_LANGUAGE_MODEL_ONLY" in settings) == (published == "multimodal")
+    assert ("VLLM_SPECULATIVE_CONFIG" in settings) == (published != "no-mtp")
     # Prefix hits beside drafts are known trouble for models with recurrent states.
-    assert settings["VLLM_ENABLE_PREFIX_CACHING"] == ("1" if animal == "no-mtp" else "0")
-    assert ("VLLM_PREFIX_MATCH_UNIT" in settings) == (animal == "no-mtp")
+    assert settings["VLLM_ENABLE_PREFIX_CACHING"] == ("1" if published == "no-mtp" else "0")
+    assert ("VLLM_PREFIX_MATCH_UNIT" in settings) == (published == "no-mtp")
 
 
 def test_the_context_is_the_checkpoints_own_where_that_is_short_and_tools_are_those_of_its_template(
     tmp_path: Path,
 ) -> None:
-    folder = ANIMALS["text"].build(tmp_path / "text")
+    folder = PUBLISHED_FORMS["text"].build(tmp_path / "text")
     facts = CheckpointFacts.read(folder)
     assert (facts.context, facts.takes_tools) == (4096, False)
     body = "{% for message in messages %}{{ message }}{% endfor %}"
@@ -72,7 +72,7 @@ def test_the_context_is_the_checkpoints_own_where_that_is_short_and_tools_are_th
 def test_thoughts_have_a_parser_where_the_model_thinks_unasked(
     tmp_path: Path, end: str, thinks: bool
 ) -> None:
-    folder = ANIMALS["text"].build(tmp_path / "text")
+    folder = PUBLISHED_FORMS["text"].build(tmp_path / "text")
     (folder / "chat_template.jinja").write_text(
         "{% for message in messages %}{{ message['content'] }}{% endfor %}" + end
     )
@@ -87,7 +87,7 @@ def test_a_folder_that_is_no_checkpoint_is_refused(tmp_path: Path) -> None:
 
 
 def test_vllm_takes_the_lines_of_a_baseline(tmp_path: Path) -> None:
-    folder = ANIMALS["multimodal"].build(tmp_path / "weights" / "mine")
+    folder = PUBLISHED_FORMS["multimodal"].build(tmp_path / "weights" / "mine")
     (tmp_path / "experiments").mkdir()
     lines = {"VLLM_MODEL": "weights/mine", **CheckpointFacts.read(folder).settings()}
     made = scaffold.create("base", None, "It is as it is.", lines=lines, reasons=REASONS, root=tmp_path)
@@ -109,7 +109,7 @@ def test_vllm_takes_the_lines_of_a_baseline(tmp_path: Path) -> None:
 
 
 def test_attention_alone_needs_no_unit_of_hits(tmp_path: Path) -> None:
-    facts = CheckpointFacts.read(ANIMALS["no-mtp"].build(tmp_path / "dense"))
+    facts = CheckpointFacts.read(PUBLISHED_FORMS["no-mtp"].build(tmp_path / "dense"))
     text = {key: value for key, value in facts.text.items() if not key.startswith(("linear_", "layer_types"))}
     settings = dataclasses.replace(facts, text=text).settings()
     assert settings["VLLM_ENABLE_PREFIX_CACHING"] == "1"
@@ -121,7 +121,7 @@ def test_the_second_request_with_a_beginning_finds_it(tmp_path: Path) -> None:
     """By whole blocks of this model nothing of a prompt of 60 tokens would be found."""
     from vllm import SamplingParams
 
-    folder = ANIMALS["no-mtp"].build(tmp_path / "no-mtp")
+    folder = PUBLISHED_FORMS["no-mtp"].build(tmp_path / "no-mtp")
     unit = int(CheckpointFacts.read(folder).settings()["VLLM_PREFIX_MATCH_UNIT"])
     prompts = [
         {"prompt_token_ids": [300 + number * 7 % 900 for number in range(60)] + [last]} for last in (5, 6, 7)

@@ -20,7 +20,7 @@ from slimqwen.recipe.registry import STAGES
 from slimqwen.recipe.stage import Needs
 from tests.checkpoints import TINY, stage_output
 from tests.recipe.workshop import repository_of_v
-from tests.zoo.animals import ANIMALS
+from tests.zoo.published_forms import PUBLISHED_FORMS
 from tests.zoo.verbs import write_outputs
 
 MISTAKES = """\
@@ -100,7 +100,7 @@ def test_twelve_mistakes_in_five_stages_are_named_at_once_each_at_its_line(tmp_p
     assert not (root / "weights" / "store").exists()
 
 
-@pytest.mark.parametrize("animal", ["text", "multimodal", "untied"])
+@pytest.mark.parametrize("published", ["text", "multimodal", "untied"])
 @pytest.mark.parametrize(
     ("stage", "parameters"),
     [
@@ -112,9 +112,9 @@ def test_twelve_mistakes_in_five_stages_are_named_at_once_each_at_its_line(tmp_p
     ],
 )
 def test_the_outline_of_an_output_is_what_the_stage_makes(
-    tmp_path: Path, animal: str, stage: str, parameters: dict[str, Any]
+    tmp_path: Path, published: str, stage: str, parameters: dict[str, Any]
 ) -> None:
-    source = ANIMALS[animal].build(tmp_path / "source")
+    source = PUBLISHED_FORMS[published].build(tmp_path / "source")
     write_outputs(source)
     kind = STAGES[stage]
     outline = kind.reshape(Outline.read(source), kind.parameters(**parameters))
@@ -148,7 +148,7 @@ def test_a_later_stage_is_inspected_on_what_the_earlier_ones_will_make(tmp_path:
 
 
 def test_every_fault_of_a_quantised_base_without_a_head_is_found(tmp_path: Path) -> None:
-    outline = Outline.read(ANIMALS["gptq"].build(tmp_path / "gptq"))
+    outline = Outline.read(PUBLISHED_FORMS["gptq"].build(tmp_path / "gptq"))
     headless = {name: info for name, info in outline.tensors.items() if not name.startswith("mtp.")}
     found = faults_of(
         tmp_path,
@@ -265,11 +265,11 @@ def four_billion(tmp_path: Path) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("animal", ["multimodal-w4a16", "multimodal-fp8", "multimodal-gptq"])
+@pytest.mark.parametrize("published", ["multimodal-w4a16", "multimodal-fp8", "multimodal-gptq"])
 def test_the_outline_of_an_index_is_that_of_the_files_of_a_quantised_checkpoint(
-    animal: str, tmp_path: Path
+    published: str, tmp_path: Path
 ) -> None:
-    folder = ANIMALS[animal].build(tmp_path / "base")
+    folder = PUBLISHED_FORMS[published].build(tmp_path / "base")
     whole = Outline.read(folder)
     for file in folder.glob("*.safetensors"):
         file.unlink()

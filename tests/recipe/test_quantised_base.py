@@ -15,8 +15,9 @@ from slimqwen.fit.architecture import read_model
 from slimqwen.recipe import variant_recipe
 from slimqwen.serving.in_process import counter, engine
 from slimqwen.variant import Variant
+from tests.identity.coverage_by_keys import every_stage_covered
 from tests.recipe.workshop import CONFIG
-from tests.zoo.animals import ANIMALS
+from tests.zoo.published_forms import PUBLISHED_FORMS
 
 ROOT = variant.repository_root()
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
@@ -47,9 +48,9 @@ pytestmark = pytest.mark.engine
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Variant:
-    """The variant that the recipe made of the multimodal W4A16 animal, and its base beside it."""
+    """The variant that the recipe made of the published form multimodal-w4a16, and its base beside it."""
     root = tmp_path_factory.mktemp("repository")
-    ANIMALS["multimodal-w4a16"].build(root / "weights" / "base")
+    PUBLISHED_FORMS["multimodal-w4a16"].build(root / "weights" / "base")
     source = f"SOURCE=owner/four-bits\nREVISION={COMMIT}\n"
     config = CONFIG.replace("weights/v", "weights/base") + "VLLM_LANGUAGE_MODEL_ONLY=1\n"
     lines = {"base": config + source, "v": "BASE=base\nVLLM_MODEL=weights/v\n"}
@@ -61,6 +62,8 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Variant:
         (folder / "measurements.json").write_text(json.dumps(measurements))
     (root / "experiments" / "v" / "recipe.yaml").write_text(RECIPE)
     made = variant.load("v", root)
+    with every_stage_covered(tmp_path_factory.mktemp("calls")):
+        variant_recipe.run_recipe(made, stages=1)  # GPTQ; others are traced in their own tests
     variant_recipe.run_recipe(made, stages=4)  # `test_bake_cache` bakes
     return made
 

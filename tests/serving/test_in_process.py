@@ -14,7 +14,7 @@ from slimqwen.models.language_model import load_language_model
 from slimqwen.serving import in_process
 from slimqwen.serving.errors import ServingError
 from slimqwen.serving.in_process import engine, read_head_inputs, served_arguments, try_out
-from tests.zoo.animals import ANIMALS
+from tests.zoo.published_forms import PUBLISHED_FORMS
 
 TINY = Path(__file__).parents[2] / "weights" / "tiny"
 
@@ -52,7 +52,7 @@ def test_an_engine_has_a_server_s_flags_and_on_a_cpu_the_size_of_its_cache(
 @pytest.mark.engine
 def test_of_a_multimodal_checkpoint_the_language_model_is_loaded_alone(tmp_path: Path) -> None:
     """It has no preprocessor files, without which vLLM does not load a vision tower."""
-    try_out(ANIMALS["multimodal-bare"].build(tmp_path / "animal"))
+    try_out(PUBLISHED_FORMS["multimodal-bare"].build(tmp_path / "published"))
 
 
 @pytest.mark.engine

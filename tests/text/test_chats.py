@@ -20,7 +20,7 @@ from slimqwen.text.chats import TEMPLATE_DATE, ChatRenderer, read_chat_templates
 from slimqwen.text.documents import read_documents
 from slimqwen.text.files import CorpusError
 from slimqwen.variant import repository_root
-from tests.zoo.specimen import PROCESSORS
+from tests.zoo.editable_checkpoint import PROCESSORS
 
 TINY = repository_root() / "weights" / "tiny"
 HEAD = (

@@ -1,4 +1,4 @@
-"""What was seen of every animal and verb: kept in outcomes.json, shown as a table in docs/checkpoints.md."""
+"""What was seen of every published form and verb: kept in outcomes.json, shown as a table in docs/checkpoints.md."""
 
 import json
 import os
@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from tests import tracked_copy
-from tests.zoo.animals import ANIMALS
+from tests.zoo.published_forms import PUBLISHED_FORMS
 from tests.zoo.verbs import QUICK, SLOW, WORKS
 
 ROOT = Path(__file__).parents[2]
@@ -17,7 +17,7 @@ VERBS = tuple(dict.fromkeys([*QUICK, *SLOW]))
 _BEGIN, _END = "<!-- zoo: written by `pytest -m zoo tests/zoo` -->\n", "<!-- end of zoo -->\n"
 
 Outcomes = dict[str, dict[str, str]]
-"""Animal -> verb -> `WORKS` or the message of its refusal."""
+"""Published form -> verb -> `WORKS` or the message of its refusal."""
 
 
 def read_outcomes(root: Path = ROOT) -> Outcomes:
@@ -27,14 +27,14 @@ def read_outcomes(root: Path = ROOT) -> Outcomes:
     return seen
 
 
-def note_outcomes(animal: str, outcomes: Mapping[str, str]) -> None:
-    """Keep what was seen of an animal in the checkout, and write the table anew there."""
+def note_outcomes(published: str, outcomes: Mapping[str, str]) -> None:
+    """Keep what was seen of a published form in the checkout, and write the table anew there."""
     checkout = Path(os.environ.get(tracked_copy.CHECKOUT) or ROOT)
     seen = read_outcomes(checkout)
-    seen[animal] = {**seen.get(animal, {}), **outcomes}
+    seen[published] = {**seen.get(published, {}), **outcomes}
     ordered = {
         name: {verb: seen[name][verb] for verb in VERBS if verb in seen[name]}
-        for name in ANIMALS
+        for name in PUBLISHED_FORMS
         if name in seen
     }
     (checkout / SEEN).write_text(json.dumps(ordered, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
@@ -44,7 +44,7 @@ def note_outcomes(animal: str, outcomes: Mapping[str, str]) -> None:
 
 
 def as_markdown(outcomes: Outcomes) -> str:
-    """Animals by the verbs that refuse them, with numbers of the messages below."""
+    """Published forms by the verbs that refuse them, with numbers of the messages below."""
     messages = dict.fromkeys(text for seen in outcomes.values() for text in seen.values() if text != WORKS)
     numbers = {text: number for number, text in enumerate(messages, 1)}
     forms: dict[str, list[str]] = defaultdict(list)
@@ -57,7 +57,7 @@ def as_markdown(outcomes: Outcomes) -> str:
             f"{'all' if len(verbs) == len(seen) else ', '.join(verbs)} ({numbers[text]})"
             for text, verbs in refused.items()
         )
-        forms[cell or "none"].append(ANIMALS[name].form)
+        forms[cell or "none"].append(PUBLISHED_FORMS[name].form)
     rows = [f"| {'; '.join(names)} | {cell} |" for cell, names in forms.items()]
     listed = [f"{number}. {text}" for text, number in numbers.items()]
     return "\n".join(["| checkpoints | refused |", "|---|---|", *rows, "", *listed, ""])

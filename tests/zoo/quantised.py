@@ -1,4 +1,4 @@
-"""Edits that quantise a specimen as published checkpoints are: real layouts, weights rounded to nearest."""
+"""Edits that quantise a editable as published checkpoints are: real layouts, weights rounded to nearest."""
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from tests.zoo.specimen import Edit, Specimen, Tensors
+from tests.zoo.editable_checkpoint import Edit, EditableCheckpoint, Tensors
 
 BODY = r"(?!mtp\.)(?!.*visual).*layers\.\d+\."
 MLP = rf"{BODY}mlp\.(gate|up|down)_proj"
@@ -38,18 +38,18 @@ def compressed_tensors(
         prefix: what the names of the text model's modules begin with in `ignore` (default: what the tensors do).
     """
 
-    def edit(specimen: Specimen) -> None:
+    def edit(editable: EditableCheckpoint) -> None:
         packed: set[str] = set()
         for group in groups:
-            for module in _modules(specimen, group["pattern"]):
-                weight = specimen.tensors.pop(f"{module}.weight").float()
+            for module in _modules(editable, group["pattern"]):
+                weight = editable.tensors.pop(f"{module}.weight").float()
                 packed.add(module)
                 for part, tensor in group["parts"](weight).items():
-                    specimen.tensors[f"{module}.{part}"] = tensor
-        left = [module for module in _linears(specimen) if module not in packed]
+                    editable.tensors[f"{module}.{part}"] = tensor
+        left = [module for module in _linears(editable) if module not in packed]
         if prefix is not None:
             left = [re.sub(r"^model\.(language_model\.)?(?=layers)", prefix, module) for module in left]
-        specimen.config["quantization_config"] = {
+        editable.config["quantization_config"] = {
             "quant_method": "compressed-tensors",
             "format": groups[0]["format"] if len(groups) == 1 else "mixed-precision",
             "quantization_status": "compressed",
@@ -157,22 +157,22 @@ def int8(pattern: str = LINEARS) -> dict[str, Any]:
 def fp8_blocks(*, mtp: bool = True) -> Edit:
     """Official FP8: blocks of 128 x 128 with weight_scale_inv; of the MTP head its layer, not fc."""
 
-    def edit(specimen: Specimen) -> None:
-        for module in _modules(specimen, f"{LINEARS}|{MTP_LAYER}" if mtp else LINEARS):
-            weight = specimen.tensors[f"{module}.weight"].float()
+    def edit(editable: EditableCheckpoint) -> None:
+        for module in _modules(editable, f"{LINEARS}|{MTP_LAYER}" if mtp else LINEARS):
+            weight = editable.tensors[f"{module}.weight"].float()
             whole = torch.nn.functional.pad(weight, (0, -weight.shape[1] % 128, 0, -weight.shape[0] % 128))
             blocks = whole.unflatten(0, (-1, 128)).unflatten(2, (-1, 128))
             scales = blocks.abs().amax((1, 3)).clamp_min(1e-12) / E4M3_MAX
             spread = scales.repeat_interleave(128, 0).repeat_interleave(128, 1)
             cut = spread[: weight.shape[0], : weight.shape[1]]
-            specimen.tensors[f"{module}.weight"] = (weight / cut).to(torch.float8_e4m3fn)
-            specimen.tensors[f"{module}.weight_scale_inv"] = scales.bfloat16()
-        specimen.config["quantization_config"] = {
+            editable.tensors[f"{module}.weight"] = (weight / cut).to(torch.float8_e4m3fn)
+            editable.tensors[f"{module}.weight_scale_inv"] = scales.bfloat16()
+        editable.config["quantization_config"] = {
             "activation_scheme": "dynamic",
             "fmt": "e4m3",
             "quant_method": "fp8",
             "weight_block_size": [128, 128],
-            "modules_to_not_convert": _linears(specimen),
+            "modules_to_not_convert": _linears(editable),
         }
 
     return edit
@@ -181,9 +181,9 @@ def fp8_blocks(*, mtp: bool = True) -> Edit:
 def gptq(*, mtp: bool = False, act_order: bool = False) -> Edit:
     """GPTQ with 4 bits: nibbles along the inputs, zero points less one, a group index."""
 
-    def edit(specimen: Specimen) -> None:
-        _gptq_layout(specimen, f"{MLP}|{MTP_LAYER}" if mtp else MLP, act_order=act_order)
-        specimen.config["quantization_config"] = {
+    def edit(editable: EditableCheckpoint) -> None:
+        _gptq_layout(editable, f"{MLP}|{MTP_LAYER}" if mtp else MLP, act_order=act_order)
+        editable.config["quantization_config"] = {
             "bits": 4,
             "checkpoint_format": "gptq",
             "desc_act": act_order,
@@ -202,18 +202,18 @@ def gptq(*, mtp: bool = False, act_order: bool = False) -> Edit:
     return edit
 
 
-def auto_round(specimen: Specimen) -> None:
+def auto_round(editable: EditableCheckpoint) -> None:
     """AutoRound in GPTQ's layout, 4 bits; what stays is listed one by one with 16 bits."""
-    _gptq_layout(specimen, MLP, act_order=False)
-    specimen.config["quantization_config"] = {
+    _gptq_layout(editable, MLP, act_order=False)
+    editable.config["quantization_config"] = {
         "autoround_version": "0.9.0",
         "bits": 4,
         "block_name_to_quantize": "model.language_model.layers"
-        if "text_config" in specimen.config
+        if "text_config" in editable.config
         else "model.layers",
         "data_type": "int",
         "extra_config": {
-            module: {"bits": 16, "data_type": "float"} for module in _linears(specimen) if module != "lm_head"
+            module: {"bits": 16, "data_type": "float"} for module in _linears(editable) if module != "lm_head"
         },
         "group_size": 32,
         "packing_format": "auto_round:auto_gptq",
@@ -222,14 +222,14 @@ def auto_round(specimen: Specimen) -> None:
     }
 
 
-def _gptq_layout(specimen: Specimen, pattern: str, *, act_order: bool) -> None:
-    for module in _modules(specimen, pattern):
-        weight = specimen.tensors.pop(f"{module}.weight").float()
+def _gptq_layout(editable: EditableCheckpoint, pattern: str, *, act_order: bool) -> None:
+    for module in _modules(editable, pattern):
+        weight = editable.tensors.pop(f"{module}.weight").float()
         inputs = weight.shape[1]
         order = torch.arange(inputs).flip(0) if act_order else torch.arange(inputs)
         levels, scales, zeros = _rounded(weight[:, order], 4, 32, True)
         levels = levels[:, order.argsort()]
-        specimen.tensors |= {
+        editable.tensors |= {
             f"{module}.qweight": _words(levels.T.unflatten(0, (-1, 8)).movedim(1, -1)),
             f"{module}.qzeros": _words((zeros.T - 1).unflatten(1, (-1, 8))),
             f"{module}.scales": scales.T.half(),
@@ -237,17 +237,17 @@ def _gptq_layout(specimen: Specimen, pattern: str, *, act_order: bool) -> None:
         }
 
 
-def awq(specimen: Specimen) -> None:
+def awq(editable: EditableCheckpoint) -> None:
     """AWQ (AutoAWQ's gemm layout) with 4 bits and zero points: nibbles along the outputs, interleaved."""
-    for module in _modules(specimen, MLP):
-        weight = specimen.tensors.pop(f"{module}.weight").float()
+    for module in _modules(editable, MLP):
+        weight = editable.tensors.pop(f"{module}.weight").float()
         levels, scales, zeros = _rounded(weight, 4, 32, False)
-        specimen.tensors |= {
+        editable.tensors |= {
             f"{module}.qweight": _words(levels.T.unflatten(1, (-1, 8))[..., _AWQ_ORDER]),
             f"{module}.qzeros": _words(zeros.T.unflatten(1, (-1, 8))[..., _AWQ_ORDER]),
             f"{module}.scales": scales.T.half(),
         }
-    specimen.config["quantization_config"] = {
+    editable.config["quantization_config"] = {
         "bits": 4,
         "group_size": 32,
         "modules_to_not_convert": ["linear_attn", "self_attn", "mtp", "visual"],
@@ -257,11 +257,11 @@ def awq(specimen: Specimen) -> None:
     }
 
 
-def nvfp4(specimen: Specimen) -> None:
+def nvfp4(editable: EditableCheckpoint) -> None:
     """ModelOpt's NVFP4: two E2M1 numbers in a byte, an E4M3 scale for sixteen, one scale for the weight."""
     numbers = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
-    for module in _modules(specimen, LINEARS):
-        weight = specimen.tensors[f"{module}.weight"].float()
+    for module in _modules(editable, LINEARS):
+        weight = editable.tensors[f"{module}.weight"].float()
         groups = weight.unflatten(1, (-1, 16))
         largest = groups.abs().amax(2)
         whole = largest.max() / (6 * E4M3_MAX)
@@ -269,13 +269,13 @@ def nvfp4(specimen: Specimen) -> None:
         scaled = (groups / (scales.float() * whole)[:, :, None]).flatten(1)
         nearest = (scaled.abs()[:, :, None] - numbers).abs().argmin(2)
         halves = (nearest + 8 * (scaled < 0)).to(torch.uint8)
-        specimen.tensors |= {
+        editable.tensors |= {
             f"{module}.weight": halves[:, ::2] | halves[:, 1::2] << 4,
             f"{module}.weight_scale": scales,
             f"{module}.weight_scale_2": whole,
             f"{module}.input_scale": torch.tensor(1.0),
         }
-    specimen.config["quantization_config"] = {
+    editable.config["quantization_config"] = {
         "quant_method": "modelopt",
         "quant_algo": "NVFP4",
         "config_groups": {"group_0": {"weights": {"num_bits": 4, "type": "float", "group_size": 16}}},
@@ -308,19 +308,19 @@ def _words(nibbles: torch.Tensor) -> torch.Tensor:
     return torch.where(words >= 2**31, words - 2**32, words).to(torch.int32)
 
 
-def _modules(specimen: Specimen, pattern: str) -> list[str]:
+def _modules(editable: EditableCheckpoint, pattern: str) -> list[str]:
     tables = [
-        name.removesuffix(".weight") for name in specimen.tensors if name.endswith("embed_tokens.weight")
+        name.removesuffix(".weight") for name in editable.tensors if name.endswith("embed_tokens.weight")
     ]
-    return [module for module in [*_linears(specimen), *tables] if re.fullmatch(pattern, module)]
+    return [module for module in [*_linears(editable), *tables] if re.fullmatch(pattern, module)]
 
 
-def _linears(specimen: Specimen) -> list[str]:
-    return list(dict.fromkeys([*_matrices(specimen), "lm_head"]))
+def _linears(editable: EditableCheckpoint) -> list[str]:
+    return list(dict.fromkeys([*_matrices(editable), "lm_head"]))
 
 
-def _matrices(specimen: Specimen) -> Iterator[str]:
-    for name, tensor in specimen.tensors.items():
+def _matrices(editable: EditableCheckpoint) -> Iterator[str]:
+    for name, tensor in editable.tensors.items():
         module = name.removesuffix(".weight")
         is_floating = tensor.is_floating_point() and tensor.element_size() > 1
         if name.endswith(".weight") and tensor.dim() == 2 and is_floating and "embed" not in module:

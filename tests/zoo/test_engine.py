@@ -11,7 +11,7 @@ from slimqwen.checkpoint.weights import has_mtp_head
 from slimqwen.models.language_model import load_language_model
 from slimqwen.serving.in_process import engine, read_prompts
 from tests.checkpoints import TINY
-from tests.zoo.animals import ANIMALS
+from tests.zoo.published_forms import PUBLISHED_FORMS
 from tests.zoo.verbs import FORMATS
 
 PROSE = TINY.parents[1] / "eval" / "tasks" / "tinyworld" / "prose.jsonl"
@@ -39,7 +39,7 @@ needs_amx = pytest.mark.skipif(
     ],
 )
 def test_vllm_computes_with_the_weights_that_are_read_here(tmp_path: Path, ids: list[int], name: str) -> None:
-    folder = ANIMALS[name].build(tmp_path / "animal")
+    folder = PUBLISHED_FORMS[name].build(tmp_path / "published")
     served: list[torch.Tensor] = []
     drafts = 1 if has_mtp_head(folder) else 0
     with engine(folder, num_speculative_tokens=drafts, max_model_len=128, max_num_seqs=1) as llm:

@@ -1,4 +1,4 @@
-"""Every verb works on every animal for which it is meant, and refuses the others in one line that names the cure."""
+"""Every verb works on the published forms for which it is meant, and refuses others in one line that names the cure."""
 
 import re
 from collections.abc import Mapping
@@ -6,26 +6,26 @@ from pathlib import Path
 
 import pytest
 
-from tests.zoo.animals import ANIMALS, SAME_TENSORS
 from tests.zoo.outcomes import PAGE, as_markdown, note_outcomes, read_outcomes
+from tests.zoo.published_forms import PUBLISHED_FORMS, SAME_TENSORS
 from tests.zoo.verbs import ASKED, FORMATS, QUICK, SLOW, WORKS, Verb, outcome
 
 
 def seen_outcomes(name: str, verbs: Mapping[str, Verb], tmp_path: Path) -> dict[str, str]:
-    """What the verbs make of an animal, each as it should."""
-    animal = ANIMALS[name]
-    folder = animal.build(tmp_path / "animal")
+    """What the verbs make of a published form, each as it should."""
+    published = PUBLISHED_FORMS[name]
+    folder = published.build(tmp_path / "published")
     seen = {}
     for verb, run in verbs.items():
         empty = tmp_path / re.sub(r"\W+", "_", verb)
         empty.mkdir()
         seen[verb] = outcome(run, folder, empty)
-        expected = animal.refuses.get(verb) or animal.refuses.get("*")
+        expected = published.refuses.get(verb) or published.refuses.get("*")
         assert re.search(expected, seen[verb]) if expected else seen[verb] == WORKS, f"{verb}: {seen[verb]}"
     return seen
 
 
-@pytest.mark.parametrize("name", ANIMALS)
+@pytest.mark.parametrize("name", PUBLISHED_FORMS)
 def test_what_takes_seconds_works_or_says_what_to_do(tmp_path: Path, name: str) -> None:
     stages = SAME_TENSORS.get(name, ASKED)
     asked = {verb: run for verb, run in ASKED.items() if verb not in stages}
@@ -40,12 +40,13 @@ def test_what_takes_seconds_works_or_says_what_to_do(tmp_path: Path, name: str) 
 @pytest.mark.zoo
 @pytest.mark.engine
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize("name", ANIMALS)
+@pytest.mark.parametrize("name", PUBLISHED_FORMS)
 def test_every_verb_works_or_says_what_to_do(tmp_path: Path, name: str) -> None:
     verbs = {
         verb: run
         for verb, run in SLOW.items()
-        if (ANIMALS[name].on_cpu and verb not in ("gate of a recipe", "bake_cache")) or name in FORMATS
+        if (PUBLISHED_FORMS[name].on_cpu and verb not in ("gate of a recipe", "bake_cache"))
+        or name in FORMATS
     }
     seen = seen_outcomes(name, QUICK, tmp_path / "quick")
     note_outcomes(name, seen | seen_outcomes(name, verbs, tmp_path / "slow"))
@@ -55,5 +56,5 @@ def test_the_page_shows_what_was_seen() -> None:
     seen = read_outcomes()
     if not seen:
         pytest.skip("no table yet: `pytest -m zoo tests/zoo` writes it")
-    assert list(seen) == list(ANIMALS), "run `pytest -m zoo tests/zoo`"
+    assert list(seen) == list(PUBLISHED_FORMS), "run `pytest -m zoo tests/zoo`"
     assert as_markdown(seen) in PAGE.read_text(encoding="utf-8")

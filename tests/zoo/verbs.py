@@ -1,4 +1,4 @@
-"""What is done with every animal: the stages and the checks, as functions of a checkpoint and an empty folder."""
+"""What is done with published forms: the stages and the checks, as functions of a checkpoint and an empty folder."""
 
 import json
 import re
@@ -64,10 +64,10 @@ _RECIPE: Mapping[str, Mapping[str, Any]] = {
 def repository(
     folder: Path, root: Path, *, drafts: bool, config: Mapping[str, str] = _CONFIG
 ) -> variants.Variant:
-    """A repository whose variant `animal` has this checkpoint; its baseline is `tiny`, if made from that, or itself."""
+    """A repository whose variant `v` has this checkpoint; its baseline is `tiny`, if made from that, or itself."""
     [architecture] = checkpoint.read_config(folder)["architectures"]
     is_tiny = architecture in ("Qwen3_5ForCausalLM", "Qwen3_5ForConditionalGeneration")
-    baselines = {"animal": "tiny" if is_tiny else "itself", "itself": None, "tiny": None}
+    baselines = {"v": "tiny" if is_tiny else "itself", "itself": None, "tiny": None}
     for name, baseline in baselines.items():
         experiment = root / "experiments" / name
         experiment.mkdir(parents=True)
@@ -76,10 +76,10 @@ def repository(
         content = {"hypothesis": "it is served", "baseline": baseline}
         (experiment / "measurements.json").write_text(json.dumps(content))
     (root / "weights").mkdir()
-    for name, weights in (("animal", folder), ("itself", folder), ("tiny", TINY)):
+    for name, weights in (("v", folder), ("itself", folder), ("tiny", TINY)):
         (root / "weights" / name).symlink_to(weights)
     (root / "eval").symlink_to(_EVAL)
-    return variants.load("animal", root)
+    return variants.load("v", root)
 
 
 def with_few_items(variant: variants.Variant) -> variants.Variant:
@@ -166,7 +166,7 @@ def write_outputs(folder: Path) -> None:
 
 
 def bake(verb: Callable[..., Verb], **parameters: Any) -> Verb:
-    """`needs` or `stage` of bake_cache with the animal's own config.env."""
+    """`needs` or `stage` of bake_cache with the form's own config.env."""
 
     def run(folder: Path, empty: Path) -> None:
         config = {**_CONFIG, "VLLM_ENFORCE_EAGER": "0"}
@@ -262,14 +262,14 @@ SLOW: Mapping[str, Verb] = {
     "gate of a recipe": gate_recipe,
     "bake_cache": bake(stage, prompt_tokens=[1]),
 }
-"""Verbs that start an engine or train; the last two for an animal of each format alone."""
+"""Verbs that start an engine or train; the last two for a published form of each format alone."""
 
 
 FORMATS = (
     *("text", "multimodal", "w4a16", "w4a16-zero-points", "w8a16", "w8a8", "fp8-rows", "mixed"),
     *("fp8-blocks", "gptq", "auto-round", "awq", "llama", "qwen2", "qwen3", "qwen3.5-moe"),
 )
-"""An animal of each format and class of model."""
+"""A published form of each format and class of model."""
 
 
 def outcome(verb: Verb, folder: Path, empty: Path) -> str:
@@ -277,5 +277,5 @@ def outcome(verb: Verb, folder: Path, empty: Path) -> str:
     try:
         verb(folder, empty)
     except SlimqwenError as error:
-        return re.sub(r"/\S*/(animal|base|copy|out)\b", "CHECKPOINT", str(error))
+        return re.sub(r"/\S*/(v|published|base|copy|out)\b", "CHECKPOINT", str(error))
     return WORKS

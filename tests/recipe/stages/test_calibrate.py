@@ -33,8 +33,8 @@ from slimqwen.recipe.stages.calibrate import CalibrateParameters, CalibrationTex
 from tests.byte_tokenizer import byte_tokenizer
 from tests.checkpoints import count_layers_in_memory, edited_tensors, stage_output, stored, with_manifest
 from tests.identity.coverage_by_keys import every_stage_covered
-from tests.zoo.animals import ANIMALS
-from tests.zoo.specimen import multimodal, outer, read_specimen
+from tests.zoo.editable_checkpoint import multimodal, outer, read_editable
+from tests.zoo.published_forms import PUBLISHED_FORMS
 
 SHAPE = TinyShape(
     vocab_size=512,
@@ -340,7 +340,7 @@ def test_gptq_leaves_a_smaller_output_error_than_rounding_to_nearest(source: Pat
 def test_a_multimodal_checkpoint_is_calibrated_as_its_text_only_form(
     source: Path, calibrated: Calibrated, tmp_path: Path
 ) -> None:
-    seeing = read_specimen(source)
+    seeing = read_editable(source)
     multimodal()(seeing)
     seeing.shards = 3
     folder = seeing.write(tmp_path / "seeing")
@@ -366,9 +366,9 @@ def test_a_multimodal_checkpoint_is_calibrated_as_its_text_only_form(
 def test_scales_have_the_dtype_of_the_weights_whatever_the_config_declares(
     source: Path, declared: dict[str, str], tmp_path: Path
 ) -> None:
-    animal = read_specimen(source)
-    outer(dtype=..., **declared)(animal)
-    out = calibrate_here(animal.write(tmp_path / "animal"), tmp_path / "out")
+    published = read_editable(source)
+    outer(dtype=..., **declared)(published)
+    out = calibrate_here(published.write(tmp_path / "published"), tmp_path / "out")
     checkpoint.verify(out, "cure")
     infos = list_tensors(out)
     assert {infos[name].dtype for name in infos if name.endswith("weight_scale")} == {"BF16"}
@@ -411,7 +411,7 @@ def test_an_unsuitable_checkpoint_is_refused_before_the_stage_starts(
 
 
 def test_a_dense_qwen3_is_calibrated_and_keeps_what_is_not_a_target(tmp_path: Path) -> None:
-    qwen3 = ANIMALS["qwen3"].build(tmp_path / "qwen3")
+    qwen3 = PUBLISHED_FORMS["qwen3"].build(tmp_path / "qwen3")
     targets = {"mlp": "W4A16", "attention": "W4A16"}
     folder = calibrate_here(qwen3, tmp_path / "calibrated", targets=targets, corpus=FEW)
     checkpoint.verify(with_manifest(folder), "cure")

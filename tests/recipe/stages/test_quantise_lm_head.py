@@ -21,7 +21,7 @@ from slimqwen.recipe.stages import quantise_lm_head
 from slimqwen.recipe.stages.quantise_lm_head import QuantiseLmHeadParameters
 from tests.checkpoints import TINY, stage_output, stored
 from tests.identity.coverage_by_keys import covered
-from tests.zoo.animals import ANIMALS
+from tests.zoo.published_forms import PUBLISHED_FORMS
 
 
 def quantised(source: Path, destination: Path, group_size: int = 32) -> Path:
@@ -77,7 +77,7 @@ def test_a_group_that_does_not_divide_the_inputs_is_refused(tmp_path: Path) -> N
 
 
 def test_gptq_needs_text_of_ones_own_and_the_memory_of_an_engine(tmp_path: Path) -> None:
-    outline = Outline.read(ANIMALS["multimodal-w4a16"].build(tmp_path / "animal"))
+    outline = Outline.read(PUBLISHED_FORMS["multimodal-w4a16"].build(tmp_path / "published"))
     plain = QuantiseLmHeadParameters()
     searched = QuantiseLmHeadParameters(rounding="gptq", corpus={"path": "tinyworld"})
     assert list(quantise_lm_head.inspect_output_head(outline, plain)) == []

@@ -23,7 +23,7 @@ from slimqwen.recipe.stages.redistill_mtp import CURVE, RedistillParameters
 from slimqwen.recipe.stages.sample_outputs import CorpusError, Prompts, SampleOutputsParameters
 from tests.checkpoints import TINY, edited_tensors, stage_output, stored
 from tests.identity.coverage_by_keys import covered
-from tests.zoo.animals import ANIMALS
+from tests.zoo.published_forms import PUBLISHED_FORMS
 
 FEW = SampleOutputsParameters(
     prompts=Prompts(path="tinyworld_prompts"), texts=48, held_out=16, tokens=32, chunk=32
@@ -79,7 +79,7 @@ def learned(damaged: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def published(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The small model as 4-bit checkpoints are published, multimodal, and what it says."""
     folder = tmp_path_factory.mktemp("published")
-    source = ANIMALS["multimodal-w4a16"].build(folder / "animal")
+    source = PUBLISHED_FORMS["multimodal-w4a16"].build(folder / "published")
     with covered(sample_outputs.write_sampled_outputs, tmp_path_factory.mktemp("calls")):
         return sampled_from(source, folder / "sampled")
 

@@ -12,8 +12,8 @@ from slimqwen.search.tune.arms import KEY, UNDRAFTED, Arm, list_arms, probe_conf
 from slimqwen.serving.command import ServerCommand
 from slimqwen.variant import Variant
 from tests.search.tune.turns import K2, K4, NGRAM
-from tests.zoo.specimen import tiny as tiny_specimen
-from tests.zoo.specimen import without_mtp
+from tests.zoo.editable_checkpoint import tiny as tiny_checkpoint
+from tests.zoo.editable_checkpoint import without_mtp
 
 TINY = Path(__file__).parents[3] / "weights" / "tiny"
 
@@ -76,9 +76,9 @@ def test_a_drafter_that_the_config_names_is_tried_as_it_is(served: Callable[...,
 def test_without_an_mtp_head_one_depth_is_there_to_be_refused(
     served: Callable[..., ServerCommand], tmp_path: Path
 ) -> None:
-    specimen = tiny_specimen()
-    without_mtp()(specimen)
-    found = names(served(weights=specimen.write(tmp_path / "headless")))
+    editable = tiny_checkpoint()
+    without_mtp()(editable)
+    found = names(served(weights=editable.write(tmp_path / "headless")))
     assert [name for name in found if name.startswith("MTP")] == ["MTP K=1", "MTP K=1, adaptive"]
 
 

@@ -18,8 +18,8 @@ from slimqwen.variant import Variant
 from slimqwen.vllm_plugin.registration import PLUGINS
 from tests.search.tune import planted
 from tests.search.tune.turns import K2
-from tests.zoo.specimen import Specimen
-from tests.zoo.specimen import tiny as tiny_specimen
+from tests.zoo.editable_checkpoint import EditableCheckpoint
+from tests.zoo.editable_checkpoint import tiny as tiny_checkpoint
 
 pytestmark = pytest.mark.engine
 
@@ -63,22 +63,22 @@ def test_an_arm_that_corrupts_responses_and_one_that_dies_are_out_with_their_rea
     assert drafting.kv_tokens
 
 
-def scramble_drafts(specimen: Specimen) -> None:
+def scramble_drafts(editable: EditableCheckpoint) -> None:
     """Give the MTP head random weights, so that hardly any of its drafts is accepted."""
     generator = torch.Generator().manual_seed(0)
-    for name, tensor in specimen.tensors.items():
+    for name, tensor in editable.tensors.items():
         if name.startswith("mtp.") and tensor.dim() == 2:
             random = torch.randn(tensor.shape, generator=generator) * tensor.float().std()
-            specimen.tensors[name] = random.to(tensor.dtype)
+            editable.tensors[name] = random.to(tensor.dtype)
 
 
 @pytest.mark.timeout(1200)
 def test_where_drafts_are_useless_it_says_that_they_do_not_pay(
     subject: Variant, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, add_variant: Callable[..., Path]
 ) -> None:
-    specimen = tiny_specimen()
-    scramble_drafts(specimen)
-    specimen.write(tmp_path / "weights" / "useless")
+    editable = tiny_checkpoint()
+    scramble_drafts(editable)
+    editable.write(tmp_path / "weights" / "useless")
     add_variant("useless", "BASE=v\nVLLM_MODEL=weights/useless\nVLLM_MAX_MODEL_LEN=256\n")
     useless = variant.load("useless", tmp_path).with_lines({"VLLM_PORT": str(free_port())})
     monkeypatch.setattr(tuner, "list_arms", lambda served: [UNDRAFTED, at_depth(4), at_depth(6)])

@@ -44,7 +44,7 @@ PROCESSORS = {
 
 
 @dataclass
-class Specimen:
+class EditableCheckpoint:
     """A checkpoint in memory.
 
     Attributes:
@@ -94,7 +94,7 @@ class Specimen:
         return folder
 
 
-Edit = Callable[[Specimen], None]
+Edit = Callable[[EditableCheckpoint], None]
 
 
 def write_json(file: Path, content: Mapping[str, Any]) -> None:
@@ -102,31 +102,31 @@ def write_json(file: Path, content: Mapping[str, Any]) -> None:
     file.write_text(json.dumps(content, indent=2), encoding="utf-8")
 
 
-def read_specimen(folder: Path) -> Specimen:
+def read_editable(folder: Path) -> EditableCheckpoint:
     """A checkpoint of one file, to be edited into another form."""
     names = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json")
-    return Specimen(
+    return EditableCheckpoint(
         config=json.loads((folder / "config.json").read_text()),
         tensors=stored(folder),
         files={name: (folder / name).read_bytes() for name in names},
     )
 
 
-def tiny() -> Specimen:
+def tiny() -> EditableCheckpoint:
     """The committed small Qwen3.5: text only, one file, BF16, with an MTP head.
 
     All share its tensors, so an edit replaces a tensor and never writes into one.
     """
     kept = _read_tiny()
-    return Specimen(deepcopy(kept.config), dict(kept.tensors), dict(kept.files))
+    return EditableCheckpoint(deepcopy(kept.config), dict(kept.tensors), dict(kept.files))
 
 
 @cache
-def _read_tiny() -> Specimen:
-    return read_specimen(TINY)
+def _read_tiny() -> EditableCheckpoint:
+    return read_editable(TINY)
 
 
-def dense(family: str, *, tied: bool = True) -> Callable[[], Specimen]:
+def dense(family: str, *, tied: bool = True) -> Callable[[], EditableCheckpoint]:
     """A small model of Llama, Qwen2 or Qwen3 with random weights and without an MTP head."""
     return lambda: _random_model(
         f"{family}ForCausalLM",
@@ -141,7 +141,7 @@ def dense(family: str, *, tied: bool = True) -> Callable[[], Specimen]:
     )
 
 
-def qwen3_5_moe() -> Specimen:
+def qwen3_5_moe() -> EditableCheckpoint:
     """A small Qwen3.5 mixture of experts with random weights, untied, without an MTP head."""
     return _random_model(
         "Qwen3_5MoeForCausalLM",
@@ -161,19 +161,19 @@ def qwen3_5_moe() -> Specimen:
     )
 
 
-def _random_model(architecture: str, config: str, **dimensions: Any) -> Specimen:
+def _random_model(architecture: str, config: str, **dimensions: Any) -> EditableCheckpoint:
     import transformers
 
-    specimen = tiny()
+    editable = tiny()
     ends = {"eos_token_id": 2, "bos_token_id": None, "pad_token_id": None}
     settings = getattr(transformers, config)(
         vocab_size=8192, max_position_embeddings=4096, **ends, **dimensions
     )
-    specimen.tensors = _random_tensors(getattr(transformers, architecture), settings)
+    editable.tensors = _random_tensors(getattr(transformers, architecture), settings)
     if settings.tie_word_embeddings:
-        specimen.tensors.pop("lm_head.weight")
-    specimen.config = {**settings.to_dict(), "architectures": [architecture], "dtype": "bfloat16"}
-    return specimen
+        editable.tensors.pop("lm_head.weight")
+    editable.config = {**settings.to_dict(), "architectures": [architecture], "dtype": "bfloat16"}
+    return editable
 
 
 def _random_tensors(model_class: Any, settings: Any) -> Tensors:
@@ -205,15 +205,15 @@ def multimodal(*, preprocessor: bool = True, sections: bool = False) -> Edit:
         sections: whether the rotary embedding has the sections of images and videos.
     """
 
-    def edit(specimen: Specimen) -> None:
+    def edit(editable: EditableCheckpoint) -> None:
         vision, tower = _vision_tower()
-        specimen.tensors = {_below_text(name): tensor for name, tensor in specimen.tensors.items()} | tower
-        text = specimen.config
+        editable.tensors = {_below_text(name): tensor for name, tensor in editable.tensors.items()} | tower
+        text = editable.config
         text.pop("architectures")
         if sections:
             text["rope_parameters"] |= {"mrope_interleaved": True, "mrope_section": [11, 11, 10]}
         quantisation = text.pop("quantization_config", None)
-        specimen.config = {
+        editable.config = {
             "architectures": ["Qwen3_5ForConditionalGeneration"],
             "model_type": "qwen3_5",
             "text_config": text,
@@ -222,9 +222,9 @@ def multimodal(*, preprocessor: bool = True, sections: bool = False) -> Edit:
             **IDS,
         }
         if quantisation:
-            specimen.config["quantization_config"] = quantisation
+            editable.config["quantization_config"] = quantisation
         if preprocessor:
-            specimen.files |= {name: json.dumps(content).encode() for name, content in PROCESSORS.items()}
+            editable.files |= {name: json.dumps(content).encode() for name, content in PROCESSORS.items()}
 
     return edit
 
@@ -236,8 +236,8 @@ def _below_text(name: str) -> str:
 def shards(count: int) -> Edit:
     """Weights in several files with an index."""
 
-    def edit(specimen: Specimen) -> None:
-        specimen.shards = count
+    def edit(editable: EditableCheckpoint) -> None:
+        editable.shards = count
 
     return edit
 
@@ -245,30 +245,30 @@ def shards(count: int) -> Edit:
 def unlisted(file: str, *, copy: bool = False) -> Edit:
     """A file of weights that no index lists: an adapter, or a copy of all tensors."""
 
-    def edit(specimen: Specimen) -> None:
+    def edit(editable: EditableCheckpoint) -> None:
         adapter = {"base_model.model.layers.0.lora_A.weight": torch.zeros(4, 4)}
-        specimen.unlisted[file] = specimen.tensors if copy else adapter
+        editable.unlisted[file] = editable.tensors if copy else adapter
 
     return edit
 
 
 def outer(**changes: Any) -> Edit:
     """Keys of config.json changed; `...` removes one."""
-    return lambda specimen: _change(specimen.config, changes)
+    return lambda editable: _change(editable.config, changes)
 
 
 def inner(**changes: Any) -> Edit:
     """Keys of the text part of config.json changed; `...` removes one."""
-    return lambda specimen: _change(specimen.text, changes)
+    return lambda editable: _change(editable.text, changes)
 
 
 def json_file(path: str, **changes: Any) -> Edit:
     """Keys of another JSON file changed; `...` removes one."""
 
-    def edit(specimen: Specimen) -> None:
-        content = json.loads(specimen.files.get(path, b"{}"))
+    def edit(editable: EditableCheckpoint) -> None:
+        content = json.loads(editable.files.get(path, b"{}"))
         _change(content, changes)
-        specimen.files[path] = json.dumps(content).encode()
+        editable.files[path] = json.dumps(content).encode()
 
     return edit
 
@@ -276,16 +276,16 @@ def json_file(path: str, **changes: Any) -> Edit:
 def files(content: Mapping[str, str]) -> Edit:
     """More files by their paths."""
 
-    def edit(specimen: Specimen) -> None:
+    def edit(editable: EditableCheckpoint) -> None:
         for path, text in content.items():
-            specimen.files[path] = text.encode()
+            editable.files[path] = text.encode()
 
     return edit
 
 
 def without_file(path: str) -> Edit:
     """A file left out."""
-    return lambda specimen: specimen.files.pop(path) and None
+    return lambda editable: editable.files.pop(path) and None
 
 
 def _change(content: dict[str, Any], changes: Mapping[str, Any]) -> None:
@@ -299,46 +299,46 @@ def _change(content: dict[str, Any], changes: Mapping[str, Any]) -> None:
 def without_mtp(*, announced: bool = False) -> Edit:
     """No MTP head; `announced`: the config still promises one, as after a careless rewrite."""
 
-    def edit(specimen: Specimen) -> None:
-        specimen.tensors = {n: t for n, t in specimen.tensors.items() if not n.startswith("mtp.")}
+    def edit(editable: EditableCheckpoint) -> None:
+        editable.tensors = {n: t for n, t in editable.tensors.items() if not n.startswith("mtp.")}
         if not announced:
-            specimen.text["mtp_num_hidden_layers"] = 0
+            editable.text["mtp_num_hidden_layers"] = 0
 
     return edit
 
 
-def untied(specimen: Specimen) -> None:
+def untied(editable: EditableCheckpoint) -> None:
     """An output head of its own."""
-    embedding = next(name for name in specimen.tensors if name.endswith("embed_tokens.weight"))
-    specimen.tensors["lm_head.weight"] = specimen.tensors[embedding].clone()
-    for config in (specimen.config, specimen.text):
+    embedding = next(name for name in editable.tensors if name.endswith("embed_tokens.weight"))
+    editable.tensors["lm_head.weight"] = editable.tensors[embedding].clone()
+    for config in (editable.config, editable.text):
         config["tie_word_embeddings"] = False
 
 
-def half(specimen: Specimen) -> None:
+def half(editable: EditableCheckpoint) -> None:
     """Every tensor in float16."""
-    specimen.tensors = {name: tensor.half() for name, tensor in specimen.tensors.items()}
-    specimen.text["dtype"] = "float16"
+    editable.tensors = {name: tensor.half() for name, tensor in editable.tensors.items()}
+    editable.text["dtype"] = "float16"
 
 
-def single_experts(specimen: Specimen) -> None:
+def single_experts(editable: EditableCheckpoint) -> None:
     """The experts of a mixture one by one, as they are stored where they are quantised."""
-    for name in [name for name in specimen.tensors if ".experts." in name]:
-        joined, prefix = specimen.tensors.pop(name), name.rpartition(".")[0]
+    for name in [name for name in editable.tensors if ".experts." in name]:
+        joined, prefix = editable.tensors.pop(name), name.rpartition(".")[0]
         kinds = ("gate_proj", "up_proj") if name.endswith("gate_up_proj") else ("down_proj",)
         for expert, stacked in enumerate(joined):
             for kind, weight in zip(kinds, stacked.chunk(len(kinds)), strict=True):
-                specimen.tensors[f"{prefix}.{expert}.{kind}.weight"] = weight.clone()
+                editable.tensors[f"{prefix}.{expert}.{kind}.weight"] = weight.clone()
 
 
 def rows(count: int) -> Edit:
     """So many rows of embedding: more than the tokenizer has ids (padded), or fewer."""
 
-    def edit(specimen: Specimen) -> None:
-        specimen.text["vocab_size"] = count
-        for name, tensor in specimen.tensors.items():
+    def edit(editable: EditableCheckpoint) -> None:
+        editable.text["vocab_size"] = count
+        for name, tensor in editable.tensors.items():
             if name.endswith(("embed_tokens.weight", "lm_head.weight")):
                 more = torch.zeros(max(0, count - len(tensor)), tensor.shape[1], dtype=tensor.dtype)
-                specimen.tensors[name] = torch.cat([tensor[:count], more])
+                editable.tensors[name] = torch.cat([tensor[:count], more])
 
     return edit
