@@ -9,7 +9,6 @@ from slimqwen.cli.console import command, console, progress_bar, say, show_recor
 from slimqwen.cli.options import (
     EvenIfBusy,
     Port,
-    RecordsFolder,
     Rounds,
     VariantOption,
     WorkloadName,
@@ -35,7 +34,6 @@ def latency(
     ] = False,
     workload: WorkloadName = None,
     rounds: Annotated[int | None, typer.Option(help="rounds, instead of the workload's")] = None,
-    records_dir: RecordsFolder = None,
     port: Port = None,
     even_if_busy: EvenIfBusy = False,
 ) -> None:
@@ -55,7 +53,6 @@ def latency(
             command=command(),
             rounds=rounds,
             port=port,
-            records_folders=[records_dir / each.name for each in subjects] if records_dir else None,
             even_if_busy=even_if_busy,
             progress=progress,
         )

@@ -6,7 +6,7 @@ import typer
 
 from slimqwen import variant as variants
 from slimqwen.cli.console import console, say
-from slimqwen.cli.options import RecordsFolder, matching_variants
+from slimqwen.cli.options import matching_variants
 
 
 def compare_variants(
@@ -21,7 +21,6 @@ def compare_variants(
     items: Annotated[
         bool, typer.Option("--items", help="the items that changed instead, worst first, with both responses")
     ] = False,
-    records_dir: RecordsFolder = None,
 ) -> None:
     """Say what to serve on this machine; or compare two variants: scores paired by item, latency ratios, size."""
     from slimqwen.report import choice, tables
@@ -38,7 +37,7 @@ def compare_variants(
         if subjects[0].baseline is None:
             raise typer.BadParameter(f"{names[0]} has no baseline; name the variant to compare it with")
         subjects.insert(0, variants.load(subjects[0].baseline))
-    folders = [records_dir / each.name if records_dir else each.folder for each in subjects]
+    folders = [each.folder for each in subjects]
     if items:
         table = tables.changed_items(*folders)
         if table is None:
@@ -48,7 +47,7 @@ def compare_variants(
         return
     for shown in tables.comparison_tables(*folders):
         console.print(shown.as_rich())
-    for phrase in choice.list_other_builds([each for each in subjects if not records_dir]):
+    for phrase in choice.list_other_builds(subjects):
         say(f"{phrase}.")
 
 

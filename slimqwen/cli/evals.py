@@ -17,7 +17,6 @@ from slimqwen.cli.console import (
 from slimqwen.cli.options import (
     GateSettingsName,
     Port,
-    RecordsFolder,
     SuiteName,
     VariantOption,
 )
@@ -36,7 +35,6 @@ def quality(
         typer.Option(help="items per task (default: as many as a verdict needs, by power analysis)"),
     ] = None,
     full: Annotated[bool, typer.Option("--full", help="every item")] = False,
-    records_dir: RecordsFolder = None,
     port: Port = None,
 ) -> None:
     """Score a variant over a suite of tasks, served by vLLM."""
@@ -45,7 +43,7 @@ def quality(
     from slimqwen.evals.preconditions import check_preconditions
 
     # Missing weights are named before missing data, which may be gigabytes, and before the import of vLLM.
-    check_preconditions(variant, records_folder=records_dir)
+    check_preconditions(variant)
     from slimqwen.evals import quality
     from slimqwen.evals.suites.suite import AUTO, Limit, Suite
 
@@ -61,7 +59,6 @@ def quality(
             command=command(),
             limit=extent,
             port=port,
-            records_folder=records_dir and records_dir / variant.name,
             progress=progress,
         )
     record = show_record(path)
@@ -73,7 +70,6 @@ def quality(
 def fidelity(
     variant: VariantOption,
     settings: GateSettingsName = None,
-    records_dir: RecordsFolder = None,
 ) -> None:
     """Compare a variant's next-token distributions with its baseline's.
 
@@ -88,7 +84,6 @@ def fidelity(
             variant,
             FidelitySettings.load(settings or variant.evaluation, variant.root),
             command=command(),
-            records_folder=records_dir and records_dir / variant.name,
             progress=progress,
         )
     record = show_record(path, log)
@@ -96,9 +91,7 @@ def fidelity(
 
 
 @app.command(cls=Judge)
-def engine(
-    variant: VariantOption, settings: GateSettingsName = None, records_dir: RecordsFolder = None
-) -> None:
+def engine(variant: VariantOption, settings: GateSettingsName = None) -> None:
     """Compare the greedy tokens of the served engine and its neighbours with a plain reference engine's.
 
     Exit code 0: the served engine's tokens are equal but for near ties, 1: wrong, 2: inconclusive, 3: error.
@@ -112,7 +105,6 @@ def engine(
             variant,
             EngineSettings.load(settings or variant.evaluation, variant.root),
             command=command(),
-            records_folder=records_dir and records_dir / variant.name,
             progress=progress,
         )
     record = show_record(path, log)
@@ -127,7 +119,6 @@ def acceptance(
         list[int] | None, typer.Option(help="num_speculative_tokens K; may be repeated (default: 1 to 7)")
     ] = None,
     greedy: Annotated[bool, typer.Option("--greedy", help="leave out temperatures above 0")] = False,
-    records_dir: RecordsFolder = None,
 ) -> None:
     """Measure the acceptance length of drafts for each K, prompt class and temperature."""
     from slimqwen.evals import acceptance
@@ -141,7 +132,6 @@ def acceptance(
             sorted(set(depth or range(1, 8))),
             command=command(),
             greedy_only=greedy,
-            records_folder=records_dir and records_dir / variant.name,
             progress=progress,
         )
     show_record(path, log)

@@ -1,6 +1,5 @@
 """Options that several verbs share. Imports no code that measures, so that `--help` and completion stay quick."""
 
-from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
@@ -53,14 +52,6 @@ WorkloadName = Annotated[
 TrustedCache = Annotated[
     str | None,
     typer.Option(metavar="SHA256", help="import the compile cache with this SHA-256: its code will be run"),
-]
-RecordsFolder = Annotated[
-    Path | None,
-    typer.Option(
-        "--records-dir",
-        metavar="FOLDER",
-        help="write records to FOLDER/<variant>/, not experiments/<variant>/",
-    ),
 ]
 Port = Annotated[int | None, typer.Option(help="TCP port of the server that runs or is to be started")]
 PlatformName = Annotated[

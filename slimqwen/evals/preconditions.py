@@ -1,7 +1,6 @@
 """What a measurement needs and takes no vLLM to find out: a baseline, weights, a folder for its record."""
 
 import os
-from pathlib import Path
 
 from slimqwen import variant as variants
 from slimqwen.evals import EvalError
@@ -17,11 +16,8 @@ def find_baseline(variant: Variant) -> Variant:
     return variants.load(variant.baseline, variant.root)
 
 
-def check_preconditions(*sides: Variant, records_folder: Path | None = None) -> None:
+def check_preconditions(*sides: Variant) -> None:
     """Check that the weights of all variants are whole, and that their records can be written.
-
-    Args:
-        records_folder: folder of the records instead of each variant's own.
 
     Raises:
         MissingCheckpointError, CorruptCheckpointError: as `Variant.require_weights`.
@@ -29,10 +25,8 @@ def check_preconditions(*sides: Variant, records_folder: Path | None = None) -> 
     """
     for side in sides:
         side.require_weights()
-    for folder in [records_folder] if records_folder else [side.folder for side in sides]:
-        place = next(each for each in (folder, *folder.absolute().parents) if each.exists())
-        if not os.access(place, os.W_OK):
+        if not os.access(side.folder, os.W_OK):
             raise EvalError(
-                f"{place} cannot be written, and the record belongs there; make it writable for this user, or work in "
-                "your own clone of the repository"
+                f"{side.folder} cannot be written, and the record belongs there; make it writable for this user, or "
+                "work in your own clone of the repository"
             )

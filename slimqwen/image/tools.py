@@ -5,6 +5,7 @@ import ctypes
 import fcntl
 import json
 import os
+import shlex
 import shutil
 import socket
 import struct
@@ -165,7 +166,9 @@ def run_tool(
         lines = [line.strip() for line in (process.stderr or b"").decode(errors="replace").splitlines()]
         named = [line for line in lines if "error" in line.lower()]
         cause = next(filter(None, (*named, *lines)), f"exit code {process.returncode}")
-        raise ImageError(f"{' '.join(words[:3])}: {cause}")
+        raise ImageError(
+            f"{' '.join(words[:3])}: {cause}; run `{shlex.join(words)}` to see all that it prints"
+        )
     return process.stdout.decode(errors="replace").strip()
 
 

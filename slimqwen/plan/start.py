@@ -43,7 +43,9 @@ def name_gpu_here(command: ServerCommand) -> str:
         return devices.CPU
     device = gpu.first_gpu()
     if device is None:
-        raise MissingPlanError("this machine has no GPU, so no plan is looked up")
+        raise MissingPlanError(
+            "this machine has no GPU, so no plan is looked up; serve where there is one, or with --platform cpu"
+        )
     if listed := devices.find_gpu(device.name, command.variant.root, device.memory_gib):
         return listed.name
     raise MissingPlanError(

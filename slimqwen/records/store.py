@@ -118,7 +118,9 @@ def parse(path: Path) -> dict[str, Any]:
             f"{short_path(path)}: no such record; `slimqwen report` lists those that are there"
         ) from None
     except OSError as error:
-        raise RecordError(f"{short_path(path)}: {error.strerror}") from error
+        raise RecordError(
+            f"{short_path(path)}: {error.strerror}; make it a file that this user can read"
+        ) from error
     except (ValueError, RecursionError) as error:
         raise RecordError(f"{short_path(path)}: not JSON ({error}); {_RESTORE}") from error
     if not isinstance(fields, dict):

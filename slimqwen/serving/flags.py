@@ -211,7 +211,7 @@ def parse(setting: Setting) -> Flag:
     text = setting.value
     if action.nargs == 0:
         if text not in ("0", "1"):
-            raise ConfigError(f"{setting.location}: {setting.key}={text}: a switch needs 1 or 0")
+            raise ConfigError(f"{setting.location}: {setting.key}={text} is no switch; write 1 or 0")
         if isinstance(action, argparse.BooleanOptionalAction):
             argv: tuple[str, ...] = (option if text == "1" else f"--no-{name}",)
         else:
@@ -233,7 +233,7 @@ def _decoded_json(setting: Setting) -> Any:
     try:
         return json.loads(setting.value)
     except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{setting.location}: {setting.key} is not JSON: {error}") from None
+        raise ConfigError(f"{setting.location}: {setting.key} is not JSON ({error}); correct it") from None
 
 
 def _parsed_by_vllm(setting: Setting, action: argparse.Action, argv: list[str]) -> Any:
@@ -311,7 +311,9 @@ def _check_variable(setting: Setting) -> None:
 def _check_port(flags: Mapping[str, Flag]) -> None:
     port = flags.get("port")
     if port is not None and not 1 <= port.value <= 65535:
-        raise ConfigError(f"{port.setting.location}: {port.setting.key}={port.value}: a port is 1 to 65535")
+        raise ConfigError(
+            f"{port.setting.location}: {port.setting.key}={port.value} is no port; write a number from 1 to 65535"
+        )
 
 
 def _check_ranges(flags: Mapping[str, Flag]) -> None:
@@ -348,5 +350,6 @@ def _validator(owner: Any, name: str) -> type[BaseModel]:
 
 def _refusal(setting: Setting, reason: str) -> ConfigError:
     return ConfigError(
-        f"{setting.location}: {setting.key}={setting.value}: vLLM refuses it: {' '.join(reason.split())}"
+        f"{setting.location}: vLLM refuses {setting.key}={setting.value} ({' '.join(reason.split())}); correct or "
+        "remove it"
     )

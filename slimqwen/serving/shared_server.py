@@ -114,4 +114,6 @@ def get_response(url: str) -> httpx.Response:
         with open_client(_TIMEOUT_S) as client:
             return client.get(url).raise_for_status()
     except httpx.HTTPError as error:
-        raise ServerLostError(f"{url}: {error or type(error).__name__}") from error
+        raise ServerLostError(
+            f"{url}: {error or type(error).__name__}; start the server again, or set VLLM_API_KEY as it has it"
+        ) from error

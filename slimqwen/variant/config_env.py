@@ -207,7 +207,7 @@ def _check_own_keys(settings: Mapping[str, Setting]) -> None:
         setting = settings.get(key)
         if setting is not None and setting.value != value:
             raise ConfigError(
-                f"{setting.location}: {key}={setting.value}: write {key}={value}, or {key}= to {default}"
+                f"{setting.location}: {key}={setting.value} has no meaning; write {key}={value}, or {key}= to {default}"
             )
     for key, least in _LEAST_VALUE.items():
         setting = settings.get(key)
@@ -216,7 +216,8 @@ def _check_own_keys(settings: Mapping[str, Setting]) -> None:
         text = setting.value
         if not (text.isascii() and text.isdecimal() and len(text) < 19 and int(text) >= least):
             raise ConfigError(
-                f"{setting.location}: {key}={text}: write a whole number of at least {least}, or {key}= to unset it"
+                f"{setting.location}: {key}={text} is no whole number of at least {least}; write one, or {key}= to "
+                "unset it"
             )
     _check_revision(settings)
 

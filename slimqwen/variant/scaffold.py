@@ -58,7 +58,7 @@ def create(
     require_new(name, root, with_weights=recipe is not None)
     if not hypothesis or "<!--" in hypothesis:
         raise ScaffoldError(
-            f"{name} needs a hypothesis, one sentence without `<!--` that a measurement can refute: "
+            f"{name} has no hypothesis, or one with `<!--`; give a sentence that a measurement can refute: "
             '--hypothesis "4-bit MLPs keep every task score within two points"'
         )
     base_variant = variants.load(base, root) if base else None

@@ -153,5 +153,8 @@ async def _ask(client: httpx.AsyncClient, path: str, body: dict[str, Any]) -> ht
         await asyncio.sleep(0.2)
     # A stream that fails after its beginning has status 200.
     if answer.status_code != httpx.codes.OK or 'data: {"error"' in answer.text:
-        raise PluginError(f"{path} answered {answer.status_code}: {' '.join(answer.text.split())[-300:]}")
+        raise PluginError(
+            f"{path} answered {answer.status_code} ({' '.join(answer.text.split())[-300:]}); correct the flag that it "
+            "names, or read the cause above in this log"
+        )
     return answer

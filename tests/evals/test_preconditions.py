@@ -29,12 +29,13 @@ def test_a_missing_baseline_and_missing_weights_are_named_without_vllm(words: st
     assert ended.stderr.startswith(f"error: {said}")
 
 
-def test_a_folder_for_records_that_cannot_be_written_is_named_before_the_measurement(monkeypatch, tmp_path):
+def test_a_folder_for_records_that_cannot_be_written_is_named_before_the_measurement(monkeypatch):
     monkeypatch.setattr("os.access", lambda path, mode: False)  # root may write everywhere
+    tiny = variant.load("tiny")
     with pytest.raises(
-        EvalError, match=rf"^{tmp_path} cannot be written, and the record belongs there; make it"
+        EvalError, match=f"^{tiny.folder} cannot be written, and the record belongs there; make it"
     ):
-        check_preconditions(variant.load("tiny"), records_folder=tmp_path / "new" / "tiny")
+        check_preconditions(tiny)
 
 
 def test_the_baseline_of_a_variant_is_loaded_and_weights_are_required(add_variant, tmp_path):

@@ -73,7 +73,9 @@ def test_an_image_is_opened_run_and_closed(fake_tool, tool):
 
 def test_a_failure_is_told_by_the_line_that_names_it(fake_tool):
     fake_tool("docker", "echo warning: x >&2; echo 'Error: no such image' >&2; exit 125")
-    with pytest.raises(ImageError, match="docker image inspect: Error: no such image"):
+    with pytest.raises(
+        ImageError, match="docker image inspect: Error: no such image; run `docker image inspect x`"
+    ):
         tools.run_tool(["docker", "image", "inspect", "x"])
 
 

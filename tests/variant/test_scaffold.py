@@ -101,7 +101,7 @@ def test_a_bad_name_is_refused(repository, name):
 
 @pytest.mark.parametrize("hypothesis", ["", " \n\t", "<!-- table:results tiny -->"])
 def test_a_hypothesis_that_is_none_is_refused(repository, hypothesis):
-    refuse(repository, ScaffoldError, "needs a hypothesis", hypothesis=hypothesis)
+    refuse(repository, ScaffoldError, "has no hypothesis", hypothesis=hypothesis)
 
 
 def test_weights_that_no_recipe_made_are_not_taken_for_the_new_variants(repository):

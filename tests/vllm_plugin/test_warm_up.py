@@ -154,13 +154,13 @@ def test_where_no_prefix_can_be_warm_the_log_says_why(caplog, chosen, said):
 
 
 def test_a_question_that_is_refused_is_a_warm_up_that_failed():
-    with pytest.raises(PluginError, match=r"/v1/chat/completions answered 400: .*no chat"):
+    with pytest.raises(PluginError, match=r"/v1/chat/completions answered 400 .*no chat.*; correct the flag"):
         run(Vllm(config(), refuses=("/v1/chat/completions",)))
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
 def test_a_stream_that_breaks_is_a_warm_up_that_failed(path):
-    with pytest.raises(PluginError, match=rf"{path} answered 200: .*too\\n late"):
+    with pytest.raises(PluginError, match=rf"{path} answered 200 .*too\\n late"):
         run(Vllm(config(), breaks=(path,)))
 
 

@@ -177,7 +177,10 @@ def max_num_seqs(variants: Sequence[Variant], workload: Workload) -> int:
     for variant in variants:
         limit = ServerCommand.resolve(variant).flags.get("max-num-seqs")
         if limit is None:
-            raise BenchError(f"{workload.name}: {variant.name} needs VLLM_MAX_NUM_SEQS in its config.env")
+            raise BenchError(
+                f"{workload.name} sends up to VLLM_MAX_NUM_SEQS requests at once, and {variant.name} has none; set it "
+                "in its config.env"
+            )
         limits.append(int(limit))
     return max(limits)
 

@@ -116,7 +116,10 @@ def bake_compile_cache(
         loaded = _start(proof, parameters.prompt_tokens[:1], Path(folder) / "vllm.log", progress)
     missed = {graph.name for graph in compiled} ^ {graph.name for graph in loaded if graph.loaded}
     if missed:
-        raise ServingError(f"a start from the packed cache did not load {', '.join(sorted(missed))}")
+        raise ServingError(
+            f"a start from the packed cache did not load {', '.join(sorted(missed))}; run the recipe again, or remove "
+            "bake_cache from it"
+        )
     return {
         "graphs": len(compiled),
         "compile_seconds": round(sum(graph.seconds for graph in compiled), 2),

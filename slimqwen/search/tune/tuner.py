@@ -223,7 +223,9 @@ class _Tuner:
                 raise EvalError(f"vLLM's configuration failed ({reasons}); read why in its log: {self._log}")
             refused |= {name: reason for name, reason in zip(argvs, reasons, strict=True) if reason}
             if reason := refused.get(UNDRAFTED.name):
-                raise SearchError(f"{subject.variant.name} cannot be served without drafts: {reason}")
+                raise SearchError(
+                    f"{subject.variant.name} cannot be served without drafts ({reason}); correct its config.env"
+                )
             plain = None
             if not speed_only.is_speed_only(undrafted.variant):
                 plain = PlainResponses.generate(processes, settings, self._progress).model_dump(mode="json")
@@ -351,7 +353,8 @@ def _read_load(side: MeasuredVariant, load: int) -> LoadTurn:
     rows = [row for result in results for row in result.rows]
     if failed := [row["error"] for row in rows if row["error"]]:
         raise ServerLostError(
-            f"{len(failed)} of {len(rows)} requests failed, of which {load} ran at a time: {failed[0]}"
+            f"{len(failed)} of {len(rows)} requests failed, {load} at a time ({failed[0]}); read why in the server's "
+            f"log: {side.log}"
         )
     return LoadTurn(
         load=load,
