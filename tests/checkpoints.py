@@ -14,11 +14,16 @@ from safetensors.torch import load_file, save_file
 from slimqwen import progress
 from slimqwen.checkpoint import Manifest, draft_head
 from slimqwen.checkpoint.files import file_records
-from slimqwen.checkpoint.tensors import INDEX
+from slimqwen.checkpoint.tensors import INDEX, NewTensor
 from slimqwen.models import language_model
 from slimqwen.recipe.registry import STAGES
 
 TINY = Path(__file__).parents[1] / "weights" / "tiny"
+
+
+def new_tensor(dtype: str, shape: tuple[int, ...], content: bytes) -> NewTensor:
+    """A tensor of these bytes, to be written."""
+    return NewTensor(dtype, shape, lambda: [content])
 
 
 def stage_output(stage: str, source: Path, destination: Path, **parameters: Any) -> Path:

@@ -2,7 +2,7 @@
 
 import shutil
 import textwrap
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +13,6 @@ from slimqwen.evals import EvalError, acceptance, acceptance_share, drafting
 from slimqwen.evals.acceptance import Acceptance
 from slimqwen.evals.drafting import AcceptanceSettings
 from slimqwen.records import store
-from slimqwen.records.pairing import NotComparableError
-from slimqwen.records.record import MeasuredCheckpoint
 from slimqwen.records.settings import SettingsError
 from slimqwen.records.split import Split
 from slimqwen.stats.verdict import Verdict
@@ -22,7 +20,6 @@ from tests import record_files
 from tests.zoo.published_forms import PUBLISHED_FORMS
 
 ROOT = Path(__file__).parents[2]
-EXAMPLE = record_files.example("acceptance")
 PLAN = """
 documents: tinyworld
 seed: 1
@@ -154,40 +151,6 @@ def test_more_groups_than_prompts_are_an_error(repository: Path) -> None:
         SettingsError, match=r"eval/gates/bad.yaml:\d+: .*4 prompts cannot be divided into 9 groups"
     ):
         AcceptanceSettings.load("bad", repository)
-
-
-def counted(folder: Path, accepted: Sequence[int], **changes: Any) -> Path:
-    """A record of 10 drafts of 2 tokens a group, so many of each group accepted at each position."""
-    items = record_files.draft_items(*([number, number] for number in accepted))
-    depths = [row.as_json() for row in acceptance.summarise_items(items)]
-    body = EXAMPLE | {"variant": folder.name, "depths": depths} | changes
-    return record_files.write(folder, body, items)
-
-
-@pytest.mark.parametrize(
-    ("accepted", "verdict"),
-    [((8, 8, 8, 8), "pass"), ((7, 7, 7, 7), "fail"), ((10, 7, 8, 7), "inconclusive")],
-)
-def test_the_share_of_the_baselines_length_decides(
-    tmp_path: Path, accepted: Sequence[int], verdict: str
-) -> None:
-    first, second = counted(tmp_path / "a", (8, 8, 8, 8)), counted(tmp_path / "b", accepted)
-    assert acceptance_share.pair_acceptance_records(tmp_path / "a", tmp_path / "b") == (first, second)
-    share = acceptance_share.compare_acceptance(first, second)
-    assert (share.depth, share.groups, share.verdict) == (2, 4, verdict)
-    assert share.first == pytest.approx(2.6)
-    assert share.second == pytest.approx(1 + 2 * sum(accepted) / 40)
-    assert share.ratio.value == pytest.approx(share.second / share.first)
-
-
-def test_records_of_other_settings_or_another_checkpoint_are_no_pair(tmp_path: Path) -> None:
-    counted(tmp_path / "a", (8, 8))
-    counted(tmp_path / "b", (8, 8), plan="another")
-    with pytest.raises(NotComparableError, match=r"differ in settings \(\w+ and another\)"):
-        acceptance_share.pair_acceptance_records(tmp_path / "a", tmp_path / "b")
-    other = MeasuredCheckpoint(path="weights/other", digest="0" * 64, size_bytes=1)
-    with pytest.raises(store.MissingRecordError, match="slimqwen eval acceptance --variant a"):
-        acceptance_share.pair_acceptance_records(tmp_path / "a", tmp_path / "b", [other, other])
 
 
 def test_a_proof_counts_more_prompts_than_a_search() -> None:

@@ -1,4 +1,4 @@
-"""Sampling the target and re-distilling its MTP head: what is learned, kept, resumed and refused."""
+"""Re-distilling the MTP head: what is learned, kept, resumed and refused."""
 
 import json
 import shutil
@@ -12,7 +12,6 @@ import torch
 
 from slimqwen import checkpoint, progress
 from slimqwen.checkpoint import draft_head
-from slimqwen.checkpoint.files import file_records
 from slimqwen.models.mtp_head import DraftHead
 from slimqwen.recipe import head_training, variant_recipe
 from slimqwen.recipe.recipe_file import Step
@@ -20,27 +19,15 @@ from slimqwen.recipe.sampled_outputs import OUTPUTS, read_outputs
 from slimqwen.recipe.stage import StageError
 from slimqwen.recipe.stages import redistill_mtp, sample_outputs
 from slimqwen.recipe.stages.redistill_mtp import CURVE, RedistillParameters
-from slimqwen.recipe.stages.sample_outputs import CorpusError, Prompts, SampleOutputsParameters
+from slimqwen.recipe.stages.sample_outputs import CorpusError
 from tests.checkpoints import TINY, edited_tensors, stage_output, stored
 from tests.identity.coverage_by_keys import covered
+from tests.recipe.stages.sampling import sampled_from
 from tests.zoo.published_forms import PUBLISHED_FORMS
 
-FEW = SampleOutputsParameters(
-    prompts=Prompts(path="tinyworld_prompts"), texts=48, held_out=16, tokens=32, chunk=32
-)
 SHORT = RedistillParameters(steps=8, validate_every=2, learning_rate=1e-3)
 
 pytestmark = pytest.mark.engine
-
-
-def sampled_from(source: Path, folder: Path) -> Path:
-    return stage_output("sample_outputs", source, folder, **dict(FEW))
-
-
-@pytest.fixture(scope="module")
-def sampled(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The tiny model and what it says."""
-    return sampled_from(TINY, tmp_path_factory.mktemp("sampled") / "tiny")
 
 
 @pytest.fixture(scope="module")
@@ -108,24 +95,6 @@ def leave_out_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def without_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
     leave_out_vllm(monkeypatch)
-
-
-def test_the_same_target_says_the_same(sampled: Path, tmp_path: Path) -> None:
-    again = sampled_from(TINY, tmp_path / "again")
-    assert (again / OUTPUTS).read_bytes() == (sampled / OUTPUTS).read_bytes()
-
-
-def test_the_checkpoint_goes_through_sampling_unchanged(sampled: Path) -> None:
-    after = file_records(sampled)
-    del after[OUTPUTS]
-    assert after == file_records(TINY)
-
-
-def test_texts_to_measure_on_are_others_than_texts_to_train_on(sampled: Path) -> None:
-    outputs = list(read_outputs(sampled))
-    held_out = {output.prompt for output in outputs if output.held_out}
-    assert len(held_out) == FEW.held_out
-    assert not held_out & {output.prompt for output in outputs if not output.held_out}
 
 
 def test_a_damaged_head_learns_and_its_target_stays(damaged: Path, learned: Path) -> None:
@@ -254,29 +223,3 @@ def test_a_loss_that_is_no_number_is_an_error(damaged: Path, tmp_path: Path, wit
 def test_a_checkpoint_without_sampled_outputs_names_the_stage_that_is_missing(tmp_path: Path) -> None:
     with pytest.raises(CorpusError, match="put the stage sample_outputs before"):
         redistil(TINY, tmp_path)
-
-
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        ('{"text": "A short text."}\n', "gives 1 different prompts, but 64 are needed"),
-        ("no json\n", "line 1: not JSON"),
-    ],
-)
-def test_a_corpus_that_is_no_use_is_refused(tmp_path: Path, content: str, message: str) -> None:
-    file = tmp_path / "corpus.jsonl"
-    file.write_text(content)
-    parameters = FEW.model_copy(update={"prompts": Prompts(path=file)})
-    with pytest.raises(CorpusError, match=message):
-        sample_outputs.write_sampled_outputs(TINY, tmp_path, parameters, progress.silent)
-
-
-def test_given_prompts_are_taken_whole_and_texts_by_their_first_third(tmp_path: Path) -> None:
-    file = tmp_path / "corpus.jsonl"
-    file.write_text('{"prompt": "one two three four five six"}\n{"text": "one two three four five six"}\n')
-
-    def words(text: str, add_special_tokens: bool) -> dict[str, list[int]]:
-        return {"input_ids": list(range(2 * len(text.split())))}
-
-    taken = list(sample_outputs._prompts(Prompts(path=file), TINY, words))
-    assert [len(ids) for ids in taken] == [12, 4]
