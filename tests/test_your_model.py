@@ -81,7 +81,7 @@ def test_the_way_from_a_model_folder_to_serve_this_one(clone: Path) -> None:
         said[command] = ended.stdout + ended.stderr
         is_verdict = command.startswith("slimqwen gate") and ended.returncode in (0, 1, 2)
         assert ended.returncode == 0 or is_verdict, f"{command}: {said[command][-2000:]}"
-        if command.startswith("sed"):
+        if command.startswith("slimqwen variant new --name mine"):
             recipe = clone / "experiments" / "mine" / "recipe.yaml"
             text = recipe.read_text(encoding="utf-8")
             for name, value in TOO_LONG.items():

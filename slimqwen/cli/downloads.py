@@ -1,5 +1,6 @@
 """`slimqwen download`: checkpoints of the model hub, data sets of a suite."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -23,13 +24,24 @@ FromPackage = Annotated[
 ]
 
 
+CorpusName = Annotated[
+    str | None,
+    typer.Option(
+        metavar="NAME", help="file of eval/corpora/: only this mix, for the base of the variant's recipe"
+    ),
+]
+
+
 def download(
     variant: OptionalVariant = None,
     suite: SuiteName = None,
     data: Data = None,
     package: FromPackage = False,
+    corpus: CorpusName = None,
 ) -> None:
-    """Download a variant's checkpoint from the model hub, or a suite's data sets (gated ones need HF_TOKEN)."""
+    """Download what a variant's recipe needs, its checkpoint and text; or a suite's data sets (gated: HF_TOKEN)."""
+    if corpus and not variant:
+        raise typer.BadParameter("--corpus counts tokens of a base: name a variant with --variant")
     if (variant is None) == (suite is None):
         raise typer.BadParameter("name a variant with --variant, or a suite with --suite")
     if data and not suite:
@@ -39,8 +51,11 @@ def download(
     silence_hub_client()
     if variant and package:
         _unpack_checkpoint(variant)
+    elif variant and corpus:
+        _download_corpora(variant, [corpus])
     elif variant:
         _download_checkpoint(variant)
+        _download_corpora(variant)
     if suite:
         _download_datasets(suite, data)
 
@@ -58,6 +73,22 @@ def _download_checkpoint(variant: Variant) -> None:
     )
     if "REVISION" not in variant.settings:
         say(f"To pin it, write below {source.location}:\nREVISION={revision}")
+
+
+def _download_corpora(variant: Variant, names: Sequence[str] | None = None) -> None:
+    """Fetch mixes for the base of a variant's recipe; by default those that the recipe reads."""
+    from slimqwen.recipe import variant_recipe
+
+    names = variant_recipe.list_corpora(variant) if names is None else names
+    if not names:
+        return
+    from slimqwen.evals.suites import corpora
+
+    base = variant_recipe.find_base(variant)
+    with progress_bar() as progress:
+        for name in names:
+            for line in corpora.fetch_corpus(name, base, progress):
+                say(line)
 
 
 def _unpack_checkpoint(variant: Variant) -> None:

@@ -46,11 +46,17 @@ def run_variant_recipe(
             help="run no stage; show memory, disk and time of each, and which outputs would be reused",
         ),
     ] = False,
+    gpu: Annotated[
+        str | None,
+        typer.Option(metavar="GPU", help="with --dry-run: also the time on this GPU, by its data sheet"),
+    ] = None,
 ) -> None:
     """Run recipe.yaml and write weights/NAME; resumes an interrupted run and reuses outputs that are up to date."""
     if dry_run:
-        _show_dry_run(variant)
+        _show_dry_run(variant, gpu)
         return
+    if gpu:
+        raise typer.BadParameter("--gpu goes with --dry-run: a run is on this machine")
     if shape:
         from slimqwen.plan import shapes
 
@@ -228,43 +234,62 @@ def _show_understanding(name: str, understanding: "Understanding") -> None:
         say(f"  | … ({len(understanding.example):,} characters in all)")
 
 
-def _show_dry_run(variant: Variant) -> None:
+def _show_dry_run(variant: Variant, gpu: str | None) -> None:
     """Show memory, disk and time of each stage, and whether a run would reuse its output or what has changed."""
     from slimqwen.models.outline import Outline
-    from slimqwen.plan import shapes
+    from slimqwen.plan import devices, shapes
     from slimqwen.recipe import inspection, variant_recipe
-    from slimqwen.recipe.recipe_file import RecipeError
+    from slimqwen.recipe.recipe_file import RecipeError, find_base_variant
+
+    sheet = devices.read_gpu(gpu, variant.root) if gpu else None
+    processor = inspection.Processor(sheet.peak("bf16"), sheet.bandwidth) if sheet else None
 
     base = variant_recipe.base_outline(variant)
     is_here = base is not None and base.folder.joinpath("tokenizer.json").is_file()
     if base is None:
         # The dimensions of a published checkpoint that is not downloaded yet are in eval/shapes/.
-        first = variants.load(variant_recipe.read_recipe(variant).base, variant.root)
+        name = find_base_variant(variant_recipe.read_recipe(variant).base, variant.root)
+        first = variants.load(name, variant.root)
         base = Outline.of_shape(shapes.variant_shape(first), first.weights)
-    recipe_faults, costs = variant_recipe.inspect_recipe(variant, base)
+    to_fetch: list[str] = []
+    recipe_faults, costs = variant_recipe.inspect_recipe(variant, base, to_fetch)
     faults = [*recipe_faults, *api.list_evaluation_faults(variant)]
-    forecasts = variant_recipe.forecast_recipe(variant) if is_here and not faults else [None] * len(costs)
-    rows = table(["stage", "would be"], ("memory", "disk", "time", ""))
+    lacking = "" if faults else "its text is not here" if is_here else "its base is not here"
+    is_complete = is_here and not faults and not to_fetch
+    forecasts = variant_recipe.forecast_recipe(variant) if is_complete else [None] * len(costs)
+    rows = table(
+        ["stage", "would be"], ("memory", "disk", "time", "", *([f"on {sheet.name}"] if sheet else []))
+    )
     rows.add_column("why")
     for cost, forecast in zip(costs, forecasts, strict=True):
         is_reused = forecast is not None and forecast.reused
         needs = (
             f"{cost.needs.memory_bytes / 1e9:.1f} GB",
             f"{cost.needs.disk_bytes / 1e9:.2f} GB",
-            _duration(cost.seconds),
+            duration(cost.seconds),
             "as measured here" if cost.was_measured else "by arithmetic",
+            *([duration(processor.seconds(cost.needs))] if processor else []),
         )
         rows.add_row(
             cost.step.stage.name,
             "reused" if is_reused else "run",
             *([""] * len(needs) if is_reused else needs),
-            forecast.reason if forecast else "" if faults else "its base is not here",
+            forecast.reason if forecast else lacking,
         )
         for change in forecast.changes if forecast else ():
-            rows.add_row(*[""] * 6, f"{change.ingredient}: {_short(change.before)} -> {_short(change.after)}")
+            rows.add_row(
+                *[""] * (2 + len(needs)),
+                f"{change.ingredient}: {_short(change.before)} -> {_short(change.after)}",
+            )
     console.print(rows)
     say("Memory and disk are upper bounds; computed times are right within a factor of about three.")
-    say(f"Times are for {inspection.describe_processor()}.")
+    new = [cost for cost, each in zip(costs, forecasts, strict=True) if each is None or not each.reused]
+    total = f"{duration(sum(cost.seconds for cost in new))} on {inspection.describe_processor()}"
+    if processor and sheet:
+        total += f"; {duration(sum(processor.seconds(cost.needs) for cost in new))} on {sheet.name}, by its data sheet"
+    say(f"All stages: {total}.")
+    for line in to_fetch:
+        say(f"to be fetched before the run: {line}")
     if faults:
         raise RecipeError(*faults)
     if understood := _describe_questions(variant):
@@ -285,7 +310,8 @@ def _describe_questions(variant: Variant) -> str | None:
     return Suite.load(folder.name, variant.root).describe_questions(variant.root)
 
 
-def _duration(seconds: float) -> str:
+def duration(seconds: float) -> str:
+    """A time as text, in the largest unit that fits."""
     if seconds < 120:
         return f"{seconds:.0f} s"
     return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"

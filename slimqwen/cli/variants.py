@@ -1,5 +1,6 @@
 """`slimqwen variant`: lists, creates and promotes variants."""
 
+import os
 import re
 from pathlib import Path
 from typing import Annotated
@@ -44,6 +45,13 @@ def new(
         list[str] | None,
         typer.Option(help="stage of the variant's own recipe; may be repeated, in order"),
     ] = None,
+    corpus: Annotated[
+        str,
+        typer.Option(
+            metavar="self|general|FILE|FOLDER",
+            help="text of the recipe: the model's own, a public mix, or yours",
+        ),
+    ] = "self",
     evaluation: Annotated[
         str | None,
         typer.Option(
@@ -68,7 +76,8 @@ def new(
         folder = _create_baseline(name, checkpoint, hypothesis, evaluation or "core")
     else:
         assert base is not None
-        recipe = template.render_recipe(variants.load(base), stage) if stage else None
+        text = _name_text(corpus, variants.repository_root() / "experiments" / name)
+        recipe = template.render_recipe(variants.load(base), stage, text) if stage else None
         changes = f"with {', '.join(stage)}" if stage else "with its own flags"
         expected = hypothesis or f"{base} {changes} is faster and keeps every score within its margin."
         lines = {"EVALUATION": evaluation} if evaluation else {}
@@ -77,15 +86,23 @@ def new(
     for file in sorted(folder.iterdir()):
         say(f"written: {relative(file)}")
     if stage:
-        file = folder / "recipe.yaml"
-        is_filled = template.UNFILLED not in file.read_text(encoding="utf-8")
-        first = "" if is_filled else f"fill in {relative(file)}, then "
-        (variants.repository_root() / "corpora").mkdir(exist_ok=True)
-        say(f"next: {first}`slimqwen recipe run --variant {name} --dry-run`")
+        say(f"next: `slimqwen recipe run --variant {name} --dry-run`")
     elif checkpoint:
         say(
             f"next: `slimqwen serve {name}`, or `slimqwen variant new --name NAME --base {name} --stage STAGE`"
         )
+
+
+def _name_text(corpus: str, folder: Path) -> str:
+    """A text as the recipe in `folder` names it: a name as it is, a path relative to the folder."""
+    path = Path(corpus).expanduser()
+    if not path.suffix and len(path.parts) == 1 and not path.exists():
+        return corpus
+    if not path.exists():
+        raise typer.BadParameter(
+            f"--corpus: {corpus} is not there; name a file or folder, or self or general"
+        )
+    return os.path.relpath(path, folder)
 
 
 _BASELINE = "The checkpoint as it is published: what every variant of it has to beat at equal quality."

@@ -22,10 +22,26 @@ otherwise than before, because times are scaled by it."""
 _OPERATIONS_PER_CORE = 15e9
 _OPERATIONS_PER_GPU = 30e12
 _WRITTEN_BYTES_PER_SECOND = 200e6
+_SHARE = 0.4
+"""Assumed share of a data sheet's figures that a stage reaches."""
 
 _COMPARABLE = 30
 """Largest factor in operations between two runs at which the time of one predicts that of the other; beyond it, fixed
 costs and caches differ too much."""
+
+
+@dataclass(frozen=True)
+class Processor:
+    """What a processor does by its data sheet: operations and bytes of its memory a second."""
+
+    operations: float
+    bandwidth: float
+
+    def seconds(self, needs: Needs) -> float:
+        """Approximate time of a stage there, at `_SHARE` of both."""
+        computed = needs.operations / (_SHARE * self.operations)
+        read = needs.read_bytes / (_SHARE * self.bandwidth)
+        return needs.fixed_seconds + needs.disk_bytes / _WRITTEN_BYTES_PER_SECOND + max(computed, read)
 
 
 @dataclass(frozen=True)
@@ -44,13 +60,14 @@ class StageCost:
 
 
 def inspect_steps(
-    steps: Iterable[Step], base: Outline, store: Path
+    steps: Iterable[Step], base: Outline, store: Path, to_fetch: list[str] | None = None
 ) -> tuple[tuple[str, ...], tuple[StageCost, ...]]:
     """Find every fault of the steps, one line each, and estimate the cost of each step.
 
     Args:
         base: outline of the first step's input.
         store: folder with the outputs and manifests of earlier runs.
+        to_fetch: receives the lines on texts that a command fetches; without it they are faults.
     """
     manifests = [Manifest.read(file.parent) for file in _manifest_files(store)]
     faults: list[str] = []
@@ -63,7 +80,9 @@ def inspect_steps(
             # Faulty parameters were replaced by defaults, in which faults would not be the user's.
             if step.is_whole or fault.field.partition(".")[0] in {"", *step.parameters.model_fields_set}
         ]
-        faults += map(step.located, found)
+        for fault in found:
+            is_no_fault = fault.is_fetched and to_fetch is not None
+            (to_fetch if is_no_fault else faults).append(step.located(fault))  # type: ignore[union-attr]
         fits_input = all(fault.field for fault in found)
         if fits_input:
             needs = step.stage.needs(outline, step.parameters)
@@ -112,7 +131,7 @@ def describe_processor() -> str:
     """The processor for which times are computed, in words: this machine's GPU or its cores."""
     if host.has_nvidia_driver():
         return "this machine's GPU"
-    return f"this machine's {host.physical_cores()} cores; a GPU would take far less"
+    return f"this machine's {host.physical_cores()} cores (`--gpu NAME`: on a GPU)"
 
 
 def _manifest_files(store: Path) -> list[Path]:

@@ -4,6 +4,7 @@ import inspect
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
 from pydantic import BaseModel
@@ -55,7 +56,8 @@ def _value(name: str, field: FieldInfo, default: BaseModel | None) -> Any:
         return getattr(default, name)
     if field.is_required():
         return field.examples[0] if field.examples else None
-    return field.default
+    # A text that is not said is that of the recipe, which no value shows.
+    return None if field.default == Path() else field.default
 
 
 def _allowed(field: FieldInfo) -> str:

@@ -1,7 +1,10 @@
 """Reads recipe.yaml: a description, the base checkpoint, and the stages that transform it, as in this example.
 
+`corpus` names the text of every stage that names none; without it the model writes its own (`self`).
+
 description: AWQ 4-bit MLP weights.
 base: tiny
+corpus: general
 stages:
   - calibrate:
       group_size: 32
@@ -10,7 +13,7 @@ stages:
   - quantise_lm_head
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
@@ -21,7 +24,11 @@ from slimqwen import variant as variants
 from slimqwen.errors import SlimqwenError, suggest_name
 from slimqwen.recipe.registry import STAGES
 from slimqwen.recipe.stage import Fault, Stage
+from slimqwen.text.corpus import SELF
 from slimqwen.yaml_file import YamlPath, read_yaml
+
+WRITE_TEXT = "write_text"
+"""The stage that comes first where another one reads the model's own text."""
 
 
 class RecipeError(SlimqwenError):
@@ -80,6 +87,7 @@ class _Document(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
 
     description: Annotated[str, Field(min_length=1)]
+    corpus: Annotated[str, Field(min_length=1)] = str(SELF)
     base: Annotated[str, Field(pattern=r"^[A-Za-z0-9][\w.-]*(/[\w.-]+(@[0-9a-f]{40})?)?$")]
     stages: Annotated[list[_Entry], Field(min_length=1)]
 
@@ -104,6 +112,11 @@ def parse_recipe(file: Path, stages: Mapping[str, Stage] = STAGES) -> Recipe:
     """
     text = read_yaml(file, error=RecipeError, missing="is missing; write a recipe into that file")
     document = text.validate(_Document, text.content)
+    context = {
+        "folder": file.parent,
+        "corpus": document.corpus,
+        "base": _name_base(document.base, file.parent.parent.parent),
+    }
     steps: list[Step] = []
     faults: list[str] = []
     previous = ""
@@ -123,14 +136,32 @@ def parse_recipe(file: Path, stages: Mapping[str, Stage] = STAGES) -> Recipe:
             continue
         schema = stages[name].parameters
         try:
-            parameters = schema.model_validate(values or {}, context={"folder": file.parent})
+            parameters = schema.model_validate(values or {}, context=context)
             steps.append(Step(stages[name], parameters, text.places(path)))
         except ValidationError as error:
             faults += text.list_faults(error, path, schema)
-            if (rest := _without_faults(schema, values or {}, error, file.parent)) is not None:
+            if (rest := _without_faults(schema, values or {}, error, context)) is not None:
                 steps.append(Step(stages[name], rest, text.places(path), is_whole=False))
+    steps = [*_first_writes_text(steps, stages, text.place(("stages",))), *steps]
     place = text.place(("base",))
     return Recipe(file, document.description, document.base, tuple(steps), tuple(faults), place)
+
+
+def _name_base(base: str, root: Path) -> str:
+    """Name of the variant that a base denotes; the base itself if there is none, which `find_base_variant` says."""
+    try:
+        return find_base_variant(base, root)
+    except SlimqwenError:
+        return base
+
+
+def _first_writes_text(steps: Sequence[Step], stages: Mapping[str, Stage], place: str) -> list[Step]:
+    """The step by which the model writes the text that others read; none if they read none or the recipe has it."""
+    tokens = max((step.stage.own_tokens(step.parameters) for step in steps), default=0)
+    if not tokens or any(step.stage.name == WRITE_TEXT for step in steps):
+        return []
+    stage = stages[WRITE_TEXT]
+    return [Step(stage, stage.parameters.model_validate({"tokens": tokens}), {"": place})]
 
 
 def find_base_variant(base: str, root: Path) -> str:
@@ -166,7 +197,7 @@ def stage_fault(name: str, previous: str, stages: Mapping[str, Stage] = STAGES) 
 
 
 def _without_faults(
-    schema: type[BaseModel], values: Mapping[str, Any], error: ValidationError, folder: Path
+    schema: type[BaseModel], values: Mapping[str, Any], error: ValidationError, context: Mapping[str, Any]
 ) -> BaseModel | None:
     """Parameters without the faulty ones, so that the others can be inspected; None if they make no valid model."""
     faulty = {problem["loc"][0] for problem in error.errors() if problem["loc"]}
@@ -177,6 +208,6 @@ def _without_faults(
     }
     try:
         rest = examples | {key: value for key, value in values.items() if key not in faulty}
-        return schema.model_validate(rest, context={"folder": folder})
+        return schema.model_validate(rest, context=dict(context))
     except ValidationError:
         return None

@@ -49,12 +49,14 @@ class Needs:
         memory_bytes: upper bound of the main memory of the stage's process.
         operations: approximate number of floating-point operations, from which the time follows.
         fixed_seconds: approximate time that does not depend on the model's size: imports, starts of an engine.
+        read_bytes: approximate number of bytes of weights that an engine reads, which bound the time of sampling.
     """
 
     disk_bytes: int
     memory_bytes: int
     operations: float = 0
     fixed_seconds: float = 10
+    read_bytes: float = 0
 
 
 @dataclass(frozen=True)
@@ -64,10 +66,12 @@ class Fault:
     Attributes:
         text: cause and cure as one line.
         field: dotted name of the parameter to change; empty if the stage itself does not fit its input.
+        is_fetched: whether the text names a command that fetches what is missing, so that only a run needs it.
     """
 
     text: str
     field: str = ""
+    is_fetched: bool = False
 
 
 class Dimensions(Protocol):
@@ -124,6 +128,7 @@ class Stage:
         reshape: (shape, parameters) -> dimensions of the output, for the stages after it, plans and rooflines.
         follows: stages that write a file which this stage reads; one of them has to come right before it.
         data: parameters -> digest of every outside input by name.
+        own_tokens: parameters -> number of tokens that the stage reads of the text that the model itself wrote.
         environment: variables of the stage's process.
         last: whether no stage may follow, because a change of the checkpoint would invalidate the result.
         summarise: facts -> one sentence about what the stage decided; None if it decides nothing.
@@ -138,6 +143,7 @@ class Stage:
     reshape: Reshape = unchanged_shape
     follows: tuple[str, ...] = ()
     data: Callable[[Any], Mapping[str, str]] = lambda parameters: {}
+    own_tokens: Callable[[Any], int] = lambda parameters: 0
     environment: Mapping[str, str] = field(default_factory=dict)
     resumes: bool = False
     last: bool = False

@@ -6,9 +6,10 @@ from slimqwen.errors import SlimqwenError
 from slimqwen.models.outline import Outline
 from slimqwen.recipe.stage import Fault
 from slimqwen.text.chats import read_chat_templates, require_text_or_chat
-from slimqwen.text.corpus import TextSource
+from slimqwen.text.corpus import TextSource, named_corpus_path
 from slimqwen.text.documents import Document, read_documents
 from slimqwen.text.files import CorpusError
+from slimqwen.variant import repository_root
 
 _CHECKED_BYTES = 16 * 2**20
 """Bytes that are read of a larger file, in a third of a second; the rest is checked when the stage reads the text."""
@@ -33,6 +34,8 @@ def inspect_text(
         or_prompt: whether the text may hold prompts.
     """
     field = f"{field}.path"
+    if source.is_own:
+        return  # a stage before this one writes it
     try:
         size, number, is_whole, has_chats = source.path.stat().st_size, 0, True, False
         with_tools: list[Document] = []
@@ -56,6 +59,14 @@ def inspect_text(
                 f"{with_tools[0].location}: a chat with tools ({len(with_tools)} such chats), which "
                 f"{templates['default'].file} does not render; remove them, or use a template that renders tools"
             )
+    except FileNotFoundError:
+        name, _, base = source.path.stem.partition("-")
+        root = repository_root()
+        is_named = (root / "eval" / "corpora" / f"{name}.yaml").is_file()
+        is_fetched = is_named and source.path == named_corpus_path(name, base, root)
+        cure = f"`slimqwen download --corpus {name} --variant {base}` fetches it"
+        cure = cure if is_fetched else "write the text into that file"
+        yield Fault(f"{source.path}: cannot be read (No such file or directory); {cure}", field, is_fetched)
     except OSError as error:
         yield Fault(f"{source.path}: cannot be read ({error.strerror}); write the text into that file", field)
     except SlimqwenError as error:

@@ -18,6 +18,7 @@ from slimqwen.recipe import recipe_file, runner
 from slimqwen.recipe.inspection import StageCost, inspect_steps
 from slimqwen.recipe.inspection import lacking_space as lacking_space
 from slimqwen.recipe.recipe_file import Recipe, RecipeError, Step, find_base_variant
+from slimqwen.text.corpus import TextSource, named_corpus_path
 from slimqwen.variant import Variant
 
 
@@ -65,14 +66,20 @@ def run_recipe(
     return runner.run_recipe(recipe, variant.name, variant.root / "weights", resolve, stages, progress)
 
 
-def inspect_recipe(variant: Variant, base: Outline) -> tuple[tuple[str, ...], tuple[StageCost, ...]]:
+def inspect_recipe(
+    variant: Variant, base: Outline, to_fetch: list[str] | None = None
+) -> tuple[tuple[str, ...], tuple[StageCost, ...]]:
     """Find every fault of a variant's recipe on the outline of its base, and the cost of each stage; runs no stage.
+
+    Args:
+        to_fetch: receives the lines on texts that a command fetches; without it they are faults.
 
     Raises:
         RecipeError: the recipe cannot be read.
     """
     recipe = recipe_file.parse_recipe(variant.folder / "recipe.yaml")
-    faults, costs = inspect_steps(recipe.steps, base, variant.root / "weights" / "store")
+    store = variant.root / "weights" / "store"
+    faults, costs = inspect_steps(recipe.steps, base, store, to_fetch)
     return recipe.faults + faults, costs
 
 
@@ -83,12 +90,41 @@ def base_outline(variant: Variant) -> Outline | None:
         RecipeError: the recipe cannot be read.
         CorruptCheckpointError: config.json, the index or a header cannot be read.
     """
-    recipe = recipe_file.parse_recipe(variant.folder / "recipe.yaml")
-    _require_base(recipe, variant.root)
-    base = variants.load(find_base_variant(recipe.base, variant.root), variant.root)
+    base = find_base(variant)
     if not (base.weights / "config.json").is_file():
         return None
     return Outline.read(base.weights)
+
+
+def find_base(variant: Variant) -> Variant:
+    """The variant whose checkpoint a recipe transforms; the variant itself if it has no recipe.
+
+    Raises:
+        RecipeError: the recipe cannot be read.
+    """
+    if variant.recipe is None:
+        return variant
+    recipe = recipe_file.parse_recipe(variant.recipe)
+    _require_base(recipe, variant.root)
+    return variants.load(find_base_variant(recipe.base, variant.root), variant.root)
+
+
+def list_corpora(variant: Variant) -> list[str]:
+    """Names of eval/corpora/ whose mixes a variant's recipe reads; none without a recipe.
+
+    Raises:
+        RecipeError: the recipe cannot be read.
+    """
+    if variant.recipe is None:
+        return []
+    base, root = find_base(variant).name, variant.root
+    named = {
+        named_corpus_path(file.stem, base, root): file.stem
+        for file in (root / "eval" / "corpora").glob("*.yaml")
+    }
+    recipe = recipe_file.parse_recipe(variant.recipe)
+    texts = [value for step in recipe.steps for _, value in step.parameters if isinstance(value, TextSource)]
+    return sorted({named[text.path] for text in texts if text.path in named})
 
 
 def stages_until(variant: Variant, name: str) -> int:

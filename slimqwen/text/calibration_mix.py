@@ -11,10 +11,10 @@ import json
 import random
 import tempfile
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from slimqwen.checkpoint.files import sha256
 from slimqwen.progress import Progress, silent
@@ -44,6 +44,18 @@ def _ignore(_: str, __: Understanding) -> None:
     """Show nothing."""
 
 
+class Public(NamedTuple):
+    """How a public mix differs: chats stay chats, for every base to render, and unusable documents are left out.
+
+    Attributes:
+        leaves_out: whether a document must not be taken, by its text.
+        facts: further entries of the manifest.
+    """
+
+    leaves_out: Callable[[str], bool]
+    facts: Mapping[str, Any]
+
+
 def manifest_path(destination: Path) -> Path:
     """The path of a calibration text's manifest: `<name>.manifest.json` beside it."""
     return destination.with_suffix(".manifest.json")
@@ -57,6 +69,7 @@ def build_calibration_text(
     destination: Path,
     progress: Progress = silent,
     show: Show = _ignore,
+    public: Public | None = None,
 ) -> dict[str, Any]:
     """Write a calibration text and its manifest, and return the manifest; the same inputs give the same bytes.
 
@@ -66,6 +79,7 @@ def build_calibration_text(
             sources all run out has fewer.
         destination: .jsonl file, replaced if it exists.
         show: called for each source when all are read, before a document is taken.
+        public: how a public mix is made; None for a user's own text.
 
     Raises:
         CorpusError: a source is missing, malformed or empty, or an argument is wrong; nothing is written. All faults of
@@ -100,19 +114,26 @@ def build_calibration_text(
             while remaining and total < tokens:
                 supply = min(remaining, key=lambda supply: supply.facts["tokens"] / supply.facts["weight"])
                 try:
-                    document = supply.take_new(seen)
+                    taken = supply.take_new(seen, public.leaves_out if public else None)
                 except CorpusError as error:
+                    if public:
+                        supply.facts["unusable"] += 1
+                        continue
                     faults += error.faults
                     if len(faults) == _MOST_FAULTS:
                         break
                     continue
-                if document is None:
+                if taken is None:
                     remaining.remove(supply)
                     continue
-                length = len(chats.tokenizer(document, add_special_tokens=False, verbose=False)["input_ids"])
+                document, rendered = taken
+                length = len(chats.tokenizer(rendered, add_special_tokens=False, verbose=False)["input_ids"])
                 supply.facts["tokens"] += length
                 total += length
-                stream.write(json.dumps({"text": document, "source": supply.facts["name"]}) + "\n")
+                content: dict[str, Any] = {"text": rendered}
+                if public and document.messages is not None:
+                    content = {"messages": document.messages, "tools": document.tools}
+                stream.write(json.dumps({**content, "source": supply.facts["name"]}) + "\n")
                 progress("taking documents", min(total, tokens), tokens)
         if faults:
             raise CorpusError(*faults)
@@ -126,6 +147,7 @@ def build_calibration_text(
             "tokenizer_sha256": sha256(weights / "tokenizer.json"),
             "chat_template_sha256": _digest({name: each.text for name, each in chats.templates.items()}),
             **({"template_date": chats.date} if chats.date else {}),
+            **(public.facts if public else {}),
             "sources": facts,
         }
         staged.write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")
@@ -166,7 +188,8 @@ class _Supply:
         if self.understanding.division:
             self.facts["division"] = self.understanding.division
         self.facts |= {"weight": source.weight, "documents": len(self._positions), "ran_out": False}
-        self.facts |= dict.fromkeys(("duplicates", "near_duplicates", "taken", "tokens"), 0)
+        counts = ("duplicates", "near_duplicates", "taken", "tokens", "overlapping", "unusable")
+        self.facts |= dict.fromkeys(counts, 0)
         # The seed includes the name, so that adding a source does not change the order of the others.
         random.Random(f"{seed} {source.name}").shuffle(self._positions)
 
@@ -175,20 +198,25 @@ class _Supply:
             stream.seek(position)
             return Document(**json.loads(stream.readline()))
 
-    def take_new(self, seen: set[bytes]) -> str | None:
-        """The text of the next document that is no duplicate, None at the end; adds its hashes to `seen`."""
+    def take_new(
+        self, seen: set[bytes], leaves_out: Callable[[str], bool] | None = None
+    ) -> tuple[Document, str] | None:
+        """The next document that is no duplicate, with its text; None at the end; adds its hashes to `seen`."""
         while self._positions:
-            text = self._chats.text_of(self._read(self._positions.pop()))
+            document = self._read(self._positions.pop())
+            text = self._chats.text_of(document)
             words = text.split()
             shingles = {_hash(words[start : start + 13]) for start in range(max(1, len(words) - 12))}
             if _hash(words) in seen:
                 self.facts["duplicates"] += 1
             elif 2 * len(shingles & seen) > len(shingles):
                 self.facts["near_duplicates"] += 1
+            elif leaves_out and leaves_out(text):
+                self.facts["overlapping"] += 1
             else:
                 self.facts["taken"] += 1
                 seen |= shingles | {_hash(words)}
-                return text
+                return document, text
         self.facts["ran_out"] = True
         return None
 

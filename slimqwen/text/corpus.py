@@ -1,10 +1,11 @@
-"""Paths of the texts that recipes and workloads name."""
+"""Paths of the texts that recipes and workloads name, and what a recipe may name instead of a path."""
 
 import hashlib
 import json
 import os
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, Final
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationInfo
 
@@ -13,6 +14,15 @@ from slimqwen.text.files import CorpusError
 from slimqwen.variant import repository_root
 
 END_OF_TEXT = "<|endoftext|>"
+
+SELF: Final = Path("self")
+"""In a recipe: text that the model itself writes (the stage `write_text`)."""
+
+OWN_TEXT: Final = "own_text.jsonl"
+"""The file beside a checkpoint with text that its model wrote."""
+
+_OF_RECIPE = Path()
+"""A path that is not said: that of the recipe's `corpus`."""
 
 
 def resolve_text(name: str | Path, folder: Path) -> Path:
@@ -27,11 +37,24 @@ def resolve_text(name: str | Path, folder: Path) -> Path:
     return repository_root() / "eval" / "texts" / f"{name}.jsonl"
 
 
+def named_corpus_path(name: str, base: str, root: Path) -> Path:
+    """Where a mix of eval/corpora/ lies that `slimqwen download` has made for the base of a recipe."""
+    return root / "corpora" / f"{name}-{base.replace('/', '--').replace('@', '--')}.jsonl"
+
+
 def _relative_to_recipe(path: Path, info: ValidationInfo) -> Path:
     return Path((info.context or {}).get("folder", Path())) / path
 
 
 def _text_of_recipe(path: Path, info: ValidationInfo) -> Path:
+    context: Mapping[str, Any] = info.context or {}
+    if path == _OF_RECIPE:
+        path = Path(context.get("corpus", SELF))
+    if path == SELF:
+        return SELF
+    root = repository_root()
+    if (root / "eval" / "corpora" / f"{path}.yaml").is_file():
+        return named_corpus_path(str(path), context.get("base", "base"), root)
     return Path(os.path.normpath(resolve_text(path, _relative_to_recipe(Path(), info))))
 
 
@@ -39,21 +62,35 @@ RecipePath = Annotated[Path, AfterValidator(_relative_to_recipe)]
 """A path relative to the recipe. Exclude such a field: the content key has the content of the file, not its path."""
 
 TextPath = Annotated[Path, AfterValidator(_text_of_recipe), Field(exclude=True)]
-"""The path of a text, relative to the recipe, or the name of a text in eval/texts."""
+"""The path of a text, relative to the recipe; the name of one in eval/corpora or eval/texts; or `SELF`."""
 
 
 class TextSource(BaseModel):
     """The part of a stage's parameters that says where its text comes from.
 
     Attributes:
-        path: file or folder of texts or chats, relative to the recipe; or the name of a text in eval/texts.
+        path: file or folder of texts or chats, relative to the recipe; general or another mix of eval/corpora; the name
+            of a text in eval/texts; or self, what the model itself writes. That of the recipe's `corpus` if not said.
         seed: seed of the order of the text's documents.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True)
 
-    path: TextPath
+    path: TextPath = _OF_RECIPE
     seed: int = 0
+
+    @property
+    def is_own(self) -> bool:
+        """Whether the model itself writes the text."""
+        return self.path == SELF
+
+    def file(self, folder: Path) -> Path:
+        """The file or folder of the text for a stage whose input is the checkpoint `folder`."""
+        return folder / OWN_TEXT if self.is_own else self.path
+
+    def digests(self, name: str) -> dict[str, str]:
+        """Digest of the text, which a recipe calls `name`; none of the model's own, a file of the checkpoint."""
+        return {} if self.is_own else {name: file_digest(self.path, name)}
 
 
 def file_digest(path: Path, name: str) -> str:

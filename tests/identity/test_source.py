@@ -299,7 +299,7 @@ def test_a_stage_that_starts_no_engine_reaches_no_patch(
         for name, source in stage_sources.items()
         if any(module.startswith(PATCHES_MODULE) for module in source.names)
     }
-    assert with_patches == {"bake_cache", "quantise_lm_head", "redistill_mtp", "sample_outputs"}
+    assert with_patches == {"bake_cache", "quantise_lm_head", "redistill_mtp", "sample_outputs", "write_text"}
 
 
 def test_every_exception_of_the_package_is_an_expected_error() -> None:

@@ -214,17 +214,22 @@ def test_chats_with_tools_need_a_template_that_renders_them(tmp_path: Path, tool
 
 
 @pytest.mark.parametrize(
-    ("entry", "field"),
-    [
-        ("calibrate", "corpus.path"),
-        ("quantise_lm_head: {rounding: gptq}", "corpus.path"),
-        ("prune_vocab: {size: 64, corpus: {seed: 1}}", "corpus.path"),
-        ("sample_outputs: {texts: 16}", "prompts"),
-    ],
+    "entry", ["calibrate", "quantise_lm_head: {rounding: gptq}", "sample_outputs: {texts: 16}"]
 )
-def test_a_text_that_is_read_has_to_be_named(tmp_path: Path, entry: str, field: str) -> None:
-    [fault] = faults_of(tmp_path, f"  - {entry}\n")
-    assert fault == f"4: {field} is missing; add it"
+def test_a_text_that_is_not_named_is_no_fault(tmp_path: Path, entry: str) -> None:
+    assert faults_of(tmp_path, f"  - {entry}\n") == []
+
+
+def test_a_public_mix_that_is_not_fetched_is_a_fault_with_its_command_or_a_line(tmp_path: Path) -> None:
+    file = tmp_path / "recipe.yaml"
+    file.write_text(
+        "description: d\nbase: tiny\nstages:\n  - prune_vocab: {size: 64, corpus: {path: general}}\n"
+    )
+    steps, to_fetch = recipe_file.parse_recipe(file).steps, list[str]()
+    [fault] = inspect_steps(steps, outline_of_tiny(), tmp_path / "store")[0]
+    assert fault.endswith("`slimqwen download --corpus general --variant tiny` fetches it")
+    assert inspect_steps(steps, outline_of_tiny(), tmp_path / "store", to_fetch)[0] == ()
+    assert to_fetch == [fault]
 
 
 def test_a_text_that_is_not_read_may_be_left_out_or_to_be_filled_in(tmp_path: Path) -> None:

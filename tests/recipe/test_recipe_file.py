@@ -86,6 +86,46 @@ def test_a_mistake_is_an_error_with_its_line(
     assert "\n" not in message
 
 
+TEXTS = """\
+description: d
+base: tiny
+{corpus}stages:
+  - calibrate: {{corpus: {{sequences: 2, length: 100}}}}
+  - quantise_lm_head: {{rounding: gptq, corpus: {{sequences: 3, length: 100}}}}
+  - sample_outputs: {{prompts: {{path: tinyworld_prompts}}}}
+"""
+
+
+def test_the_model_writes_the_text_of_a_recipe_that_names_none(tmp_path: Path) -> None:
+    write_text, *steps = recipe_file.read_recipe(write(tmp_path, TEXTS.format(corpus=""))).steps
+    assert write_text.stage.name == "write_text"
+    assert write_text.parameters.model_dump()["tokens"] == 300
+    assert [step.parameters.corpus.is_own for step in steps[:2]] == [True, True]  # type: ignore[attr-defined]
+    assert steps[0].stage.data(steps[0].parameters) == {}
+
+
+@pytest.mark.parametrize(
+    ("corpus", "name"),
+    [
+        ("mine.jsonl", "mine.jsonl"),
+        ("tinyworld", "tinyworld.jsonl"),
+        ("general", "general-tiny.jsonl"),
+    ],
+)
+def test_a_recipe_says_its_text_once(tmp_path: Path, corpus: str, name: str) -> None:
+    recipe = recipe_file.read_recipe(write(tmp_path, TEXTS.format(corpus=f"corpus: {corpus}\n")))
+    read = [step.parameters.corpus.path.name for step in recipe.steps[:2]]  # type: ignore[attr-defined]
+    assert read == [name, name]
+    assert recipe.steps[2].parameters.prompts.path.name == "tinyworld_prompts.jsonl"  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("said", ["", ", corpus: {path: self}"])
+def test_a_vocabulary_is_never_pruned_by_the_models_own_text(tmp_path: Path, said: str) -> None:
+    text = f"description: d\nbase: tiny\nstages:\n  - prune_vocab: {{size: 64{said}}}\n"
+    with pytest.raises(RecipeError, match=r"does not say what its users write.*write `general`, or a file"):
+        recipe_file.read_recipe(write(tmp_path, text))
+
+
 @pytest.mark.parametrize("key", ["description", "base", "stages"])
 def test_a_missing_part_is_named(tmp_path: Path, key: str) -> None:
     parts = {

@@ -1,4 +1,4 @@
-"""A recipe for a new variant has every parameter, can be read, and asks for the texts that it cannot know."""
+"""A recipe for a new variant has every parameter, and can be run as it is written."""
 
 import pytest
 import yaml
@@ -9,7 +9,6 @@ from slimqwen.recipe.parameters import list_parameters
 from slimqwen.recipe.recipe_file import RecipeError
 from slimqwen.recipe.registry import STAGES
 
-_TEXTS = {"corpus", "prompts"}
 CHAIN = ["sample_outputs", "trim_draft_vocab", "redistill_mtp"]  # each reads what the one before it leaves
 
 
@@ -20,12 +19,11 @@ def write_recipe(tmp_path, text):
     return file
 
 
-def test_a_recipe_of_every_stage_can_be_read_once_its_texts_are_named(tmp_path):
+def test_a_recipe_of_every_stage_names_its_text_once(tmp_path):
     stages = sorted({*STAGES} - {*CHAIN}) + CHAIN
     stages.sort(key=lambda name: STAGES[name].last)
-    text = template.render_recipe(variant.load("tiny-mtp4"), stages)
-    assert text.count(template.UNFILLED) == 4
-    text = text.replace(template.UNFILLED, "tinyworld")
+    text = template.render_recipe(variant.load("tiny-mtp4"), stages, "tinyworld")
+    assert "path:" not in text
     recipe = recipe_file.read_recipe(write_recipe(tmp_path, text))
     assert [step.stage.name for step in recipe.steps] == stages
     assert recipe.base == "tiny-mtp4"
@@ -34,17 +32,22 @@ def test_a_recipe_of_every_stage_can_be_read_once_its_texts_are_named(tmp_path):
         assert list(entry[step.stage.name]) == list(schema.model_fields)
         required = {name for name, field in schema.model_fields.items() if field.is_required()}
         defaults = schema.model_validate(
-            {
-                name: entry[step.stage.name][name]
-                for name in {*required, *_TEXTS & schema.model_fields.keys()}
-            },
-            context={"folder": tmp_path / "experiments" / "new"},
+            {name: entry[step.stage.name][name] for name in required},
+            context={"folder": tmp_path / "experiments" / "new", "corpus": "tinyworld"},
         )
         assert step.parameters == defaults
     texts = variant.repository_root() / "eval" / "texts"
     parameters = {step.stage.name: step.parameters for step in recipe.steps}
     assert parameters["prune_vocab"].size == "50%"
     assert parameters["calibrate"].corpus.path == texts / "tinyworld.jsonl"
+
+
+def test_a_recipe_without_a_text_has_the_model_write_it_but_not_for_pruning(tmp_path):
+    text = template.render_recipe(variant.load("tiny"), ["prune_vocab", "calibrate"])
+    recipe = recipe_file.read_recipe(write_recipe(tmp_path, text))
+    assert [step.stage.name for step in recipe.steps] == ["write_text", "prune_vocab", "calibrate"]
+    assert recipe.steps[1].parameters.corpus.path.name == "general-tiny.jsonl"
+    assert recipe.steps[2].parameters.corpus.is_own
 
 
 def test_parameters_say_what_they_mean_and_allow():

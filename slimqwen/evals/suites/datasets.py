@@ -108,11 +108,14 @@ def fetch_datasets(
     return lines + [f"{archive.relative_to(root)} is present" for archive in fetch_nltk(resources, root)]
 
 
-def fetch_dataset(dataset: HubDataset, root: Path, progress: Progress = silent) -> str:
+def fetch_dataset(dataset: HubDataset, root: Path, progress: Progress = silent, cure: str = _CURE) -> str:
     """Fetch a dataset at its pinned commit, or check its hashes if it is present; returns a line that says which.
 
     An interrupted call leaves its files in data/.download-<name>/<commit>, where the next call continues. The
     environment variable HF_TOKEN opens gated repositories, HF_ENDPOINT names another hub.
+
+    Args:
+        cure: the command that is to be run again after an error.
 
     Raises:
         HubError: offline mode, no network, no such repository, commit or file, no right to read it, or a file that
@@ -121,24 +124,24 @@ def fetch_dataset(dataset: HubDataset, root: Path, progress: Progress = silent) 
     """
     state = "is present, every file as it was fetched"
     if not is_fetched(dataset.folder, root):
-        _download(dataset, root, progress)
+        _download(dataset, root, progress, cure)
         state = "is complete, as the hub lists it"
-    revision, names = _checked_revision(dataset, root)
+    revision, names = _checked_revision(dataset, root, cure)
     size = sum((root / dataset.folder / name).stat().st_size for name in names)
     pin = (
         ""
         if dataset.revision or revision == LOCAL
-        else f"; to pin it: `revision: {revision}` in eval/suites/"
+        else f"; to pin it: `revision: {revision}` in its file of eval/"
     )
     return f"{dataset.folder} {state}: {dataset.repository} at {revision}, {size / 1e6:.1f} MB{pin}"
 
 
-def _download(dataset: HubDataset, root: Path, progress: Progress) -> None:
-    repository = Repository(dataset.repository, "dataset", dataset.revision, _CURE, "the suite")
+def _download(dataset: HubDataset, root: Path, progress: Progress, cure: str) -> None:
+    repository = Repository(dataset.repository, "dataset", dataset.revision, cure, "its file of eval/")
 
     def select(names: Sequence[str]) -> Sequence[str]:
         if absent := [pattern for pattern in dataset.files if not fnmatch.filter(names, pattern)]:
-            raise HubError(f"{dataset.repository} has no {', '.join(absent)}; correct `files` in the suite")
+            raise HubError(f"{dataset.repository} has no {', '.join(absent)}; correct its `files` in eval/")
         return [name for name in names if any(fnmatch.fnmatchcase(name, each) for each in dataset.files)]
 
     with download_files(repository, root / dataset.folder, select, progress) as (folder, commit, files):
@@ -201,10 +204,10 @@ def _nltk_archives(name: str, root: Path) -> list[Path]:
     return list((root / NLTK_DATA).glob(f"*/{name}.zip"))
 
 
-def _checked_revision(dataset: HubDataset, root: Path) -> tuple[str, list[str]]:
+def _checked_revision(dataset: HubDataset, root: Path, cure: str = _CURE) -> tuple[str, list[str]]:
     """Commit and files of the local dataset; an EvalError unless the suite wants it and no file was changed."""
     folder = root / dataset.folder
-    cure = f"delete {dataset.folder} and run {_CURE}"
+    cure = f"delete {dataset.folder} and run {cure}"
     manifest: dict[str, Any] = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
     source = f"{manifest['repository']} at {manifest['revision']}"
     allowed = {None, manifest["revision"]} if manifest["revision"] != LOCAL else {dataset.revision}

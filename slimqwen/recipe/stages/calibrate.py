@@ -55,7 +55,7 @@ from slimqwen.recipe.stage import (
 )
 from slimqwen.recipe.text_check import inspect_text
 from slimqwen.text.chats import read_texts
-from slimqwen.text.corpus import END_OF_TEXT, TextSource, file_digest
+from slimqwen.text.corpus import END_OF_TEXT, TextSource
 from slimqwen.text.files import CorpusError
 
 _BESIDE = frozenset({"lm_head", "mtp"})
@@ -93,6 +93,11 @@ class CalibrationText(TextSource):
 
     sequences: Annotated[int, Field(ge=1)] = 64
     length: Annotated[int, Field(ge=16)] = 256
+
+    @property
+    def own_tokens(self) -> int:
+        """Tokens that are read of the model's own text."""
+        return self.sequences * self.length if self.is_own else 0
 
 
 def unread(corpus: Any) -> Any:
@@ -247,7 +252,7 @@ def _inspect_linears(
 
 def data(parameters: CalibrateParameters) -> dict[str, str]:
     """Digests of the calibration text; empty if it is not read."""
-    return {"corpus": file_digest(parameters.corpus.path, "corpus")} if parameters.targets.calibrated else {}
+    return parameters.corpus.digests("corpus") if parameters.targets.calibrated else {}
 
 
 def changes(parameters: CalibrateParameters) -> tuple[str, ...]:
@@ -420,7 +425,7 @@ def _sequences(corpus: CalibrationText, source: Path, tokenizer: Any) -> list[li
 
 def calibration_documents(corpus: CalibrationText, source: Path) -> list[str]:
     """Documents of the calibration text, in a seeded random order; raises as `read_texts`."""
-    documents = [text + END_OF_TEXT for text in read_texts(corpus.path, source)]
+    documents = [text + END_OF_TEXT for text in read_texts(corpus.file(source), source)]
     random.Random(corpus.seed).shuffle(documents)
     return documents
 
@@ -440,6 +445,7 @@ STAGE = Stage(
     needs=needs,
     inspect=inspect_calibration,
     data=data,
+    own_tokens=lambda parameters: parameters.corpus.own_tokens if parameters.targets.calibrated else 0,
     reshape=reshape,
     changes=changes,
     environment=TORCH_ENVIRONMENT,

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import numpy as np
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator, Field, field_validator
 
 from slimqwen import checkpoint
 from slimqwen.checkpoint import draft_head
@@ -46,7 +46,7 @@ from slimqwen.progress import Progress, silent
 from slimqwen.recipe.stage import D, Facts, Fault, Needs, Parameters, Stage, StageError
 from slimqwen.recipe.text_check import inspect_text
 from slimqwen.text.chats import read_texts
-from slimqwen.text.corpus import TextSource, file_digest
+from slimqwen.text.corpus import SELF, TextSource
 from slimqwen.text.files import CorpusError
 
 REPORT = "prune_vocab.json"
@@ -99,6 +99,16 @@ class CountedText(TextSource):
 
     documents: Annotated[int, Field(ge=1)] = 20_000
 
+    @field_validator("path")
+    @classmethod
+    def _is_what_users_write(cls, path: Path) -> Path:
+        if path == SELF:
+            raise ValueError(
+                "a model's own text does not say what its users write, and whole languages would go; write `general`, "
+                "or a file of texts like theirs"
+            )
+        return path
+
 
 class PruneVocabParameters(Parameters):
     """Parameters of the stage.
@@ -109,7 +119,7 @@ class PruneVocabParameters(Parameters):
     """
 
     size: Annotated[VocabularySize, Field(examples=["50%"])]
-    corpus: CountedText
+    corpus: CountedText = Field(default={})  # type: ignore[assignment]  # validated, as every default
 
 
 def prune_vocabulary(
@@ -211,7 +221,7 @@ def inspect_pruning(outline: Outline, parameters: PruneVocabParameters) -> Itera
 
 def data(parameters: PruneVocabParameters) -> dict[str, str]:
     """Digests of the text whose tokens are counted."""
-    return {"corpus": file_digest(parameters.corpus.path, "corpus")}
+    return parameters.corpus.digests("corpus")
 
 
 def _tables(

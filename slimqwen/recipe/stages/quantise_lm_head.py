@@ -38,7 +38,6 @@ from slimqwen.recipe.stage import (
 )
 from slimqwen.recipe.stages.calibrate import CalibrationText, calibration_documents, unread
 from slimqwen.recipe.text_check import inspect_text
-from slimqwen.text.corpus import file_digest
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -163,7 +162,7 @@ def needs(outline: Outline, parameters: QuantiseLmHeadParameters) -> Needs:
 
 def data(parameters: QuantiseLmHeadParameters) -> dict[str, str]:
     """Digest of the text; empty if it is not read."""
-    return {"corpus": file_digest(parameters.corpus.path, "corpus")} if parameters.rounding == "gptq" else {}
+    return parameters.corpus.digests("corpus") if parameters.rounding == "gptq" else {}
 
 
 def inspect_output_head(outline: Outline, parameters: QuantiseLmHeadParameters) -> Iterator[Fault]:
@@ -208,5 +207,6 @@ STAGE = Stage(
     reshape=reshape,
     changes=lambda _: (re.escape(_HEAD),),
     data=data,
+    own_tokens=lambda parameters: parameters.corpus.own_tokens if parameters.rounding == "gptq" else 0,
     environment=TORCH_ENVIRONMENT,
 )

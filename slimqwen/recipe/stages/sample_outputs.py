@@ -21,11 +21,12 @@ from pydantic import Field
 from slimqwen.checkpoint.files import carry_all
 from slimqwen.models.outline import Outline, SampledTexts
 from slimqwen.progress import Progress
+from slimqwen.recipe.own_prompts import OwnPrompts, seeds_digest
 from slimqwen.recipe.sampled_outputs import OUTPUTS
 from slimqwen.recipe.stage import TORCH_ENVIRONMENT, D, Facts, Fault, Needs, Parameters, Stage
 from slimqwen.recipe.text_check import inspect_text
 from slimqwen.text.chats import ChatRenderer, require_text_or_chat
-from slimqwen.text.corpus import TextSource, file_digest
+from slimqwen.text.corpus import TextSource
 from slimqwen.text.documents import read_documents
 from slimqwen.text.files import CorpusError
 
@@ -34,7 +35,7 @@ _ENGINE_BYTES = 3 * 2**30
 
 
 class Prompts(TextSource):
-    """The text whose beginnings the target continues.
+    """The text whose beginnings the target continues; of the model's own text the prompts alone (`OwnPrompts`).
 
     The beginning is the whole of a {"prompt": …}, the first third of a text, or a chat up to its last response.
 
@@ -59,7 +60,7 @@ class SampleOutputsParameters(Parameters):
         threads: CPU threads; a parameter because it affects the order of summation.
     """
 
-    prompts: Prompts
+    prompts: Prompts = Field(default={})  # type: ignore[assignment]  # validated, as every default
     texts: Annotated[int, Field(ge=16)] = 1024
     held_out: Annotated[int, Field(ge=8)] = 96
     tokens: Annotated[int, Field(ge=16)] = 96
@@ -86,8 +87,11 @@ def write_sampled_outputs(
     progress("loading", 0, 0)
     tokenizer = AutoTokenizer.from_pretrained(source)
     total = parameters.texts + parameters.held_out
-    prompts = list(itertools.islice(_prompts(parameters.prompts, source, tokenizer), total))
-    if len(prompts) < total:
+    own = None
+    if parameters.prompts.is_own:
+        own = OwnPrompts(source, tokenizer, parameters.prompts.seed, parameters.prompts.longest)
+    prompts = [] if own else list(itertools.islice(_prompts(parameters.prompts, source, tokenizer), total))
+    if not own and len(prompts) < total:
         raise CorpusError(
             f"{parameters.prompts.path} gives {len(prompts)} different prompts, but {total} are needed; add text, "
             "or lower texts or held_out"
@@ -101,7 +105,8 @@ def write_sampled_outputs(
     ):
         for first in range(0, total, parameters.chunk):
             progress("sampling", first, total)
-            chunk = prompts[first : first + parameters.chunk]
+            size = min(parameters.chunk, total - first)
+            chunk = own.write(llm, first, size) if own else prompts[first : first + size]
             settings = [
                 SamplingParams(
                     max_tokens=parameters.tokens,
@@ -114,7 +119,7 @@ def write_sampled_outputs(
             for number, answer in enumerate(answers, start=first):
                 continuation = list(answer.outputs[0].token_ids)
                 row = {
-                    "prompt": prompts[number],
+                    "prompt": chunk[number - first],
                     "continuation": continuation,
                     "held_out": number < parameters.held_out,
                 }
@@ -127,7 +132,14 @@ def needs(outline: Outline, parameters: SampleOutputsParameters) -> Needs:
     """Needs: disk for a copy of the checkpoint and the texts; memory for the engine with its weights."""
     size = outline.disk_bytes
     tokens = (parameters.texts + parameters.held_out) * (parameters.prompts.longest + parameters.tokens)
-    return Needs(size + 16 * tokens, _ENGINE_BYTES + size, 2 * tokens * outline.num_weights, fixed_seconds=45)
+    steps = (parameters.texts + parameters.held_out) / parameters.chunk * parameters.tokens
+    return Needs(
+        size + 16 * tokens,
+        _ENGINE_BYTES + size,
+        2 * tokens * outline.num_weights,
+        fixed_seconds=45,
+        read_bytes=steps * size,
+    )
 
 
 def inspect_prompts(outline: Outline, parameters: SampleOutputsParameters) -> Iterator[Fault]:
@@ -149,8 +161,9 @@ def reshape(shape: D, parameters: SampleOutputsParameters) -> D:
 
 
 def data(parameters: SampleOutputsParameters) -> dict[str, str]:
-    """Digests of the text of the prompts."""
-    return {"prompts": file_digest(parameters.prompts.path, "prompts")}
+    """Digest of the text of the prompts, or of the seeds of the model's own."""
+    own = parameters.prompts.is_own
+    return {"seeds": seeds_digest()} if own else parameters.prompts.digests("prompts")
 
 
 def _prompts(prompts: Prompts, source: Path, tokenizer: Any) -> Iterator[list[int]]:

@@ -49,7 +49,7 @@ def test_a_dataset_is_fetched_at_one_commit_with_a_manifest(served: Hub, tmp_pat
 
     assert line == (
         f"data/items is complete, as the hub lists it: owner/name at {COMMIT}, 0.0 MB; "
-        f"to pin it: `revision: {COMMIT}` in eval/suites/"
+        f"to pin it: `revision: {COMMIT}` in its file of eval/"
     )
     folder = tmp_path / "data/items"
     assert sorted(file.relative_to(folder).as_posix() for file in folder.rglob("*") if file.is_file()) == [
@@ -88,7 +88,7 @@ def test_a_pinned_commit_is_the_one_that_is_asked_for_and_kept(served: Hub, tmp_
     kept = f"is owner/name at {COMMIT}, but the suite needs owner/name at {OTHER}; delete"
     refusal(EvalError, kept, tmp_path, other)
     elsewhere = other.model_copy(update={"folder": Path("data/elsewhere")})
-    refusal(HubError, f"has no owner/name at {OTHER}, .*correct the suite", tmp_path, elsewhere)
+    refusal(HubError, f"has no owner/name at {OTHER}, .*correct its file of eval/", tmp_path, elsewhere)
 
 
 @pytest.mark.parametrize(
