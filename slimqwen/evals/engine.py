@@ -4,8 +4,8 @@ The reference engine has the same weights and number formats, and nothing else t
 at a time, whole prompts, eager execution, no drafts, no prefix cache. Compared with it are the served engine and two
 neighbours: one with the prefix cache switched, one with drafts switched. They get prompts of consecutive lengths, each
 alone, again from the prefix cache and all together; one of a single token while another response is generated; and then
-the turns of several concurrent sessions. Each engine runs in its own process, so that a crash or hang of vLLM becomes a
-result.
+the turns of several sessions, with a burst of short prompts and an abandoned one between them. Each engine runs in its
+own process, so that a crash or hang of vLLM becomes a result.
 """
 
 import time
@@ -64,6 +64,10 @@ class CheckedEngine(Block):
     )
     cached_tokens: Count = Field(description="Prompt tokens found in the prefix cache.")
     accepted_drafts: Count
+    cold_turns: tuple[Count, ...] = Field(
+        default=(),
+        description="Prompt lengths in tokens of turns that found nothing of their session in the cache.",
+    )
     failure: str | None = Field(description="Why the engine broke down; null if it did not.")
     seconds: NonNegative
 
@@ -74,11 +78,11 @@ class CheckedEngine(Block):
 
     @property
     def verdict(self) -> Verdict:
-        """Fail on a wrong response or breakdown; inconclusive if no draft was accepted or no prefix was cached."""
+        """Fail on a wrong response or breakdown; inconclusive if no draft was accepted or a session found no prefix."""
         if self.wrong or self.failure:
             return Verdict.FAIL
         has_idle_drafts = self.draft_tokens > 0 and self.accepted_drafts == 0
-        has_idle_cache = self.prefix_caching and self.cached_tokens == 0
+        has_idle_cache = self.prefix_caching and (self.cached_tokens == 0 or bool(self.cold_turns))
         return Verdict.INCONCLUSIVE if has_idle_drafts or has_idle_cache else Verdict.PASS
 
 
@@ -124,13 +128,21 @@ class Engine(ServedRecord):
         notes = [f"A near tie is a gap of at most {self.near_tie_nats:.3g} nats."]
         for row in self.engines:
             for way, lengths in row.wrong.items():
-                shown = ", ".join(map(str, lengths[:_SHOWN_LENGTHS]))
-                more = f" and {len(lengths) - _SHOWN_LENGTHS} more" if len(lengths) > _SHOWN_LENGTHS else ""
-                notes.append(f"Wrong, {row.name}, {way}: prompts of {shown}{more} tokens.")
+                notes.append(f"Wrong, {row.name}, {way}: prompts of {_first_lengths(lengths)} tokens.")
+            if row.cold_turns:
+                turns = _first_lengths(row.cold_turns)
+                notes.append(
+                    f"Nothing of its session in the prefix cache, {row.name}: turns of {turns} tokens."
+                )
             if row.failure:
                 notes.append(f"Broke down, {row.name}: {row.failure}.")
         title = f"Engine check of {self.variant}: {self.verdict}"
         return [Table.from_rows(title, self.engines, columns, *notes, text_columns=2)]
+
+
+def _first_lengths(lengths: Sequence[int]) -> str:
+    more = f" and {len(lengths) - _SHOWN_LENGTHS} more" if len(lengths) > _SHOWN_LENGTHS else ""
+    return ", ".join(map(str, lengths[:_SHOWN_LENGTHS])) + more
 
 
 @dataclass(frozen=True)
@@ -368,6 +380,7 @@ def compare_engine(
         wrong={way: tuple(lengths) for way, lengths in wrong.items()},
         cached_tokens=made.cached_tokens,
         accepted_drafts=made.accepted_drafts,
+        cold_turns=tuple(made.cold_turns),
         failure=run if isinstance(run, str) else None,
         seconds=seconds,
     )

@@ -24,10 +24,10 @@ from slimqwen.yaml_file import YamlPart
 
 Tokens = tuple[int, ...]
 
-Way = Literal["alone", "cached", "together", "joining", "session"]
+Way = Literal["alone", "cached", "together", "joining", "session", "burst"]
 """How a prompt is sent: `alone`, with an empty prefix cache; `cached`, again, with its prefix in the cache; `together`
-with all other prompts; `joining`, while the response to another is generated; as a turn of a `session`, beside other
-sessions. An engine may support fewer ways."""
+with all other prompts; `joining`, while the response to another is generated; as a turn of a `session`, beside or after
+other sessions; in a `burst` of the shortest prompts, between two turns. An engine may support fewer ways."""
 
 _TOP_LOGPROBS = 20
 """Log-probabilities per position that the reference engine returns: vLLM's default limit."""
@@ -83,10 +83,12 @@ class Response:
     Attributes:
         log_probabilities: for each position, natural log-probabilities of the likeliest tokens, by token id; empty
             unless requested.
+        cached_tokens: tokens of the prompt that were found in the prefix cache.
     """
 
     tokens: Tokens
     log_probabilities: tuple[Mapping[int, float], ...]
+    cached_tokens: int = 0
 
 
 @dataclass(frozen=True)
@@ -100,6 +102,8 @@ class EngineRun:
         sequences: most requests that the engine runs at a time.
         cached_tokens: prompt tokens found in the prefix cache.
         accepted_drafts: tokens drafted by MTP that the model accepted.
+        cold_turns: prompt lengths of turns that found nothing of their session in the prefix cache, without the first
+            and the last turn, whose prompts of all sessions together may not fit into the cache.
     """
 
     requests: list[Request]
@@ -108,6 +112,7 @@ class EngineRun:
     sequences: int
     cached_tokens: int
     accepted_drafts: int
+    cold_turns: Sequence[int] = ()
 
 
 def choose_lengths(
@@ -177,6 +182,7 @@ def generate_responses(
                 {token: entry.logprob for token, entry in position.items()}
                 for position in output.outputs[0].logprobs or ()
             ),
+            output.num_cached_tokens or 0,
         )
         for output in outputs
     ]
@@ -245,14 +251,16 @@ def run_engine(
             )
             requests = cut_requests(settings, weights, root, lengths, context_len)
         responses = _respond(llm, requests, ways, progress)
+        cold_turns: Sequence[int] = ()
         if config.cache_config.enable_prefix_caching and "session" in ways:
             lengths = choose_turns(
                 settings.output_tokens, block_size=config.cache_config.block_size, context_len=context_len
             )
             llm.reset_prefix_cache()
-            turns = _respond_in_sessions(llm, requests[-1].prompt, settings, lengths, progress)
-            for request, tokens in turns.items():
-                responses["session", request] = tokens
+            in_sessions, cold_turns = _respond_in_sessions(llm, requests, settings, lengths, progress)
+            responses |= in_sessions
+            if not llm.reset_prefix_cache():
+                raise RuntimeError("blocks of the KV cache are still in use after the last response")
         return EngineRun(
             requests=requests,
             responses=[(way, request, tokens) for (way, request), tokens in responses.items()],
@@ -260,6 +268,7 @@ def run_engine(
             sequences=config.scheduler_config.max_num_seqs,
             cached_tokens=in_process.counter(llm, "vllm:prefix_cache_hits"),
             accepted_drafts=in_process.counter(llm, "vllm:spec_decode_num_accepted_tokens"),
+            cold_turns=cold_turns,
         )
 
 
@@ -307,35 +316,68 @@ def _respond_beside(llm: Any, running: Request, joining: Request) -> Tokens:
 
 
 def choose_turns(output_tokens: int, *, block_size: int, context_len: int) -> list[int]:
-    """Choose the prompt lengths of a session's turns, tokens: responses cross block ends, the last the context's end.
+    """Choose the prompt lengths of a session's turns, tokens: from just beyond two blocks to the context's end.
 
-    With drafts a turn finds all whole blocks of the previous turn but the last one in the prefix cache.
+    A hybrid model's state is kept at the last block end of a prompt, with drafts at the one before. The second turn
+    adds little after it: after much new text of its own, a session that was given another one's state often has the
+    right tokens. The response to the third turn crosses a block end.
     """
-    last = context_len - output_tokens
-    turns = [blocks * block_size - output_tokens // 2 for blocks in (2, 3, 4)]
+    start, end, last = 2 * block_size + 1, 3 * block_size, context_len - output_tokens
+    turns = (start, start + output_tokens * 3 // 2, end - output_tokens // 2, end + output_tokens)
     return [*(length for length in turns if 0 < length < last), last]
 
 
 def _respond_in_sessions(
-    llm: Any, text: Tokens, settings: EngineSettings, lengths: Sequence[int], progress: Progress
-) -> dict[Request, Tokens]:
-    """Respond to the turns of concurrent sessions: each prompt is the previous prompt, its response and new text.
+    llm: Any,
+    requests: Sequence[Request],
+    settings: EngineSettings,
+    lengths: Sequence[int],
+    progress: Progress,
+) -> tuple[dict[tuple[Way, Request], Tokens], list[int]]:
+    """Respond to the turns of sessions: each prompt is the previous prompt, its response and new text.
+
+    The sessions have their first turn one after the other, the second at once, and so on. Between two turns come a
+    burst of the shortest prompts, and a client that leaves in the middle of its response: what they write into freed
+    blocks and slots must not reach a session.
 
     Args:
-        text: tokens of the longest context; each session starts at another token and continues from the first.
+        requests: in the order of their lengths. The last has the text of the sessions: each starts at another token of
+            it and continues from the first.
         lengths: prompt lengths of the turns, tokens.
+
+    Returns:
+        Tokens by way and request, and the lengths of the cold turns (see `EngineRun`).
     """
+    text, burst = requests[-1].prompt, requests[: len(SHORTEST)]
     starts = [number * len(text) // settings.concurrency for number in range(settings.concurrency)]
     contexts = [text[start:] + text[:start] for start in starts]
-    responses: dict[Request, Tokens] = {}
-    for done, length in enumerate(lengths):
-        progress("session", done, len(lengths))
-        requests = [Request(context[:length], settings.output_tokens) for context in contexts]
-        for number, response in enumerate(generate_responses(llm, requests)):
-            responses[requests[number]] = response.tokens
+    responses: dict[tuple[Way, Request], Tokens] = {}
+    cold: list[int] = []
+    for turn, length in enumerate(lengths):
+        progress("session", turn, len(lengths))
+        prompts = [Request(context[:length], settings.output_tokens) for context in contexts]
+        at_once = generate_responses(llm, prompts) if turn % 2 else []
+        made = at_once or [generate_responses(llm, [prompt])[0] for prompt in prompts]
+        for number, (prompt, response) in enumerate(zip(prompts, made, strict=True)):
+            responses["session", prompt] = response.tokens
             after = length + len(response.tokens)
-            contexts[number] = requests[number].prompt + response.tokens + contexts[number][after:]
-    return responses
+            contexts[number] = prompt.prompt + response.tokens + contexts[number][after:]
+        if 0 < turn < len(lengths) - 1:
+            cold += [length for response in made if not response.cached_tokens]
+        if turn < len(lengths) - 1:
+            _abandon(llm, prompts[0])
+            for prompt, response in zip(burst, generate_responses(llm, burst), strict=True):
+                responses["burst", prompt] = response.tokens
+    return responses, cold
+
+
+def _abandon(llm: Any, request: Request) -> None:
+    """Send a prompt, and leave after the first token of its response."""
+    engine = llm.llm_engine
+    engine.add_request("abandoned", {"prompt_token_ids": list(request.prompt)}, _greedy(request))
+    while not engine.step():
+        pass
+    engine.abort_request(["abandoned"])
 
 
 def measure_tie_noise(

@@ -1,6 +1,6 @@
 """What an engine's process does: prompt lengths, requests, the noise of ties; real engines of the embedded model."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -63,9 +63,9 @@ def test_no_length_reaches_beyond_a_short_context(context_len: int, consecutive:
     assert lengths == sorted({*short, *consecutive, max(1, context_len - 8), context_len - 1})
 
 
-def test_turns_end_where_their_responses_cross_a_block_and_the_last_with_the_context() -> None:
-    assert choose_turns(12, block_size=256, context_len=4096) == [506, 762, 1018, 4084]
-    assert choose_turns(12, block_size=256, context_len=774) == [506, 762]
+def test_turns_begin_beyond_two_blocks_cross_a_block_end_and_reach_the_end_of_the_context() -> None:
+    assert choose_turns(12, block_size=256, context_len=4096) == [513, 531, 762, 780, 4084]
+    assert choose_turns(12, block_size=256, context_len=774) == [513, 531, 762]
     assert choose_turns(12, block_size=256, context_len=100) == [88]
 
 
@@ -98,9 +98,8 @@ class Writing:
         assert {(one.temperature, one.ignore_eos) for one in sampling} == {(0.0, True)}
         position = {5: SimpleNamespace(logprob=-0.5), 6: SimpleNamespace(logprob=-1.0)}
         logprobs = [position] * 2 if sampling[0].logprobs else None
-        return [SimpleNamespace(outputs=[SimpleNamespace(token_ids=[5, 6], logprobs=logprobs)])] * len(
-            prompts
-        )
+        output = SimpleNamespace(token_ids=[5, 6], logprobs=logprobs)
+        return [SimpleNamespace(outputs=[output], num_cached_tokens=None)] * len(prompts)
 
 
 def test_responses_have_log_probabilities_where_they_are_asked_for() -> None:
@@ -160,30 +159,54 @@ def test_without_two_likely_tokens_there_is_no_noise_to_measure() -> None:
 
 
 class Counting:
-    """An engine whose response is the last token of a prompt, counted on."""
+    """An engine whose response is the last token of a prompt, counted on; with what it knows, was sent and was left."""
 
     def __init__(self) -> None:
         self.prompts: list[list[Tokens]] = []
+        self.known: set[Tokens] = set()
+        self.abandoned: list[Tokens] = []
+        self.llm_engine = self
 
     def generate(self, prompts: Sequence[Any], sampling: Sequence[Any], use_tqdm: bool) -> list[Any]:
         self.prompts.append([tuple(each["prompt_token_ids"]) for each in prompts])
-        responses = [
-            [prompt[-1] + 1000 * (n + 1) for n in range(one.max_tokens)]
-            for prompt, one in zip(self.prompts[-1], sampling, strict=True)
+        return [
+            SimpleNamespace(
+                outputs=[SimpleNamespace(token_ids=[prompt[-1] + 1000, prompt[-1] + 2000], logprobs=None)],
+                num_cached_tokens=3 if prompt[:3] in self.known else 0,
+            )
+            for prompt in self.prompts[-1]
         ]
-        return [SimpleNamespace(outputs=[SimpleNamespace(token_ids=ids, logprobs=None)]) for ids in responses]
+
+    def add_request(self, name: str, prompt: Any, sampling: Any) -> None:
+        self.abandoned.append(tuple(prompt["prompt_token_ids"]))
+
+    def step(self) -> list[str]:
+        return ["the first token"]
+
+    def abort_request(self, names: list[str]) -> None:
+        assert names == ["abandoned"]
 
 
-def test_a_turn_is_the_prompt_before_it_the_response_and_new_text_in_several_sessions_at_once() -> None:
+def test_a_turn_is_the_prompt_before_it_the_response_and_new_text_one_after_the_other_or_at_once() -> None:
     engine, settings = Counting(), SETTINGS.model_copy(update={"output_tokens": 2, "concurrency": 2})
-    responses = _respond_in_sessions(engine, tuple(range(10)), settings, [3, 6, 8], silent)
-    assert engine.prompts == [
-        [(0, 1, 2), (5, 6, 7)],
-        [(0, 1, 2, 1002, 2002, 5), (5, 6, 7, 1007, 2007, 0)],
-        [(0, 1, 2, 1002, 2002, 5, 1005, 2005), (5, 6, 7, 1007, 2007, 0, 1000, 2000)],
-    ]
-    assert [request.prompt for request in responses] == [each for turn in engine.prompts for each in turn]
-    assert responses[Request((5, 6, 7), 2)] == (1007, 2007)
+    responses, _ = _respond_in_sessions(engine, [Request(tuple(range(10)), 2)], settings, [3, 6, 8], silent)
+    first = [(0, 1, 2), (5, 6, 7)]
+    second = [(*first[0], 1002, 2002, 5), (*first[1], 1007, 2007, 0)]
+    third = [(*second[0], 1005, 2005), (*second[1], 1000, 2000)]
+    burst = [tuple(range(10))]
+    assert engine.prompts == [first[:1], first[1:], burst, second, burst, third[:1], third[1:]]
+    assert engine.abandoned == [first[0], second[0]]
+    turns = [request.prompt for way, request in responses if way == "session"]
+    assert turns == [*first, *second, *third]
+    assert responses["session", Request((5, 6, 7), 2)] == (1007, 2007)
+    assert responses["burst", Request(burst[0], 2)] == (1009, 2009)
+
+
+def test_a_turn_that_finds_nothing_of_its_session_is_cold_but_not_the_first_and_last() -> None:
+    engine, settings = Counting(), SETTINGS.model_copy(update={"output_tokens": 2, "concurrency": 2})
+    engine.known = {(5, 6, 7)}
+    _, cold = _respond_in_sessions(engine, [Request(tuple(range(10)), 2)], settings, [3, 6, 8, 10], silent)
+    assert cold == [6, 8]
 
 
 Reference = tuple[dict[Request, Response], float]
@@ -223,10 +246,11 @@ def test_drafts_cached_prefixes_chunks_and_batches_change_no_token(
     turns = [request for way, request, _ in served.responses if way == "session"]
     (joined,) = [request for way, request, _ in served.responses if way == "joining"]
     assert len(joined.prompt) == 1
-    assert engine.responses == 3 * len(served.requests) + len(turns) + 1
+    assert engine.responses == 3 * len(served.requests) + len(SHORTEST) + len(turns) + 1
     ends = [len(request.prompt) + request.output_tokens for request in turns]
     assert ends[-4:] == [CONTEXT_LEN] * 4
-    assert len(turns) >= 8
+    assert len(turns) >= 12
+    assert not engine.cold_turns
     assert (engine.sequences, engine.draft_tokens, engine.prefix_caching) == (4, 3, True)
     assert engine.cached_tokens > 0
     assert engine.accepted_drafts > 0
@@ -248,3 +272,45 @@ def test_an_engine_that_is_wrong_for_several_requests_at_a_time_is_found(
     assert engine.verdict == "fail"
     assert set(engine.wrong) == {"together", "joining"}
     assert len(engine.wrong["together"]) > len(run.requests) / 2
+
+
+FindBlock = Callable[[Any, Any, list[int]], Any]
+
+
+def find_nothing(find: FindBlock) -> FindBlock:
+    """A prefix cache that never hits."""
+    return lambda pool, block_hash, group_ids: None
+
+
+def find_the_first(find: FindBlock) -> FindBlock:
+    """A prefix cache that returns the blocks of the session that was found first."""
+    first: dict[tuple[int, ...], Any] = {}
+
+    def found(pool: Any, block_hash: Any, group_ids: list[int]) -> Any:
+        blocks = find(pool, block_hash, group_ids)
+        return blocks and first.setdefault(tuple(group_ids), blocks)
+
+    return found
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize(("planted", "verdict"), [(find_nothing, "inconclusive"), (find_the_first, "fail")])
+def test_a_prefix_cache_that_finds_nothing_or_the_state_of_another_session_is_named(
+    planted: Callable[[FindBlock], FindBlock],
+    verdict: str,
+    served: EngineRun,
+    reference: Reference,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from vllm.v1.core.block_pool import BlockPool
+
+    monkeypatch.setattr(BlockPool, "get_cached_block", planted(BlockPool.get_cached_block))
+    flags = {name: value for name, value in SERVED.items() if name != "speculative-config"}
+    run = run_engine(TINY, TINY, (SETTINGS, flags, ("session",), served.requests, ROOT), silent)
+    monkeypatch.undo()
+    requests = list(dict.fromkeys(request for _, request in run.responses))
+    responses, _ = run_reference(TINY, TINY, (PLAIN, requests), silent)
+    by_request = dict(zip(requests, responses, strict=True))
+    engine, _ = compare_engine("served", flags, run, by_request, reference[1], 1.0)
+    assert engine.verdict == verdict
+    assert set(engine.wrong) == ({"session"} if verdict == "fail" else set())
