@@ -1,17 +1,21 @@
-"""End a process when the process that it works for ends, even by SIGKILL.
+"""End a process when the process that it works for ends, even by SIGKILL, and without delay when its work is done.
 
 A lifeline is a pipe or socket whose other end is held only by the process that this one works for. The kernel closes
 that end with its holder, and a thread here notices. No signal is needed, so a signal to a process group, which ends
 some processes before others, leaves no process behind.
 """
 
+import atexit
 import functools
 import multiprocessing
 import os
 import select
+import sys
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from multiprocessing import util
+from typing import NoReturn
 
 VARIABLE = "SLIMQWEN_LIFELINE"
 """Environment variable in which a server finds the number of the lifeline's descriptor that it inherited."""
@@ -32,6 +36,37 @@ def watch(*descriptors: int, end: Callable[[], object] = _exit) -> None:
         end()
 
     threading.Thread(target=wait, name="lifeline", daemon=True).start()
+
+
+class ProcessEndsError(KeyboardInterrupt):
+    """A signal ends this process: what needs no clean-up in the process itself is left to its end.
+
+    Any other KeyboardInterrupt may come from a notebook, whose process goes on.
+    """
+
+
+def exit_after(run: Callable[[], object]) -> NoReturn:
+    """Call `run`, and end this process with its exit code, without the clean-up of modules at the end of Python.
+
+    With torch and vLLM loaded that takes 3 s, for which whoever interrupts a command waits; Triton reports leaks in it.
+    """
+    code = 1
+    try:
+        run()
+        code = 0
+    except SystemExit as end:
+        code = end.code if isinstance(end.code, int) else int(end.code is not None)
+        if isinstance(end.code, str):
+            sys.stderr.write(f"{end.code}\n")
+    except BaseException as error:
+        code = 130 if isinstance(error, KeyboardInterrupt) else 1
+        sys.excepthook(*sys.exc_info())
+    finally:
+        atexit._run_exitfuncs()
+        for stream in (sys.stdout, sys.stderr):
+            with suppress(OSError):  # its reader is gone
+                stream.flush()
+        os._exit(code)
 
 
 @functools.cache

@@ -42,7 +42,8 @@ def _serve() -> None:
     lifeline.end_with_parent()
     if STUBBORN in sys.argv:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    _run_child(_start_worker)
+    with api_server._own_sockets():
+        _run_child(_start_worker)
 
 
 def serve(folder: Path, words: list[str], progress: Progress) -> None:

@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -94,10 +95,49 @@ def test_nothing_is_left_of_a_server_that_is_no_fork(
     assert ended(list(processes.values()), 10)
 
 
-def test_a_server_that_ignores_sigterm_ends_all_the_same(start: Start) -> None:
-    processes = start("stubborn")
-    send(signal.SIGKILL, "command", processes)
-    assert ended(list(processes.values()), 10)
+def test_a_server_that_ignores_sigterm_ends_all_the_same_with_its_folder_of_sockets(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As vLLM does while it starts."""
+    with tempfile.TemporaryDirectory(prefix="t.", dir="/tmp") as folder:  # short enough for sockets
+        monkeypatch.setenv("TMPDIR", folder)
+        processes = start("stubborn")
+        assert any(Path(folder).iterdir())
+        send(signal.SIGKILL, "command", processes)
+        assert ended(list(processes.values()), 10)
+        assert not any(Path(folder).iterdir())
+
+
+def run_and_exit(body: str) -> "subprocess.CompletedProcess[str]":
+    """Run lines as a command does that ends by `exit_after`; the module's own clean-up would print and wait."""
+    program = (
+        "import atexit, sys, threading, time\nfrom slimqwen import lifeline\n"
+        "class Heavy:\n    def __del__(self): print('torn down')\n"
+        "heavy = Heavy()\natexit.register(print, 'cleaned up')\n"
+        f"def run():\n    print('ran')\n    {body}\nlifeline.exit_after(run)\n"
+    )
+    return subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=30)
+
+
+@pytest.mark.parametrize(
+    ("body", "code", "said"),
+    [
+        ("return 7", 0, ""),
+        ("sys.exit(143)", 143, ""),
+        ("sys.exit('error: a cause')", 1, "error: a cause\n"),
+        ("threading.Thread(target=time.sleep, args=(600,)).start()", 0, ""),
+    ],
+)
+def test_a_command_ends_with_its_exit_code_and_without_the_clean_up_of_modules(
+    body: str, code: int, said: str
+) -> None:
+    done = run_and_exit(body)
+    assert (done.returncode, done.stdout, done.stderr) == (code, "ran\ncleaned up\n", said)
+
+
+def test_an_exception_keeps_its_traceback_and_exit_code() -> None:
+    assert "ValueError: odd" in run_and_exit("raise ValueError('odd')").stderr
+    assert run_and_exit("raise KeyboardInterrupt").returncode == 130
 
 
 def test_what_is_sent_on_a_lifeline_is_left_to_its_reader() -> None:

@@ -1,9 +1,11 @@
 """The command `slimqwen`: every verb, grouped in panels."""
 
 import sys
+from typing import NoReturn
 
 import typer
 
+from slimqwen import lifeline
 from slimqwen.cli import (
     bench,
     compare,
@@ -51,7 +53,12 @@ app.command(rich_help_panel=_READ)(report.report)
 app.add_typer(image.app, name="image", rich_help_panel=_READ)
 
 
-def main() -> None:
-    """Run the command line."""
+def main() -> NoReturn:
+    """Run the command line, and end this process."""
+    lifeline.exit_after(run)
+
+
+def run() -> None:
+    """Run the command line, and exit."""
     sys.argv[1:] = with_variant_option(typer.main.get_command(app), sys.argv[1:])
     console.run_command_line(app, "slimqwen")

@@ -8,6 +8,7 @@ import re
 import resource
 import signal
 import sys
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
@@ -33,6 +34,7 @@ from slimqwen.cli.installed import outdated
 from slimqwen.cli.unexpected import report_unexpected
 from slimqwen.errors import SlimqwenError
 from slimqwen.host import allowed_cpus, physical_cores, user_variables
+from slimqwen.lifeline import ProcessEndsError
 from slimqwen.processes.worker import GARBAGE_THRESHOLD
 from slimqwen.records.fitted_table import FittedTable
 
@@ -41,6 +43,14 @@ logging.getLogger("vllm").setLevel(logging.ERROR)  # vLLM warns before it reads 
 
 
 class _Terminal(Console):
+    has_printed = threading.Event()
+    """Whether this command has printed anything, on any stream."""
+
+    def print(self, *objects: Any, **options: Any) -> None:
+        """Print as rich does."""
+        self.has_printed.set()
+        super().print(*objects, **options)
+
     def on_broken_pipe(self) -> None:
         """End quietly if the reader of a pipe has closed it, as `head` does, with the exit code of SIGPIPE."""
         with suppress(SystemExit):
@@ -60,10 +70,13 @@ console = _Terminal(
     width=None if sys.stdout.isatty() else 120,
     force_interactive=_can_redraw(sys.stdout),
 )
-errors = Console(stderr=True, highlight=False, soft_wrap=True, force_interactive=_can_redraw(sys.stderr))
+errors = _Terminal(stderr=True, highlight=False, soft_wrap=True, force_interactive=_can_redraw(sys.stderr))
 
 EXIT_CODES = {"pass": 0, "fail": 1, "inconclusive": 2}
 """Exit codes of verbs whose exit code is a verdict; their exit code for an error is 3."""
+
+_SILENT_S = 2.0
+"""Seconds without output after which a terminal is told that libraries are loaded; vLLM takes 10 to 40 s."""
 
 _OPEN_FILES = 65_536
 
@@ -119,13 +132,19 @@ def run_command_line(app: typer.Typer, name: str) -> None:
     def terminate(number: int, _: object) -> None:
         nonlocal interrupt_code
         interrupt_code = 128 + number
-        raise KeyboardInterrupt
+        raise ProcessEndsError
 
-    # They end as Ctrl-C does, which stops child processes; nohup ignores SIGHUP, so that work goes on.
-    numbers = [each for each in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(each) != signal.SIG_IGN]
+    # All end alike, which stops child processes; nohup ignores SIGHUP, so that work goes on.
+    signals = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    numbers = [each for each in signals if signal.getsignal(each) != signal.SIG_IGN]
     before = {number: signal.signal(number, terminate) for number in numbers}
     gc.set_threshold(GARBAGE_THRESHOLD)
     _allow_open_files()
+    if errors.is_interactive:
+        _Terminal.has_printed.clear()
+        timer = threading.Timer(_SILENT_S, _say_that_libraries_load)
+        timer.daemon = True
+        timer.start()
     if allowed_cpus() < len(os.sched_getaffinity(0)):
         # torch starts a thread for each CPU of the machine, but a container may have the time of only a few CPUs.
         os.environ.setdefault("OMP_NUM_THREADS", str(physical_cores()))
@@ -156,6 +175,11 @@ def run_command_line(app: typer.Typer, name: str) -> None:
             errors.print("interrupted" if interrupt_code == _INTERRUPTED else "terminated")
         code = interrupt_code
     sys.exit(_flush_output() or code or 0)
+
+
+def _say_that_libraries_load() -> None:
+    if not _Terminal.has_printed.is_set():
+        errors.print("loading libraries …")
 
 
 def _allow_open_files() -> None:

@@ -80,7 +80,7 @@ class FidelitySettings(Settings):
     """Section fidelity of eval/gates/<name>.yaml.
 
     Attributes:
-        texts: path of a .jsonl file of {"id", "text"}, relative to the repository.
+        texts: path of a file of texts, relative to the repository; those of a .txt file are divided by empty lines.
         most_texts: largest number of texts that are read, the first of the file; None for all.
         prefix: text of the token that is put before every text, or several of which the first that both checkpoints
             have is taken.
@@ -106,14 +106,14 @@ class FidelitySettings(Settings):
         return [*super().inputs(root), root / self.texts]
 
     def read_texts(self, root: Path, split: Split | None = None) -> list[tuple[str, str]]:
-        """Read ids (line numbers if absent) and contents of all texts of the file, or of one side of the split.
+        """Read ids (numbers if absent) and contents of all texts of the file, or of one side of the split.
 
         Raises:
             CorpusError: the file is missing or malformed.
             EvalError: a line has no text, a text is empty, or fewer than two texts are on that side.
         """
         texts = []
-        for number, document in enumerate(read_documents(root / self.texts), start=1):
+        for number, document in enumerate(read_documents(root / self.texts, "paragraphs"), start=1):
             if not document.text:
                 raise EvalError(
                     f'{document.location}: no text in this line; write {{"text": …}} or remove the line'

@@ -14,6 +14,7 @@ from typing import Annotated, Any, ClassVar, Self
 from pydantic import BaseModel, ConfigDict, Field
 
 from slimqwen.errors import SlimqwenError
+from slimqwen.text.tables import find_table, is_text
 from slimqwen.variant import Variant
 from slimqwen.yaml_file import YamlPart, YamlText, read_yaml
 
@@ -74,7 +75,10 @@ class Settings(BaseModel):
         """Read the settings of eval/own/<name>/: fields that its file sets, and all others from eval/own.yaml."""
         file, own = root / f"{OWN}.yaml", root / OWN / name / f"{cls.own_file}.yaml"
         text = read_settings(file, root).part(cls.own_file)
-        defaults = json.loads(re.sub(r"\bNAME\b", name, json.dumps(text.content)))
+        filled = re.sub(r"\bNAME\b", name, json.dumps(text.content))
+        if not (own.parent / "texts.jsonl").exists():  # the texts may have another format
+            filled = filled.replace("/texts.jsonl", f"/{find_table(own.parent, 'texts', is_text).name}")
+        defaults = json.loads(filled)
         settings = cls._from_text(replace(text, content=defaults), name)
         if not own.is_file():
             return settings

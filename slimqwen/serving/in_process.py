@@ -13,7 +13,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-from slimqwen import checkpoint, host
+from slimqwen import checkpoint, host, lifeline
 from slimqwen.checkpoint.weights import has_mtp_head, refuse_without_cpu_kernel
 from slimqwen.serving.errors import ServingError
 from slimqwen.variant import repository_root
@@ -78,16 +78,20 @@ def engine(folder: Path | str, **arguments: Any) -> Iterator[Any]:
         from vllm.distributed import cleanup_dist_env_and_memory
 
         stack.callback(envs.disable_envs_cache)  # an engine freezes vLLM's view of the environment
-        llm = None
+        llm, ends_process = None, False
         try:
             llm = LLM(str(folder), **{**small, **arguments})
             yield llm
+        except lifeline.ProcessEndsError:
+            ends_process = True  # and with it all that the engine holds: its clean-up takes seconds
+            raise
         finally:
-            if llm is not None:
-                llm.llm_engine.engine_core.shutdown()
-            del llm
-            cleanup_dist_env_and_memory()
-            gc.collect()
+            if not ends_process:
+                if llm is not None:
+                    llm.llm_engine.engine_core.shutdown()
+                del llm
+                cleanup_dist_env_and_memory()
+                gc.collect()
 
 
 def served_arguments(flags: Mapping[str, Any]) -> dict[str, Any]:

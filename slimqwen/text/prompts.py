@@ -59,7 +59,7 @@ def documents(source: str, seed: int, root: Path, *, skips_faults: bool = False)
     file = resolve_text(source, root)
     texts: list[str] = []
     try:
-        for document in read_documents(file, goes_on=skips_faults):
+        for document in read_documents(file, "paragraphs", goes_on=skips_faults):
             if document.text is None and not document.is_blank and not skips_faults:
                 raise CorpusError(
                     f"{document.location}: a chat or a prompt instead of a text; write a text, or render "
@@ -69,8 +69,6 @@ def documents(source: str, seed: int, root: Path, *, skips_faults: bool = False)
     except CorpusError:
         if not skips_faults:
             raise
-    if file.is_file() and file_format(file) == ".txt":
-        texts = "".join(texts).split("\n\n")
     texts = [text.strip() for text in texts if text.strip()]
     start = random.Random(seed).randrange(len(texts)) if texts else 0
     yield from texts[start:] + texts[:start]

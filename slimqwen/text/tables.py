@@ -82,13 +82,17 @@ def name_numbers(unit: str, numbers: Sequence[int]) -> str:
     return f"{unit}{'s' if len(numbers) > 1 else ''} {', '.join(map(str, numbers[:3]))}{more}"
 
 
-def find_table(folder: Path, name: str) -> Path:
+def find_table(folder: Path, name: str, is_wanted: Callable[[Path], bool] | None = None) -> Path:
     """The file of a folder that is called `name` and ends as a table does; `name`.jsonl if there is none.
+
+    Args:
+        is_wanted: what tells by its name whether a file is read instead of `is_table`.
 
     Raises:
         CorpusError: there are several.
     """
-    found = [file for file in sorted(folder.glob(f"{name}.*")) if file.is_file() and is_table(file)]
+    is_wanted = is_wanted or is_table
+    found = [file for file in sorted(folder.glob(f"{name}.*")) if file.is_file() and is_wanted(file)]
     if len(found) > 1:
         names = " and ".join(file.name for file in found)
         raise CorpusError(
@@ -99,10 +103,16 @@ def find_table(folder: Path, name: str) -> Path:
 
 def is_table(file: Path) -> bool:
     """Whether a file ends in one of the formats that have rows: all but .txt."""
+    return is_text(file) and file_format(file) != ".txt"
+
+
+def is_text(file: Path) -> bool:
+    """Whether a file ends in one of the formats that texts are read of."""
     try:
-        return file_format(file) != ".txt"
+        file_format(file)
     except CorpusError:
         return False
+    return True
 
 
 def read_rows(file: Path, columns: Iterable[str]) -> Iterator[TextRow]:

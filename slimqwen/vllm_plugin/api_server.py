@@ -5,22 +5,23 @@ collector, which would scan them again and again, is disabled. Objects that fork
 collection writes to them.
 """
 
-import atexit
 import gc
 import os
 import signal
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import NoReturn
 
 from slimqwen import lifeline
 from slimqwen.errors import SlimqwenError
 
-END_S = 6
+END_S = 2
 """How long a server may take to end by itself after the process that started it has ended, seconds."""
+
+_own_folder: tempfile.TemporaryDirectory[str] | None = None  # of `_own_sockets`
 
 _SOCKETS = "VLLM_RPC_BASE_PATH"
 _LONGEST_TEMPORARY_FOLDER = 50
@@ -34,7 +35,7 @@ def main() -> NoReturn:
     if descriptor := os.environ.pop(lifeline.VARIABLE, None):
         lifeline.watch(int(descriptor), end=_end)
     gc.disable()
-    _exit_after(_import_and_serve)
+    lifeline.exit_after(_refusals()(_import_and_serve))
 
 
 def _import_and_serve() -> None:
@@ -60,13 +61,16 @@ def freeze() -> None:
 def run_fork(*lifelines: int) -> NoReturn:
     """Run the API server with the flags of sys.argv, and exit; end it when a descriptor of `lifelines` closes."""
     lifeline.watch(*lifelines, end=_end)
-    _exit_after(_serve)
+    lifeline.exit_after(_refusals()(_serve))
 
 
 def _end() -> None:
     os.kill(os.getpid(), signal.SIGTERM)
     time.sleep(END_S)
-    os._exit(1)  # vLLM may ignore a SIGTERM while it starts
+    # vLLM waits 5 s for an engine that is ended while it starts, because that waits for its sockets (zmq).
+    if _own_folder is not None:
+        _own_folder.cleanup()
+    os._exit(1)
 
 
 def _serve() -> None:
@@ -91,25 +95,6 @@ def _serve() -> None:
 def _terminate(*_: object) -> None:
     """End as by SIGTERM, the only signal beside Ctrl-C at which vLLM removes what it made."""
     os.kill(os.getpid(), signal.SIGTERM)
-
-
-def _exit_after(serve: Callable[[], None]) -> NoReturn:
-    """Call `serve` and end this process, without the clean-up in which Triton's bindings report leaks."""
-    code = 1
-    try:
-        with _refusals():
-            serve()
-        code = 0
-    except SystemExit as end:
-        code = end.code if isinstance(end.code, int) else int(end.code is not None)
-    except BaseException as error:
-        code = 130 if isinstance(error, KeyboardInterrupt) else 1
-        sys.excepthook(*sys.exc_info())
-    finally:
-        atexit._run_exitfuncs()
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
 
 
 @contextmanager
@@ -154,7 +139,9 @@ def _own_sockets() -> Iterator[None]:
             f"error: vLLM's sockets need a writable folder whose path has at most {_LONGEST_TEMPORARY_FOLDER} bytes, "
             f"and none of {', '.join(folders)} is one; set TMPDIR to one"
         )
-    with tempfile.TemporaryDirectory(prefix="slimqwen.", dir=parent, ignore_cleanup_errors=True) as folder:
+    global _own_folder
+    _own_folder = tempfile.TemporaryDirectory(prefix="slimqwen.", dir=parent, ignore_cleanup_errors=True)
+    with _own_folder as folder:
         os.environ[_SOCKETS] = folder
         yield
 

@@ -5,10 +5,12 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import typer
 from rich.console import Console
 
 from slimqwen import api, variant
@@ -67,6 +69,31 @@ def test_a_signal_ends_a_command_as_ctrl_c_does(monkeypatch, run_here, number, e
     assert signal.signal(number, before) == signal.SIG_DFL
     assert (code, "terminated" in said) == (exit_code, True)
     assert removed
+
+
+@pytest.mark.parametrize(
+    ("interactive", "says_first", "told"), [(True, False, True), (True, True, False), (False, False, False)]
+)
+def test_a_command_that_prints_nothing_tells_a_terminal_that_it_loads_libraries(
+    monkeypatch, capfd, interactive, says_first, told
+):
+    monkeypatch.setattr(console, "_SILENT_S", 0.1)
+    for name in ("errors", "console"):
+        shown = console._Terminal(stderr=name == "errors", force_interactive=interactive)
+        monkeypatch.setattr(console, name, shown)
+    app = typer.Typer()
+
+    @app.command()
+    def verb() -> None:
+        if says_first:
+            console.say("it begins")
+        time.sleep(0.4)
+        console.say("done")
+
+    monkeypatch.setattr(sys, "argv", ["x"])
+    with pytest.raises(SystemExit):
+        console.run_command_line(app, "x")
+    assert ("loading libraries …" in capfd.readouterr().err) == told
 
 
 def test_nohup_keeps_a_command_alive(monkeypatch, run_here):

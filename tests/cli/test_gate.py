@@ -1,11 +1,17 @@
-"""What `slimqwen gate` says after its verdict."""
+"""What `slimqwen gate` says after its verdict, and how it ends when it is terminated."""
 
+import subprocess
+import sys
+import tempfile
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
+import psutil
 import pytest
 
 from slimqwen.cli.gate import next_step
+from tests.serving.real_server import ended
 
 OWN = Path("eval/own/mine/questions.csv")
 
@@ -28,3 +34,26 @@ def test_an_inconclusive_gate_says_what_the_undecided_check_lacks(undecided, que
     }
     record = SimpleNamespace(variant="mine", verdict="inconclusive", verdicts=verdicts)
     assert next_step(record, "core", questions).startswith(said)
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize("activity", ["reading texts", "start tiny-mtp4"])
+def test_a_measurement_that_is_terminated_is_gone_in_seconds_and_leaves_nothing(activity: str) -> None:
+    """With an engine in its own process, and while a server starts."""
+    folders = set(Path(tempfile.gettempdir()).glob("slimqwen.*"))
+    command = [sys.executable, "-u", "-m", "slimqwen.cli", "eval", "fidelity", "tiny-mtp4"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
+        assert process.stdout is not None
+        said = []
+        for line in process.stdout:
+            said.append(line)
+            if activity in line:
+                break
+        assert activity in said[-1], said
+        time.sleep(2)
+        family = psutil.Process(process.pid).children(recursive=True)
+        process.terminate()
+        assert process.wait(timeout=5) == 143
+        assert process.stdout.read().endswith("terminated\n")
+    assert ended(family, 3)
+    assert set(Path(tempfile.gettempdir()).glob("slimqwen.*")) <= folders

@@ -20,6 +20,7 @@ from slimqwen.evals.suites.suite import Suite
 from slimqwen.records.settings import SettingsError
 from slimqwen.serving.shared_server import SharedServer
 from slimqwen.text.files import CorpusError
+from slimqwen.text.prompts import documents
 
 FACTS = [json.loads(line) for line in Path("eval/tasks/tinyworld/facts.jsonl").read_text().splitlines()[:8]]
 
@@ -47,6 +48,31 @@ def test_a_gate_without_a_file_is_the_policy_for_own_evaluations(root: Path) -> 
     assert gate.of(QualitySettings).suite == "mine"
     assert gate.files(root) == [root / "eval" / "own.yaml"]
     assert FidelitySettings.load("mine", root) == gate.of(FidelitySettings)
+
+
+@pytest.mark.parametrize("name", ["texts.txt", "texts.csv.gz", "texts.parquet", "texts.tsv"])
+def test_texts_of_any_format_are_those_of_all_checks(root: Path, name: str) -> None:
+    (root / OWN / name).touch()
+    gate = GateSettings.load("mine", root)
+    assert {root / OWN / name} == {
+        section.inputs(root)[-1] for section in gate.sections if not isinstance(section, QualitySettings)
+    }
+    (root / OWN / "texts.json").touch()
+    with pytest.raises(
+        CorpusError, match=rf"has {name.replace('.', '[.]')}|keep the one that holds the texts"
+    ):
+        GateSettings.load("mine", root)
+    (root / OWN / "texts.jsonl").touch()
+    assert GateSettings.load("mine", root).of(FidelitySettings).texts == Path(OWN, "texts.jsonl")
+
+
+def test_texts_of_a_txt_file_are_divided_by_empty_lines_for_every_check(root: Path) -> None:
+    (root / OWN / "texts.txt").write_text("One,\ntwo.\n\n\nThree.\n")
+    settings = GateSettings.load("mine", root)
+    texts = settings.of(FidelitySettings).read_texts(root)
+    assert [text.strip() for _, text in texts] == ["One,\ntwo.", "Three."]
+    cut = documents(settings.of(AcceptanceSettings).documents, 0, root)
+    assert sorted(cut) == ["One,\ntwo.", "Three."]
 
 
 def test_a_field_of_gate_yaml_replaces_that_field_alone(root: Path) -> None:
