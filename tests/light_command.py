@@ -32,7 +32,11 @@ def _start_worker() -> None:
 
 
 def _run_child(function: Any) -> None:
-    child = multiprocessing.get_context("fork").Process(target=function)
+    def run() -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        function()
+
+    child = multiprocessing.get_context("fork").Process(target=run)
     child.start()
     child.join()
 
@@ -40,9 +44,9 @@ def _run_child(function: Any) -> None:
 def _serve() -> None:
     """Start an engine as vLLM does, and end when it does."""
     lifeline.end_with_parent()
-    if STUBBORN in sys.argv:
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
     with api_server._own_sockets():
+        if STUBBORN in sys.argv:
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
         _run_child(_start_worker)
 
 

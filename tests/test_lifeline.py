@@ -22,7 +22,15 @@ Start = Callable[..., dict[str, psutil.Process]]
 
 
 @pytest.fixture
-def start(tmp_path: Path) -> Iterator[Start]:
+def temporary(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The temporary folder of all processes."""
+    with tempfile.TemporaryDirectory(prefix="t.", dir="/tmp") as folder:  # short enough for sockets
+        monkeypatch.setenv("TMPDIR", folder)
+        yield Path(folder)
+
+
+@pytest.fixture
+def start(tmp_path: Path, temporary: Path) -> Iterator[Start]:
     """Start a command that serves; its processes by role."""
     started: dict[str, psutil.Process] = {}
 
@@ -72,8 +80,12 @@ TABLE = [
 
 
 @pytest.mark.parametrize(("number", "victim"), TABLE, ids=lambda value: getattr(value, "name", value))
-def test_nothing_is_left_10_s_after_a_signal(start: Start, number: signal.Signals, victim: str) -> None:
+def test_nothing_is_left_10_s_after_a_signal(
+    start: Start, temporary: Path, number: signal.Signals, victim: str
+) -> None:
+    """Only a server that is killed itself leaves its folder of sockets."""
     processes = start()
+    wait_for(lambda: any(temporary.glob("slimqwen.*")))
     assert processes["server"].parent() == processes["spawner"]
     assert os.getpgid(processes["server"].pid) == processes["server"].pid
     assert os.getsid(processes["server"].pid) == processes["command"].pid
@@ -81,6 +93,8 @@ def test_nothing_is_left_10_s_after_a_signal(start: Start, number: signal.Signal
     assert ended(list(processes.values()), 10), {
         role: process.status() for role, process in processes.items() if process.is_running()
     }
+    is_killed = number == signal.SIGKILL and victim == "server"
+    assert any(temporary.glob("slimqwen.*")) == is_killed
 
 
 @pytest.mark.parametrize(
@@ -96,16 +110,14 @@ def test_nothing_is_left_of_a_server_that_is_no_fork(
 
 
 def test_a_server_that_ignores_sigterm_ends_all_the_same_with_its_folder_of_sockets(
-    start: Start, monkeypatch: pytest.MonkeyPatch
+    start: Start, temporary: Path
 ) -> None:
     """As vLLM does while it starts."""
-    with tempfile.TemporaryDirectory(prefix="t.", dir="/tmp") as folder:  # short enough for sockets
-        monkeypatch.setenv("TMPDIR", folder)
-        processes = start("stubborn")
-        assert any(Path(folder).iterdir())
-        send(signal.SIGKILL, "command", processes)
-        assert ended(list(processes.values()), 10)
-        assert not any(Path(folder).iterdir())
+    processes = start("stubborn")
+    wait_for(lambda: any(temporary.glob("slimqwen.*")))
+    send(signal.SIGKILL, "command", processes)
+    assert ended(list(processes.values()), 10)
+    assert not any(temporary.glob("slimqwen.*"))
 
 
 def run_and_exit(body: str) -> "subprocess.CompletedProcess[str]":

@@ -143,7 +143,12 @@ def _own_sockets() -> Iterator[None]:
     _own_folder = tempfile.TemporaryDirectory(prefix="slimqwen.", dir=parent, ignore_cleanup_errors=True)
     with _own_folder as folder:
         os.environ[_SOCKETS] = folder
-        yield
+        # Until vLLM has a handler of its own: by default the folder would stay.
+        before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+        try:
+            yield
+        finally:
+            signal.signal(signal.SIGTERM, before)
 
 
 def _takes_sockets(folder: str) -> bool:
