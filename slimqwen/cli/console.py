@@ -210,11 +210,12 @@ def show_error(message: str) -> None:
 def from_here(text: str) -> str:
     """Text whose paths of files of the repository are named as the shell's working folder needs them.
 
-    The library names files from the root of the repository. A user may stand in another folder, of his own repository
-    for example, where such a path leads nowhere.
+    The library names files from the root of the repository, or by absolute paths. A user may stand in another folder,
+    of his own repository for example, where the first lead nowhere; the others are shorter from the working folder.
     """
     root = variant.repository_root()
     with suppress(OSError):  # the working folder is gone
+        text = re.sub(rf"(?<![\w./=~-]){re.escape(str(Path.cwd()))}/(?=\w)", "", text)
         if Path.cwd() != root:
             return _PATH.sub(lambda match: _name_from_here(match[0], root), text)
     return text

@@ -210,7 +210,7 @@ def corpus(
         manifest = calibration_mix.build_calibration_text(
             variant.weights, sources, tokens, seed, output, progress, _show_understanding
         )
-    rows = table(["source"], ("weight", "documents", "duplicates", "near", "taken", "tokens"))
+    rows = table(["source"], ("weight", "documents", "duplicates", "near-duplicates", "taken", "tokens"))
     for row in manifest["sources"]:
         counts = (row[key] for key in ("documents", "duplicates", "near_duplicates", "taken", "tokens"))
         rows.add_row(row["name"], f"{row['weight']:g}", *map(str, counts))
@@ -226,7 +226,8 @@ def corpus(
 
 def _show_understanding(name: str, understanding: "Understanding") -> None:
     """Say what a source was understood as, with the beginning of its first document, before it is used."""
-    say(f"{name}: {understanding.describe()}; the first:")
+    other = "; `--divide paragraphs` divides by empty lines" if understanding.division == "blocks" else ""
+    say(f"{name}: {understanding.describe()}{other}; the first:")
     lines = understanding.example[:_EXAMPLE_CHARACTERS].splitlines()
     for line in lines:
         say(f"  | {line}")

@@ -143,12 +143,20 @@ def _own_sockets() -> Iterator[None]:
     _own_folder = tempfile.TemporaryDirectory(prefix="slimqwen.", dir=parent, ignore_cleanup_errors=True)
     with _own_folder as folder:
         os.environ[_SOCKETS] = folder
-        # Until vLLM has a handler of its own: by default the folder would stay.
-        before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+        # Until vLLM has a handler of its own.
+        before = signal.signal(signal.SIGTERM, _end_without_sockets)
         try:
             yield
         finally:
             signal.signal(signal.SIGTERM, before)
+
+
+def _end_without_sockets(*_: object) -> None:
+    """End by SIGTERM as without a handler, but without leaving the folder."""
+    if _own_folder is not None:
+        _own_folder.cleanup()
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    os.kill(os.getpid(), signal.SIGTERM)
 
 
 def _takes_sockets(folder: str) -> bool:

@@ -202,6 +202,9 @@ def test_a_message_names_files_of_the_repository_from_the_working_folder(monkeyp
     for folder, expected in shown.items():
         monkeypatch.chdir(folder)
         assert console.from_here(message) == expected
+    monkeypatch.chdir(root / "eval")
+    absolute = f"{root}/eval/own.yaml:3: in {root}/README.md, VLLM_MODEL={root}/eval/x"
+    assert console.from_here(absolute) == absolute.replace(f"{root}/eval/", "", 1)
 
 
 def test_files_are_named_from_the_working_folder(monkeypatch):
