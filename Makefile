@@ -21,6 +21,9 @@ pack: ## what a host without a network lacks, in parts of 40 MB (PLATFORM=cpu|cu
 demo: install ## the whole pipeline on the embedded model: calibrate, serve, score, time, compare (MODEL=smollm2 DATA=folder: on a real one)
 	@$(RUN) demo $(call option,MODEL,--model) $(call option,DATA,--data)
 
+optimise: install ## from a model's name to the fastest server that is proven as good (MODEL=owner/name|folder|file.gguf|variant HOURS=n CORPUS=… EVALUATION=… YES=1)
+	@$(RUN) optimise '$(MODEL)' $(call option,HOURS,--hours) $(call option,CORPUS,--corpus) $(call option,EVALUATION,--evaluation) $(call option,GPU,--gpu) $(if $(YES),--yes)
+
 test: install ## every test that takes minutes at most (KINDS=1: those inside vLLM's processes, on each kind of CPU that this host can play)
 	@.venv/bin/python -m $(if $(KINDS),tests.cpu_kinds,pytest -n 2 --dist loadgroup --no-loadscope-reorder)
 
@@ -30,8 +33,9 @@ test-image: install ## build a CPU image, look into it, start it, break it (root
 gpu-check: | $(READY) ## every claim about a GPU, tried on this one in steps of 3 minutes (STEPS=b,a FRESH=1; REHEARSE=1: here, on the CPU)
 	@.venv/bin/python -m pytest -m gpu tests/gpu
 
-lint: | $(READY) ## ruff (lint and format), mypy, import-linter
+lint: | $(READY) ## ruff (lint and format), mypy, import-linter, links between documents
 	@.venv/bin/ruff check && .venv/bin/ruff format --check && .venv/bin/mypy && .venv/bin/lint-imports
+	@.venv/bin/python scripts/check_links.py
 
 download: | $(READY) ## get VARIANT's checkpoint from the model hub
 	@$(RUN) download --variant $(VARIANT)

@@ -16,6 +16,7 @@ from slimqwen.cli import (
     fit,
     gate,
     image,
+    optimise,
     plan,
     recipe,
     report,
@@ -40,6 +41,7 @@ app.add_typer(variants.app, name="variant", rich_help_panel=_MAKE)
 app.add_typer(recipe.app, name="recipe", rich_help_panel=_MAKE)
 app.command(rich_help_panel=_MAKE)(downloads.download)
 app.command(rich_help_panel=_SERVE)(demo.demo)
+app.command(rich_help_panel=_SERVE, cls=console.Judge)(optimise.optimise)
 app.command(rich_help_panel=_SERVE)(serve.serve)
 app.command(rich_help_panel=_MEASURE)(fit.fit)
 app.command(rich_help_panel=_MEASURE)(plan.plan)

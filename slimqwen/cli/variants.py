@@ -73,10 +73,10 @@ def new(
         # Checks that the evaluation exists and has questions now, not only at the gate.
         Suite.load(evaluation, variants.repository_root()).require_questions(variants.repository_root())
     if checkpoint:
-        folder = _create_baseline(name, checkpoint, hypothesis, evaluation or "core")
+        folder = create_baseline(name, checkpoint, hypothesis, evaluation or "core")
     else:
         assert base is not None
-        text = _name_text(corpus, variants.repository_root() / "experiments" / name)
+        text = name_text(corpus, variants.repository_root() / "experiments" / name)
         recipe = template.render_recipe(variants.load(base), stage, text) if stage else None
         changes = f"with {', '.join(stage)}" if stage else "with its own flags"
         expected = hypothesis or f"{base} {changes} is faster and keeps every score within its margin."
@@ -93,7 +93,7 @@ def new(
         )
 
 
-def _name_text(corpus: str, folder: Path) -> str:
+def name_text(corpus: str, folder: Path) -> str:
     """A text as the recipe in `folder` names it: a name as it is, a path relative to the folder."""
     path = Path(corpus).expanduser()
     if not path.suffix and len(path.parts) == 1 and not path.exists():
@@ -111,7 +111,7 @@ _BASELINE = "The checkpoint as it is published: what every variant of it has to 
 _OF_GGUF = "The weights of {}: what every variant of them has to beat at equal quality."
 
 
-def _create_baseline(name: str, checkpoint: str, hypothesis: str | None, evaluation: str) -> Path:
+def create_baseline(name: str, checkpoint: str, hypothesis: str | None, evaluation: str) -> Path:
     """Write a baseline variant of a folder, GGUF file or hub repository, and print what was found in the checkpoint."""
     from slimqwen.models.gguf_file import describe_origin
     from slimqwen.recipe.base_variant import REASONS, CheckpointFacts

@@ -8,7 +8,7 @@ little influence can stay within the limits.
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from slimqwen.checkpoint import packing
 from slimqwen.checkpoint.rtn import round_to_nearest
 from slimqwen.checkpoint.weights import Weight, read_weights, text_name
 from slimqwen.errors import SlimqwenError
@@ -85,6 +86,33 @@ def measure_layer_errors(quantised: Path, original: Path, texts: Sequence[Sequen
                 "round-to-nearest, which cannot be; look for scales that are not finite and make the checkpoint again"
             )
     return rows
+
+
+def measure_kind_errors(
+    original: Path, number: int, kinds: Collection[str], group_size: int, ids: Sequence[int]
+) -> dict[str, float]:
+    """Error of a layer of which the linears of one kind alone are rounded to 4 bits, by kind (`packing.LINEARS`).
+
+    Args:
+        original: checkpoint that is not quantised.
+        number: index of the layer.
+        ids: tokens of a text.
+    """
+    state = read_embeddings(original, torch.tensor([list(ids)]))
+    for before in range(number):
+        state = run_layer(load_layer(original, before), state)
+    expected = run_layer(load_layer(original, number), state)
+    errors: dict[str, float] = {}
+    for kind in kinds:
+        layer = load_layer(original, number)
+        pattern = re.compile(packing.LINEARS[kind].removeprefix("re:"))
+        linears = [module for name, module in layer.named_modules() if pattern.fullmatch(name)]
+        for module in linears:
+            with torch.no_grad():
+                module.weight.copy_(round_to_nearest(module.weight, group_size, 4))
+        if linears:
+            errors[kind] = _relative_error(layer, [state], [expected])
+    return errors
 
 
 def _round_linears(layer: Any, packed: Sequence[Weight], quantised: Path, original: Path) -> None:

@@ -94,13 +94,13 @@ class Candidate:
             if getattr(self, field.name) != field.default
         }
 
-    def steps(self, space: Space, rows: int) -> Steps:
+    def steps(self, stage_parameters: Mapping[str, Mapping[str, Any]], rows: int) -> Steps:
         """Stages that make the checkpoint: first those that change the target model, then those of its drafts.
 
         Args:
+            stage_parameters: further parameters by stage.
             rows: size of the base's vocabulary.
         """
-        stage_parameters = space.settings.stages
         steps: Steps = []
         if schemes := self.calibrated:
             rounding = {} if self.rounding == "nearest" else {"rounding": self.rounding}
@@ -127,13 +127,24 @@ class Candidate:
 
     def recipe(self, base: Variant, space: Space) -> str | None:
         """Content of recipe.yaml; None if the candidate has the base's checkpoint."""
+        return self.render(base, space.settings.stages)
+
+    def render(
+        self, base: Variant, stage_parameters: Mapping[str, Mapping[str, Any]], corpus: str | None = None
+    ) -> str | None:
+        """Content of recipe.yaml; None if the candidate has the base's checkpoint.
+
+        Args:
+            corpus: the recipe's text; None where the stages name theirs.
+        """
         rows = checkpoint.text_config(checkpoint.read_config(base.weights))["vocab_size"]
-        steps = self.steps(space, rows)
+        steps = self.steps(stage_parameters, rows)
         if not steps:
             return None
         content = {
             "description": f"The checkpoint of {base.name} with {describe_changes(self.changes)}.",
             "base": base.name,
+            **({"corpus": corpus} if corpus else {}),
             "stages": [{stage: parameters} for stage, parameters in steps],
         }
         return yaml.safe_dump(content, sort_keys=False, width=120)

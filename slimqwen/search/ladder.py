@@ -63,7 +63,7 @@ class Ladder:
         """Dimensions of a candidate's checkpoint, computed before it is made."""
         shape = Shape.of_config(self._config)
         folder = {"folder": self.base.root / "experiments" / self.base.name}
-        for name, values in candidate.steps(self.space, shape.text["vocab_size"]):
+        for name, values in candidate.steps(self.space.settings.stages, shape.text["vocab_size"]):
             stage = STAGES[name]
             shape = stage.reshape(shape, stage.parameters.model_validate(values, context=folder))
         return shape

@@ -18,6 +18,7 @@ from slimqwen.evals.gate import Gate
 from slimqwen.processes import Executor, Failure, Result, Task, run_tasks
 from slimqwen.records import store
 from slimqwen.records.record import Block, Finding, RelativePath, Share, VariantName, Verdict
+from slimqwen.records.split import Side
 from slimqwen.search import SearchError
 from slimqwen.search.measurements import RecordSettings, check_task, gate_task, recipe_task
 from slimqwen.stats import multiplicity
@@ -57,8 +58,10 @@ class Proof(Block):
     finalists: tuple[Finalist, ...] = Field(min_length=1)
 
 
-def prove_finalists(names: Sequence[str], executor: Executor, root: Path, *, command: Sequence[str]) -> Proof:
-    """Gate finalists on the proof's items.
+def prove_finalists(
+    names: Sequence[str], executor: Executor, root: Path, *, command: Sequence[str], side: Side = "proof"
+) -> Proof:
+    """Gate finalists on the proof's items, or on the search's before a proof.
 
     If the engine of a finalist crashes, that finalist fails with the reason and the others go on. Records that still
     hold are reused, so an interrupted proof continues. Two calls with different finalists are two families of
@@ -81,7 +84,7 @@ def prove_finalists(names: Sequence[str], executor: Executor, root: Path, *, com
     for each in finalists:
         if each.baseline is None:
             raise SearchError(f"{each.name} has no baseline to compare with; name variants that have one")
-    settings = RecordSettings(tuple(command), split_side="proof")
+    settings = RecordSettings(tuple(command), split_side=side)
     reasons: dict[str, list[str]] = {each.name: [] for each in finalists}
     with executor:
         for list_tasks in (_recipe_tasks, _check_tasks, _gate_tasks):

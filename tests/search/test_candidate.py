@@ -33,14 +33,14 @@ def test_the_stages_of_the_target_come_before_those_of_its_drafts(ladder: Ladder
     candidate = Candidate(
         mlp="W4A16", mtp="W8A16", head_bits=4, vocabulary=0.96875, draft_vocabulary=0.25, redistillation=True, depth=3
     )  # fmt: skip
-    steps = candidate.steps(ladder.space, 8192)
+    steps = candidate.steps(ladder.space.settings.stages, 8192)
     assert [stage for stage, _ in steps] == [
         "calibrate", "prune_vocab", "quantise_lm_head", "sample_outputs", "trim_draft_vocab", "redistill_mtp",
         "calibrate",
     ]  # fmt: skip
     sizes = {stage: parameters["size"] for stage, parameters in steps if "size" in parameters}
     assert sizes == {"prune_vocab": 7936, "trim_draft_vocab": 1984}
-    assert candidate.target.steps(ladder.space, 8192) == steps[:3]
+    assert candidate.target.steps(ladder.space.settings.stages, 8192) == steps[:3]
 
 
 def test_candidates_of_one_target_share_it(ladder: Ladder) -> None:
@@ -58,7 +58,7 @@ def test_every_choice_gives_a_recipe_and_a_configuration_that_can_be_read(ladder
         assert made.baseline == "tiny"
         assert made.recipe is not None
         names = [step.stage.name for step in recipe_file.read_recipe(made.recipe).steps]
-        assert names == [stage for stage, _ in candidate.steps(ladder.space, 8192)]
+        assert names == [stage for stage, _ in candidate.steps(ladder.space.settings.stages, 8192)]
         drafts = made.settings["VLLM_SPECULATIVE_CONFIG"].value
         assert f'"num_speculative_tokens": {candidate.depth}' in drafts
 

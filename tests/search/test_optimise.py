@@ -1,0 +1,111 @@
+"""What an optimisation decides: the first recipe, the step that a failed check points at, and where it goes on."""
+
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from slimqwen import variant
+from slimqwen.models.layer_error import measure_kind_errors
+from slimqwen.records.record import Finding
+from slimqwen.search import optimise
+from slimqwen.search.candidate import Candidate
+from slimqwen.search.proof import Finalist
+from slimqwen.stats.verdict import Verdict
+from tests.checkpoints import TINY
+
+FULL = Candidate(mlp="W4A16", draft_vocabulary=0.25, vocabulary=0.5, head_bits=4, mtp="W4A16", depth=4)
+
+
+def judged(*failed: str) -> Finalist:
+    findings = [
+        Finding(
+            gate=gate,
+            figure="figure",
+            value=1.0,
+            limit=0.5,
+            verdict=Verdict.FAIL if gate in failed else Verdict.PASS,
+        )
+        for gate in ("fidelity", "acceptance", "quality", "engine")
+    ]
+    return Finalist(
+        variant="v",
+        verdict=Verdict.FAIL,
+        reason="it failed",
+        p_value=1.0,
+        adjusted_p_value=1.0,
+        findings=tuple(findings),
+        record=None,
+    )
+
+
+def take_back(candidate: Candidate, *failed: str) -> tuple[Candidate, str] | None:
+    return optimise.take_back(candidate, judged(*failed), variant.load("tiny"))
+
+
+def test_fit_chooses_the_first_recipe_for_tiny() -> None:
+    chosen = optimise.choose(variant.load("tiny"), "self")
+    assert chosen.calibrated == dict.fromkeys(("mlp", "attention", "linear_attention"), "W4A16")
+    assert (chosen.head_bits, chosen.mtp, chosen.depth) == (4, "W4A16", 4)
+    assert (chosen.vocabulary, chosen.draft_vocabulary) == (1.0, 1.0)
+
+
+def test_acceptance_points_at_the_drafts() -> None:
+    expected = (0.5, 1.0, 1.0)
+    candidate = FULL
+    for share, mtp in zip(expected, ("W4A16", "W4A16", "none"), strict=True):
+        back = take_back(candidate, "acceptance")
+        assert back is not None
+        candidate = back[0]
+        assert (candidate.draft_vocabulary, candidate.mtp) == (share, mtp)
+        assert candidate.calibrated == FULL.calibrated
+    assert take_back(candidate, "acceptance") is None
+
+
+def test_fidelity_points_at_the_weights_one_step_at_a_time() -> None:
+    candidate, said = FULL, []
+    while (back := take_back(candidate, "fidelity", "acceptance")) is not None:
+        candidate, why = back
+        said.append(why)
+    assert said == [
+        "acceptance and fidelity: 8 bits for mlp",
+        "acceptance and fidelity: the whole vocabulary",
+        "acceptance and fidelity: the output head in 16 bits",
+    ]
+
+
+def test_a_failed_engine_points_at_no_step() -> None:
+    assert take_back(FULL, "engine") is None
+
+
+def test_the_kind_with_outliers_has_the_largest_error(tmp_path: Path) -> None:
+    def add_outliers(name: str, tensor: torch.Tensor) -> torch.Tensor:
+        if ".layers.1.mlp.down_proj" in name and not name.startswith("mtp"):
+            tensor = tensor.clone()
+            tensor[:, ::32] *= 60
+        return tensor
+
+    source = tmp_path / "source"
+    shutil.copytree(TINY, source)
+    for file in source.glob("*.safetensors"):
+        tensors = {name: add_outliers(name, tensor) for name, tensor in load_file(file).items()}
+        save_file(tensors, file, {"format": "pt"})
+    ids = list(range(300, 364))
+    kinds = ("mlp", "attention", "linear_attention")
+    planted = measure_kind_errors(source, 1, kinds, 32, ids)
+    assert max(planted, key=lambda kind: planted[kind]) == "mlp"
+    before = measure_kind_errors(TINY, 1, kinds, 32, ids)
+    assert planted["mlp"] > before["mlp"]
+
+
+def test_a_journal_goes_on_where_it_was_left(tmp_path: Path) -> None:
+    journal = optimise.Journal.open(tmp_path, "tiny", "weights/tiny")
+    journal.candidate, journal.steps = {"mlp": "W4A16"}, {"recipe": "done"}
+    journal.write()
+    again = optimise.Journal.open(tmp_path, "tiny", "weights/tiny")
+    assert again == journal
+    assert json.loads(again.file.read_text())["model"] == "weights/tiny"
+    assert replace(again, step="x") != journal
