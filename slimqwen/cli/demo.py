@@ -49,7 +49,7 @@ MODELS: Mapping[str, DemoModel] = {
     "smollm2": DemoModel(
         "smollm2-135m",
         "smollm2-135m-best",
-        "4-bit weights with zero points by AWQ",
+        "8-bit weights by AWQ, compile cache baked",
         "about 25",
         is_packaged=True,
     ),
