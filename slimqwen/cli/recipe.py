@@ -293,22 +293,22 @@ def _show_dry_run(variant: Variant, gpu: str | None) -> None:
         say(f"to be fetched before the run: {line}")
     if faults:
         raise RecipeError(*faults)
-    if understood := _describe_questions(variant):
+    for understood in _describe_evaluation(variant):
         say(from_here(understood))
     for line in variant_recipe.lacking_space(costs, variant.root / "weights" / "store"):
         say(line)
 
 
-def _describe_questions(variant: Variant) -> str | None:
-    """What was understood of the questions that will judge the recipe's result; None without an own evaluation."""
+def _describe_evaluation(variant: Variant) -> list[str]:
+    """What was understood of the files that will judge the recipe's result; nothing without an own evaluation."""
     from slimqwen.records.settings import find_own_evaluation
 
     folder = find_own_evaluation(variant)
     if folder is None:
-        return None
-    from slimqwen.evals.suites.suite import Suite  # slow to import
+        return []
+    from slimqwen.evals import own_evaluation  # slow to import
 
-    return Suite.load(folder.name, variant.root).describe_questions(variant.root)
+    return own_evaluation.describe(folder)
 
 
 def duration(seconds: float) -> str:

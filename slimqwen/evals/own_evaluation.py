@@ -6,6 +6,8 @@ from typing import Final
 
 from slimqwen.errors import SlimqwenError
 from slimqwen.evals.checks import GateSettings
+from slimqwen.evals.fidelity_figures import FidelitySettings
+from slimqwen.text.documents import Understanding, read_documents
 from slimqwen.text.files import CorpusError
 from slimqwen.text.prompts import parse_own_prompts
 from slimqwen.text.tables import find_table, is_table
@@ -37,6 +39,19 @@ def list_faults(variant: Variant, folder: Path, further: Iterable[Callable[[], o
         except SlimqwenError as error:
             faults += error.faults
     return list(dict.fromkeys(faults))  # two checks may read the same file
+
+
+def describe(folder: Path) -> list[str]:
+    """What was understood of the texts, questions and prompts of an own evaluation without faults, a line each."""
+    root = folder.parents[2]
+    gate, understanding = GateSettings.load(folder.name, root), Understanding()
+    texts = gate.of(FidelitySettings).texts
+    for _ in read_documents(root / texts, "paragraphs", understanding):
+        pass
+    lines = [f"{texts}: {understanding.describe()}", gate.suite(root).describe_questions(root)]
+    if (prompts := find_table(folder, "prompts")).is_file():
+        lines.append(f"{prompts.relative_to(root)}: {len(parse_own_prompts(prompts)):,} prompts")
+    return [line for line in lines if line]
 
 
 _NAMES: Final = {

@@ -135,6 +135,18 @@ def test_a_sound_evaluation_has_no_fault(root: Path) -> None:
     assert faults_of(root) == []
 
 
+def test_what_was_understood_of_each_file_is_a_line(root: Path) -> None:
+    write_questions(root, [{"prompt": "1 + 1?", "answer": ["2", "two"]}] * 3)
+    (root / OWN / "texts.txt").write_text("One.\n\nTwo,\ntwo.\n")
+    (root / OWN / "prompts.json").write_text('["a", "b", "c", "d"]')
+    lines = own_evaluation.describe(root / OWN)
+    assert lines[0] == "eval/own/mine/texts.txt: 2 texts (.txt divided by empty lines)"
+    assert lines[1].startswith(
+        "eval/own/mine/questions.jsonl: 3 questions (3 exact), 3 with several right answers"
+    )
+    assert lines[2:] == ["eval/own/mine/prompts.json: 4 prompts"]
+
+
 def test_a_file_that_is_called_like_one_of_an_evaluation_but_not_read_is_named(root: Path) -> None:
     write_questions(root, ASKED)
     (root / OWN / "texts.jsonl").write_text("".join(PASSAGES))
