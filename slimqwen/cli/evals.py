@@ -45,11 +45,14 @@ def quality(
     # Missing weights are named before missing data, which may be gigabytes, and before the import of vLLM.
     check_preconditions(variant)
     from slimqwen.evals import quality
+    from slimqwen.evals.checks.quality import find_response_limits
     from slimqwen.evals.suites.suite import AUTO, Limit, Suite
 
     extent: Limit = None if full else AUTO if limit is None else limit
     named = Suite.load(suite or variant.evaluation, variant.root)
-    for line in (named.describe_questions(variant.root), named.describe_left_out()):
+    limits = find_response_limits(named.name, variant.root)
+    questions = named.describe_questions(variant.root, limits.items_to_decide if limits else None)
+    for line in (questions, named.describe_left_out()):
         if line:
             say(from_here(line))
     with progress_bar() as progress:

@@ -6,6 +6,7 @@ from typing import Final
 
 from slimqwen.errors import SlimqwenError
 from slimqwen.evals.checks import GateSettings
+from slimqwen.evals.checks.quality import QualitySettings
 from slimqwen.evals.fidelity_figures import FidelitySettings
 from slimqwen.text.documents import Understanding, read_documents
 from slimqwen.text.files import CorpusError
@@ -48,7 +49,8 @@ def describe(folder: Path) -> list[str]:
     texts = gate.of(FidelitySettings).texts
     for _ in read_documents(root / texts, "paragraphs", understanding):
         pass
-    lines = [f"{texts}: {understanding.describe()}", gate.suite(root).describe_questions(root)]
+    planned = gate.of(QualitySettings).responses.items_to_decide
+    lines = [f"{texts}: {understanding.describe()}", gate.suite(root).describe_questions(root, planned)]
     if (prompts := find_table(folder, "prompts")).is_file():
         lines.append(f"{prompts.relative_to(root)}: {len(parse_own_prompts(prompts)):,} prompts")
     return [line for line in lines if line]

@@ -43,6 +43,11 @@ class ResponseLimits(BaseModel):
     assumed_discordance: float = Field(gt=0, lt=1)
     length_growth: PositiveFloat
 
+    @property
+    def items_to_decide(self) -> int:
+        """Items planned to decide on responses that run away, before the first look."""
+        return sequential.items_to_decide(self.runaway_share, self.assumed_discordance, sequential.RARE_SHARE)
+
 
 @dataclass(frozen=True)
 class Responses:
@@ -98,8 +103,8 @@ class ResponseComparison:
                 gate="quality",
                 figure=figure,
                 value=growth,
-                low=-judged.high,
-                high=-judged.low,
+                low=0 - judged.high,  # no negative zero
+                high=0 - judged.low,
                 limit=judged.margin,
                 verdict=judged.verdict,
                 p_value=judged.p_value,
@@ -163,9 +168,7 @@ def compare_responses(first: Path, second: Path, limits: ResponseLimits) -> Resp
         length=length,
         length_growth=float(lengths.mean()) if length else 0.0,
         items=len(growth),
-        items_planned=sequential.items_to_decide(
-            limits.runaway_share, limits.assumed_discordance, sequential.RARE_SHARE
-        ),
+        items_planned=limits.items_to_decide,
     )
 
 

@@ -141,8 +141,9 @@ def test_what_was_understood_of_each_file_is_a_line(root: Path) -> None:
     (root / OWN / "prompts.json").write_text('["a", "b", "c", "d"]')
     lines = own_evaluation.describe(root / OWN)
     assert lines[0] == "eval/own/mine/texts.txt: 2 texts (.txt divided by empty lines)"
-    assert lines[1].startswith(
-        "eval/own/mine/questions.jsonl: 3 questions (3 exact), 3 with several right answers"
+    assert lines[1] == (
+        "eval/own/mine/questions.jsonl: 3 questions (3 exact), 3 with several right answers; planned are 1,446 to "
+        "decide the score and 1,160 to decide whether responses run away"
     )
     assert lines[2:] == ["eval/own/mine/prompts.json: 4 prompts"]
 

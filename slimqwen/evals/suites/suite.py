@@ -249,8 +249,11 @@ class Suite(Settings):
         with contextlib.chdir(root):  # so that messages have relative paths
             return find_table(OWN / self.name, "questions")
 
-    def describe_questions(self, root: Path) -> str | None:
+    def describe_questions(self, root: Path, for_runaways: int | None = None) -> str | None:
         """What was understood of the questions of an own evaluation, and how many would decide; None for other suites.
+
+        Args:
+            for_runaways: questions that the gate plans for responses that run away; None if it has no such limit.
 
         Raises:
             CorpusError: as `require_questions`.
@@ -259,8 +262,9 @@ class Suite(Settings):
             return None
         found = questions.describe(self.read_questions(root), self.questions.metric)
         (task,) = self.tasks
-        decides = f"; {task.items_to_decide:,} are planned to decide" if task.items_to_decide else ""
-        return f"{self.questions_file(root)}: {found}{decides}"
+        planned = [(task.items_to_decide, "the score"), (for_runaways, "whether responses run away")]
+        decide = " and ".join(f"{count:,} to decide {what}" for count, what in planned if count)
+        return f"{self.questions_file(root)}: {found}{f'; planned are {decide}' if decide else ''}"
 
     def require_questions(self, root: Path) -> None:
         """Check the questions of an own evaluation; does nothing for other suites.
