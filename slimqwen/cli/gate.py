@@ -38,19 +38,24 @@ def gate(variant: VariantOption, settings: GateSettingsName = None) -> None:
     suite = GateSettings.load(record.settings_name, variant.root).suite(variant.root)
     if left_out := suite.describe_left_out():
         say(left_out)
-    say(from_here(f"Next: {next_step(record, suite.name, suite.questions_file(variant.root))}."))
+    undecided = [each for each in judgement.findings if each.verdict == "inconclusive"]
+    planned = max((each.items_needed or 0 for each in undecided), default=0)
+    say(from_here(f"Next: {next_step(record, suite.name, suite.questions_file(variant.root), planned)}."))
     raise typer.Exit(EXIT_CODES[record.outcome])
 
 
-def next_step(record: "Gate", suite: str, questions: Path | None) -> str:
+def next_step(record: "Gate", suite: str, questions: Path | None, planned: int = 0) -> str:
     """What to do after a verdict: for an inconclusive one, what each undecided check lacks.
 
     Args:
         suite: name of the suite by which quality was judged, every item of which an inconclusive gate has scored.
         questions: file of the questions of an own evaluation; None for other suites.
+        planned: questions that were planned to decide what is undecided; 0 if none were.
     """
     more = _MORE | {
-        "quality": f"more questions in {questions}" if questions else f"a larger suite than {suite}"
+        "quality": f"more questions in {questions}{f', {planned:,} in all,' if planned else ''}"
+        if questions
+        else f"a larger suite than {suite}"
     }
     undecided = [check for check, verdict in record.verdicts.items() if verdict == "inconclusive"]
     lacking = [more.get(check, f"another run of the check {check}") for check in undecided]

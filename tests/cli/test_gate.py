@@ -35,6 +35,9 @@ def test_an_inconclusive_gate_says_what_the_undecided_check_lacks(undecided, que
     }
     record = SimpleNamespace(variant="mine", verdict="inconclusive", verdicts=verdicts)
     assert next_step(record, "core", questions).startswith(said)
+    if undecided == "quality" and questions:
+        planned = "more questions in eval/own/mine/questions.csv, 1,160 in all, would decide"
+        assert next_step(record, "core", questions, 1160).startswith(planned)
 
 
 @pytest.mark.engine
