@@ -14,6 +14,7 @@ interval for all later ones, which takes the rest (Waudby-Smith, Arbour, Sinha, 
 """
 
 import math
+from dataclasses import replace
 from functools import cache
 
 import numpy as np
@@ -21,7 +22,7 @@ import scipy  # its parts are imported when they are used: they take a second
 from numpy.typing import ArrayLike
 
 from slimqwen.stats import intervals
-from slimqwen.stats.estimates import CONFIDENCE_LEVEL
+from slimqwen.stats.estimates import CONFIDENCE_LEVEL, Estimate
 from slimqwen.stats.intervals import Floats
 
 ALPHA = (1 - CONFIDENCE_LEVEL) / 2
@@ -121,7 +122,7 @@ def mean_interval(values: ArrayLike, weights: ArrayLike, first_look: int) -> tup
         TooFewItemsError: the first look has fewer than two values.
     """
     x, w = np.asarray(values, dtype=np.float64), np.asarray(weights, dtype=np.float64)
-    first = intervals.mean(x[:first_look], w[:first_look])
+    first = _first_mean(x, w, first_look)
     half_width = first.standard_error * scipy.stats.t.ppf(1 - FIRST_LOOK_SHARE * ALPHA, first_look - 1)
     counts, means, errors = _later_means(x, w, first_look)
     variances = counts * _RHO_SQUARED
@@ -138,7 +139,7 @@ def mean_p_value(values: ArrayLike, weights: ArrayLike, first_look: int, limit: 
     It is at most `ALPHA` exactly where the lower end of `mean_interval` lies above the limit.
     """
     x, w = np.asarray(values, dtype=np.float64), np.asarray(weights, dtype=np.float64)
-    first = intervals.mean(x[:first_look], w[:first_look])
+    first = _first_mean(x, w, first_look)
     p_value = intervals.p_value(first.value, first.standard_error, first.count, limit, higher_is_better=True)
     counts, means, errors = _later_means(x, w, first_look)
     distances = means - limit
@@ -149,6 +150,17 @@ def mean_p_value(values: ArrayLike, weights: ArrayLike, first_look: int, limit: 
         later = np.sqrt(variances + 1) / (2 * np.expm1(exponents))
     joined = min(p_value / FIRST_LOOK_SHARE, later.min(initial=1.0) / (1 - FIRST_LOOK_SHARE), 1.0)
     return max(float(joined), _LEAST_P_VALUE)
+
+
+def _first_mean(x: Floats, w: Floats, first_look: int) -> Estimate:
+    """The mean of the first look; its standard error is not smaller than by the variance of all values.
+
+    Early values may differ less than later ones, or not at all: an interval of no width would never contain the mean
+    again. A larger error only widens an interval, which keeps its coverage.
+    """
+    first = intervals.mean(x[:first_look], w[:first_look])
+    by_all = intervals.mean(x, w).standard_error * math.sqrt(len(x) / first_look)
+    return replace(first, standard_error=max(first.standard_error, by_all))
 
 
 def _later_means(x: Floats, w: Floats, first_look: int) -> tuple[Floats, Floats, Floats]:
@@ -165,6 +177,8 @@ def _later_means(x: Floats, w: Floats, first_look: int) -> tuple[Floats, Floats,
     later = slice(max(first_look, BURN_IN), None)
     counts, means = counts[later], means[later]
     variances = counts / (counts - 1) * np.maximum(squares[later], 0.0) / totals[later] ** 2
+    if len(counts):  # as in `_first_mean`
+        variances = np.maximum(variances, variances[-1] * counts[-1] / counts)
     return np.asarray(counts), np.asarray(means), np.asarray(np.sqrt(variances))
 
 

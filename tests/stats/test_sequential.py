@@ -113,3 +113,17 @@ def test_fewer_differences_and_wider_margins_take_fewer_items():
 def test_the_plan_takes_no_more_items_than_one_fixed_look_would():
     # 608 right-or-wrong items at this margin and disagreement for the exact interval of one look, with equal power.
     assert sequential.items_to_decide(0.05, 0.06) <= 608
+
+
+@pytest.mark.parametrize(("first_look", "items"), [(30, 45), (60, 160)])
+def test_a_look_without_a_difference_does_not_exclude_the_mean_of_a_later_one(first_look, items):
+    """Its own standard error is 0, and an interval of no width around it would hold for ever."""
+    values = np.zeros(items)
+    values[-5] = -0.35
+    low, high = sequential.mean_interval(values, np.ones(items), first_look)
+    assert low < values.mean() < high
+    assert sequential.mean_p_value(values, np.ones(items), first_look, low) == pytest.approx(ALPHA, rel=1e-6)
+
+
+def test_equal_values_alone_have_an_interval_of_no_width():
+    assert sequential.mean_interval(np.zeros(160), np.ones(160), 60) == (0, 0)
