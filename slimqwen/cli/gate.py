@@ -8,6 +8,7 @@ import typer
 from slimqwen import api
 from slimqwen.cli.console import EXIT_CODES, from_here, progress_bar, say, show_record, warn
 from slimqwen.cli.options import GateSettingsName, VariantOption
+from slimqwen.cli.report import update_page
 
 if TYPE_CHECKING:
     from slimqwen.evals.gate import Gate
@@ -33,8 +34,11 @@ def gate(variant: VariantOption, settings: GateSettingsName = None) -> None:
     with progress_bar() as progress:
         judgement = api.judge(variant, settings, progress=progress, warn=warn)
     from slimqwen.evals.checks import GateSettings  # slow to import
+    from slimqwen.records.provenance import own_variants
 
     record = show_record(judgement.path, judgement.log)
+    if variant.name in own_variants(variant.root):  # the page of a shipped one is tracked by git
+        update_page(variant.folder, newest=True)
     suite = GateSettings.load(record.settings_name, variant.root).suite(variant.root)
     if left_out := suite.describe_left_out():
         say(left_out)

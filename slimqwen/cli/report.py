@@ -67,13 +67,17 @@ def report(
         _build_page(root, output or root / "report")
 
 
-def update_page(folder: Path) -> None:
-    """Rewrite the tables of one variant's README.md, if it has one; if that fails, print the cause and go on."""
+def update_page(folder: Path, *, newest: bool = False) -> None:
+    """Rewrite the tables of one variant's README.md, if it has one; if that fails, print the cause and go on.
+
+    Args:
+        newest: whether newer records replace those that a table names.
+    """
     from slimqwen.report import markdown
 
     page = folder / "README.md"
     try:
-        markdown.update_tables(folder.parents[1], [page] if page.is_file() else [])
+        markdown.update_tables(folder.parents[1], [page] if page.is_file() else [], newest=newest)
     except (SlimqwenError, OSError, UnicodeError) as error:
         say(f"the tables of {relative(page)} were not rewritten: {error}")
 

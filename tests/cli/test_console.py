@@ -16,19 +16,27 @@ from rich.console import Console
 from slimqwen import api, variant
 from slimqwen.cli import console, gate, unexpected
 from slimqwen.evals import gate as evaluation
+from slimqwen.records import provenance
 from slimqwen.serving.errors import ServingError
 
 GATE = ("gate", "--variant", "tiny-mtp4")  # it serves weights/tiny, so its weights are here
 
 
+@pytest.mark.parametrize("own", [True, False])
 @pytest.mark.parametrize(("outcome", "code"), [("pass", 0), ("fail", 1), ("inconclusive", 2)])
-def test_a_verdict_is_the_exit_code(monkeypatch, run_here, outcome, code):
+def test_a_verdict_is_the_exit_code_and_is_written_into_the_page_of_an_own_variant(
+    monkeypatch, run_here, outcome, code, own
+):
+    updated = []
+    monkeypatch.setattr(provenance, "own_variants", lambda root: {"tiny-mtp4"} if own else set())
+    monkeypatch.setattr(gate, "update_page", lambda folder, *, newest: updated.append((folder.name, newest)))
     verdicts = {"outcome": outcome, "verdict": outcome, "verdicts": {"quality": outcome}}
     record = SimpleNamespace(settings_name="tinyworld", variant="tiny-mtp4", **verdicts)
     judgement = api.Judged(Path("record.json"), None, (), Path("log"))
     monkeypatch.setattr(api, "judge", lambda *_, **__: judgement)
     monkeypatch.setattr(gate, "show_record", lambda *_: record)
     assert run_here(*GATE)[0] == code
+    assert updated == ([("tiny-mtp4", True)] if own else [])
 
 
 @pytest.mark.parametrize(
