@@ -1,33 +1,11 @@
 """NVFP4 decodes to what compressed-tensors and vLLM compute, bit by bit."""
 
-from dataclasses import dataclass
-
 import pytest
 import torch
 from compressed_tensors.compressors.nvfp4.helpers import unpack_fp4_from_uint8
 
 from slimqwen.formats.nvfp4 import CompressedNvfp4, Nvfp4
-
-
-@dataclass
-class Stored:
-    """A tensor in the place of one in a file."""
-
-    tensor: torch.Tensor
-    dtype: str
-
-    @property
-    def shape(self):
-        return tuple(self.tensor.shape)
-
-    def rows(self, first, last):
-        return Stored(self.tensor[first:last], self.dtype)
-
-    def unchanged(self):
-        return self
-
-    def read(self):
-        return self.tensor
+from tests.formats.stored import Stored
 
 
 @pytest.mark.parametrize(

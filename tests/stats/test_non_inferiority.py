@@ -39,6 +39,8 @@ def test_the_p_value_is_at_most_alpha_exactly_where_the_verdict_is_pass():
         (Estimate(1.0, 0.0, 5), 5, {0.47: "pass", 0.49: "inconclusive"}),
         # Student's with 9 degrees of freedom: 2.262 standard errors to each side.
         (Estimate(0.5, 0.1, 10), None, {0.27: "pass", 0.28: "inconclusive", 0.73: "fail"}),
+        # At the floor is not above it.
+        (Estimate(0.5, 0.0, 10), None, {0.49: "pass", 0.5: "inconclusive", 0.51: "fail"}),
     ],
 )
 def test_a_score_is_above_its_floor_only_with_its_whole_interval(estimate, right, said):

@@ -2,8 +2,11 @@
 
 import json
 
+import pytest
+
 from slimqwen.recipe.stages import calibrate, prune_vocab
-from slimqwen.text.corpus import TextSource, resolve_text
+from slimqwen.text.corpus import TextSource, file_digest, resolve_text
+from slimqwen.text.files import CorpusError
 from slimqwen.variant import repository_root
 
 
@@ -33,3 +36,22 @@ def test_a_recipe_names_its_text_by_path_or_name(tmp_path):
     assert path(path="tinyworld") == named
     assert path(path="a.jsonl") == tmp_path / "a.jsonl"
     assert "path" not in TextSource.model_validate({"path": "a.jsonl"}).model_dump()
+
+
+def test_a_digest_is_of_the_content_and_of_the_names_in_a_folder(tmp_path):
+    for name, text in {
+        "a/one.txt": "wool",
+        "b/one.txt": "wool",
+        "c/two.txt": "wool",
+        "d/one.txt": "salt",
+    }.items():
+        (tmp_path / name).parent.mkdir()
+        (tmp_path / name).write_text(text)
+    of_folders = {name: file_digest(tmp_path / name, "corpus") for name in "abcd"}
+    assert of_folders["a"] == of_folders["b"]
+    assert len(set(of_folders.values())) == 3
+    assert file_digest(tmp_path / "a" / "one.txt", "corpus") == file_digest(
+        tmp_path / "c" / "two.txt", "corpus"
+    )
+    with pytest.raises(CorpusError, match=r"none\.txt: cannot be read \(No such file.*put the corpus there"):
+        file_digest(tmp_path / "none.txt", "corpus")

@@ -4,12 +4,10 @@ AWQ (Lin et al., arXiv 2306.00978) moves scale from the inputs of the weights in
 with large activations lose least when the weights are rounded; llmcompressor searches the scales and rounds. It gets
 one decoder layer at a time, as a model of its own, with the hidden states of the layer before; the changed layer is
 packed into a file before the next one is loaded. Memory therefore grows with the size of a layer and of the text, not
-of the model. The output is written tensor by tensor from the source, so that everything that was not calibrated (a
-vision tower, embeddings, rope settings) stays byte for byte the same.
+of the model. The output is written tensor by tensor from the source: what was not calibrated stays byte for byte.
 
-The MTP head is rounded to nearest, because llmcompressor does not know it and a worse draft costs time but changes no
-response. That needs no text, so a recipe can do it as a step of its own, after stages that train the head of an already
-packed checkpoint.
+The MTP head is rounded to nearest: llmcompressor does not know it, and a worse draft costs time, never a response.
+That needs no text, so a recipe may do it after stages that train the head of an already packed checkpoint.
 """
 
 import gc

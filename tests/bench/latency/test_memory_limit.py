@@ -51,6 +51,14 @@ def test_a_cpus_bandwidth_is_the_fastest_that_was_measured(
         assert find_bandwidth("cpu", tmp_path) == found
 
 
+def test_a_copy_reads_and_writes_each_byte(monkeypatch: pytest.MonkeyPatch) -> None:
+    moments = iter([0.0, 3.0, 10.0, 12.0, 20.0, 24.0])
+    monkeypatch.setattr(memory_limit, "_COPIES", 3)
+    monkeypatch.setattr(memory_limit, "_COPIED_BYTES", 2**20)
+    monkeypatch.setattr(memory_limit.time, "perf_counter", lambda: next(moments))
+    assert memory_limit._measure_copy() == 2 * 2**20 / 2.0
+
+
 def test_a_gpus_bandwidth_is_that_of_its_data_sheet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     a10g = host_gpus.choose_gpu("a10g", TINY.root)
     monkeypatch.setattr(memory_limit, "choose_gpu", lambda name, root: a10g)
