@@ -253,12 +253,13 @@ def _try_recipes(asked: _Asked) -> Variant | None:
 
 def _judge(asked: _Asked, variant: Variant, side: Literal["search", "proof"]) -> "Finalist":
     """Make a variant and judge it on one side of the split."""
-    from slimqwen.processes.local import LocalExecutor, default_width
+    from slimqwen.processes.local import LocalExecutor
     from slimqwen.search.proof import prove_finalists
 
     root = asked.base.root
     with progress_bar() as progress:
-        executor = LocalExecutor(root, progress, warm=True, width=default_width())
+        # One task at a time, on all CPUs: a record of fewer threads does not hold for the gate, which has them all.
+        executor = LocalExecutor(root, progress, warm=True, width=1)
         return prove_finalists([variant.name], executor, root, command=command(), side=side).finalists[0]
 
 
