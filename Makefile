@@ -34,8 +34,7 @@ gpu-check: | $(READY) ## every claim about a GPU, tried on this one in steps of 
 	@.venv/bin/python -m pytest -m gpu tests/gpu
 
 lint: | $(READY) ## ruff (lint and format), mypy, import-linter, links between documents
-	@.venv/bin/ruff check && .venv/bin/ruff format --check && .venv/bin/mypy && .venv/bin/lint-imports
-	@.venv/bin/python scripts/check_links.py
+	@.venv/bin/ruff check && .venv/bin/ruff format --check && .venv/bin/mypy && .venv/bin/lint-imports && .venv/bin/python scripts/check_links.py
 
 download: | $(READY) ## get VARIANT's checkpoint from the model hub
 	@$(RUN) download --variant $(VARIANT)
