@@ -46,7 +46,7 @@ def _doubt_speed(rows: Sequence[Row]) -> str | None:
     if any(timing.is_faster and timing.as_scored for _, timing in timed):
         return None
     if not timed:
-        return f"not timed in turns with {rows[0].baseline}; {command}"
+        return f"not timed in turns with {rows[0].baseline} while nothing else ran; {command}"
     seen = "; ".join(
         f"{timing.speed.ratio} as fast on {row.hardware}{'' if timing.as_scored else ', with another checkpoint'}"
         for row, timing in timed
