@@ -68,7 +68,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
         terminalreporter.write_line(f"changed, but tested as git tracks it until `git add`: {first}{more}")
 
 
-ONLY_IF_NAMED = ("gpu", "image", "soak", "zoo")
+ONLY_IF_NAMED = ("gpu", "image", "real", "soak", "zoo")
 """Marks of tests that run only if the expression of `-m` names the mark."""
 
 

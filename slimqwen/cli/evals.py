@@ -93,6 +93,28 @@ def fidelity(
     raise typer.Exit(EXIT_CODES[record.outcome])
 
 
+@app.command()
+def roundings(
+    variant: VariantOption,
+    settings: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="file of eval/roundings/ (default: the variant's EVALUATION)"),
+    ] = None,
+) -> None:
+    """Measure what each way to round a checkpoint's weights costs on text, beside the others."""
+    from slimqwen.evals.roundings import RoundingsSettings, measure_roundings
+
+    log = variant.root / "logs" / f"roundings-{variant.name}.log"
+    with measuring(log) as progress:
+        path = measure_roundings(
+            variant,
+            RoundingsSettings.load(settings or variant.evaluation, variant.root),
+            command=command(),
+            progress=progress,
+        )
+    show_record(path, log)
+
+
 @app.command(cls=Judge)
 def engine(variant: VariantOption, settings: GateSettingsName = None) -> None:
     """Compare the greedy tokens of the served engine and its neighbours with a plain reference engine's.

@@ -150,6 +150,23 @@ def compare_in_process(
     return comparisons
 
 
+def compare_model(
+    reference: ReferenceTexts, model: Any, mode: str, progress: Progress = silent
+) -> list[TextComparison]:
+    """Compare the distributions of a model in transformers with the baseline's: one comparison for each text."""
+    comparisons = []
+    for group in reference.read_batches(progress):
+        for text, log_p in group:
+            comparer = _Comparer(text, mode, log_p)
+            ids = torch.tensor([text.variant_ids], device=model.device)
+            with torch.inference_mode():
+                logits = model(ids[:, :-1], use_cache=False).logits[0]
+            comparer.add(logits.float().log_softmax(-1).cpu(), ids[0, 1:].cpu())
+            comparer.require_complete()
+            comparisons.append(comparer.comparison)
+    return comparisons
+
+
 def compare_served(
     reference: ReferenceTexts, server: SharedServer, *, progress: Progress = silent
 ) -> list[TextComparison]:

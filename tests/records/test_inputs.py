@@ -213,6 +213,7 @@ READERS: dict[str, Callable[[Path], Reader] | None] = {
     "search": read_search,
     "plan": read_plan,
     "start_up": None,  # no verb takes one: reports show it with its source
+    "roundings": None,
 }
 
 

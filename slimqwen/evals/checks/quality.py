@@ -104,16 +104,29 @@ class QualityCheck(Check[QualitySettings]):
         )
 
     def collect(self) -> Sequence[Path]:
-        """The records of a sample, or of all items if both sides have those or the sample is inconclusive."""
+        """The records of a sample; of all items if both sides have those, or an undecided task has more items."""
         complete = replace(self, all_items=True)
         if self.limit is None or all(complete.find(side) for side in self.sides):
             return Check.collect(complete)
         samples = super().collect()
         if self.judge(samples) != Verdict.INCONCLUSIVE:
             return samples
-        scores = [score for path in samples for score in store.read_record(path, Quality).tasks.values()]
-        has_more = any(score.item_count < score.available_count for score in scores)
-        return complete.collect() if has_more else samples
+        return complete.collect() if self._has_more(samples) else samples
+
+    def _has_more(self, samples: Sequence[Path]) -> bool:
+        """Whether an undecided task, or one with responses if those are undecided, has items beyond the sample."""
+        first, second = samples
+        rows = quality_comparison.compare_quality(first, second)
+        undecided = {row.task for row in rows if row.judgement.verdict == Verdict.INCONCLUSIVE}
+        responses = compare_responses(first, second, self.settings.responses)
+        findings = responses.findings() if responses else ()
+        are_undecided = any(finding.verdict == Verdict.INCONCLUSIVE for finding in findings)
+        return any(
+            score.item_count < score.available_count
+            for path in samples
+            for task, score in store.read_record(path, Quality).tasks.items()
+            if task in undecided or (are_undecided and score.output_count is not None)
+        )
 
     def changed_settings(self, record: Any, side: Variant, *, on_any_machine: bool = False) -> list[str]:
         """As `Check.changed_settings`; on any machine the number of items may differ, too."""

@@ -93,7 +93,7 @@ def run_suite(
             if rendered and thinking is None:
                 thinking = thinks_by_default(client.tokenizer)
             lm_eval_tasks = _load_tasks(manager, suite, task)
-            count = task.items_to_decide if limit == AUTO else limit
+            count = suite.items_planned(task) if limit == AUTO else limit
             item_numbers = _select_items(lm_eval_tasks, suite, count, split)
             client.begin_task(
                 task.name, thinking, by_chat=task.tools, too_long_is_wrong=task.too_long_is_wrong

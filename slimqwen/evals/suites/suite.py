@@ -209,6 +209,11 @@ class Suite(Settings):
         )
         return cls(name=name, chat_template=True, sample="first", tasks=(task,), questions=own)
 
+    def items_planned(self, task: SuiteTask) -> int | None:
+        """Items of a task that decide it and every task that scores its responses; None if none makes an assumption."""
+        scored = [each for each in self.tasks if task.name in (each.name, each.responses_of)]
+        return max((each.items_to_decide for each in scored if each.items_to_decide), default=None)
+
     def uses_chat_template(self, task: SuiteTask) -> bool:
         """Whether the prompts of a task go through the chat template."""
         return self.chat_template if task.chat_template is None else task.chat_template

@@ -65,8 +65,11 @@ _BATCH = 8
 _CHECKED_TOKENS = 2048
 """Tokens on which layers are compared with round-to-nearest: few suffice, and their hidden states fill memory."""
 
-_PASSES = 46
-"""Forward passes of a target: about two AWQ searches, each with 20 grid points and the exact pass, and 4 others."""
+_SEARCH_PASSES = 42
+"""Forward passes of a target in about two AWQ searches, each with 20 grid points and the exact pass."""
+
+_PASSES = 4
+"""Other forward passes of a target."""
 
 _STATES = 7
 """Hidden states in memory per token: inputs and outputs of a layer and of its two halves, and rounded outputs."""
@@ -109,6 +112,7 @@ class CalibrateParameters(Parameters):
     Attributes:
         targets: scheme of each kind of linears, or a list of kinds, all W4A16; lm_head has a stage of its own.
         group_size: number of 4-bit weights in a row that share a scale.
+        scaling: awq, or none, which leaves norms as they are and rounds the weights as stored.
         rounding: nearest, or gptq (Frantar et al., arXiv 2210.17323), in which later columns compensate the error of
             earlier ones; after AWQ's scales, as in llm-compressor's own Qwen3.5 recipe.
         corpus: calibration text.
@@ -119,6 +123,7 @@ class CalibrateParameters(Parameters):
 
     targets: Targets = Targets(mlp="W4A16")
     group_size: Literal[32, 64, 128] = 32
+    scaling: Literal["awq", "none"] = "awq"
     rounding: Literal["nearest", "gptq"] = "nearest"
     corpus: CalibrationText = Field(default={})  # type: ignore[assignment]  # validated, as every default
     layer_error_ratio: Annotated[float, Field(gt=0)] = 1.5
@@ -192,7 +197,8 @@ def needs(outline: Outline, parameters: CalibrateParameters) -> Needs:
     numbers += _BATCH * corpus.length * (8 * inner + 3 * heads * corpus.length)
     if parameters.rounding == "gptq":
         numbers += 3 * (hidden**2 + inner**2)  # the Hessians, and the inverse of the largest one
-    operations = 2 * tokens * (_PASSES * targets + 3 * outline.num_weights)
+    passes = _PASSES + (_SEARCH_PASSES if parameters.scaling == "awq" else 0)
+    operations = 2 * tokens * (passes * targets + 3 * outline.num_weights)
     disk_bytes = outline.disk_bytes + int(_PACKED_BYTES * targets)
     return Needs(disk_bytes, _IMPORTS_BYTES + 4 * numbers, operations, fixed_seconds=25)
 
@@ -256,7 +262,8 @@ def data(parameters: CalibrateParameters) -> dict[str, str]:
 def changes(parameters: CalibrateParameters) -> tuple[str, ...]:
     """Regular expressions of the quantised linears, and of the norms and linears that AWQ scales with them."""
     linears = map(packing.tensor_pattern, parameters.targets.schemes)
-    scaled = [module for kind in parameters.targets.calibrated for module in SCALED_WITH[kind]]
+    kinds = parameters.targets.calibrated if parameters.scaling == "awq" else ()
+    scaled = [module for kind in kinds for module in SCALED_WITH[kind]]
     return (*linears, *(rf"(?<!mtp\.)layers\.\d+\.{re.escape(module)}\." for module in scaled))
 
 
@@ -303,7 +310,8 @@ def _calibrated(
     states = list(read_embeddings(source, torch.tensor(sequences)).split(_BATCH))
     for number in range(count):
         progress("layers", number, count)
-        recipe = [AWQModifier(mappings=mappings), rounding(**options)]
+        scaling = [AWQModifier(mappings=mappings)] if parameters.scaling == "awq" else []
+        recipe = [*scaling, rounding(**options)]
         states, replaced = _calibrate_layer(source, number, tokenizer, states, recipe, changeable)
         changed |= _moved_to_disk(replaced, folder / str(number))
         del replaced

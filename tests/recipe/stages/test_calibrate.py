@@ -21,8 +21,10 @@ from tinyworld.world import World
 
 from slimqwen import checkpoint
 from slimqwen.checkpoint.config import write_config
+from slimqwen.checkpoint.rtn import round_to_nearest
 from slimqwen.checkpoint.tensors import list_tensors
 from slimqwen.checkpoint.weights import read_weights
+from slimqwen.formats.compressed_tensors import PackedIntegers
 from slimqwen.models.mtp_head import load_drafting_model
 from slimqwen.models.outline import Outline
 from slimqwen.recipe import recipe_file, runner, variant_recipe
@@ -335,6 +337,26 @@ def test_gptq_leaves_a_smaller_output_error_than_rounding_to_nearest(source: Pat
     )
     checkpoint.verify(tmp_path / "gptq", "cure")
     assert (gptq - exact).square().mean() < (nearest - exact).square().mean()
+
+
+@pytest.mark.parametrize("scheme", ["W4A16", "W4A16_ASYM", "W8A16"])
+def test_without_scaling_the_weights_are_rounded_to_nearest_bit_for_bit(
+    source: Path, scheme: str, tmp_path: Path
+) -> None:
+    steps = [Step(calibrate.STAGE, CalibrateParameters(targets={"mlp": scheme}, scaling="none", corpus=FEW))]
+    out = calibrate_here(source, tmp_path / "out", targets={"mlp": scheme}, scaling="none")
+    assert variant_recipe.unexplained_by(steps, source, out) == []
+    before = stored(source)
+    assert {name for name in changed(source, out) if "mlp" not in name} == set()
+    weights = [weight for weight in read_weights(out).values() if weight.layout]
+    assert len(weights) == 12
+    for weight in weights:
+        form = weight.layout
+        assert isinstance(form, PackedIntegers)
+        exact = before[weight.name].float()
+        group = form.group_size or exact.shape[1]
+        nearest = round_to_nearest(exact, group, form.bits, symmetric=form.symmetric)
+        assert torch.equal(torch.cat(list(weight.blocks())), nearest)
 
 
 def test_a_multimodal_checkpoint_is_calibrated_as_its_text_only_form(

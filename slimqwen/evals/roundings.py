@@ -1,0 +1,290 @@
+"""Roundings: what each way to round a checkpoint's weights costs on text, all of them in one table.
+
+Transformers evaluates every row and the checkpoint itself in float32, so that the weights alone differ. A row is made
+by stages of recipes, or rounds to nearest in memory where no stage or no kernel has that width. The texts are none of
+those by which the gate judges.
+"""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any, ClassVar
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from slimqwen.checkpoint import packing
+from slimqwen.checkpoint.tensors import list_tensors
+from slimqwen.evals.fidelity_figures import (
+    FidelityLimits,
+    FidelitySettings,
+    Figures,
+    TextComparison,
+    judge_figures,
+    summarise_texts,
+)
+from slimqwen.formats.compressed_tensors import PackedIntegers
+from slimqwen.progress import Progress, progress_of, silent
+from slimqwen.recipe import runner
+from slimqwen.recipe.recipe_file import Recipe, Step
+from slimqwen.recipe.registry import STAGES
+from slimqwen.records import provenance, store
+from slimqwen.records.journal import journal_file, locked
+from slimqwen.records.record import Block, Count, Ratio, Record, Table, Verdict
+from slimqwen.records.settings import Settings
+from slimqwen.serving.command import ServerCommand
+from slimqwen.stats import intervals
+from slimqwen.stats.verdict import overall
+from slimqwen.variant import Variant
+
+_BYTES = {"I32": 4, "I64": 8}
+
+
+class Rounding(BaseModel):
+    """A row: weights rounded to nearest in memory, or a checkpoint that stages make.
+
+    Attributes:
+        name: name of the row.
+        bits: bits of each kind of weights (`packing.LINEARS`) that is rounded to nearest.
+        group_size: number of neighbouring weights of a row that share a scale; None for one scale a row.
+        zero_points: whether a group has a zero point.
+        stages: entries of a recipe.yaml instead; paths are relative to the repository.
+        over: name of an earlier row whose divergence this row's is divided by.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    name: str
+    bits: Mapping[str, Annotated[int, Field(ge=2, le=8)]] = {}
+    group_size: int | None = None
+    zero_points: bool = False
+    stages: tuple[dict[str, dict[str, Any]], ...] = ()
+    over: str | None = None
+
+    @property
+    def layouts(self) -> Mapping[str, PackedIntegers]:
+        """The layout of each kind that is rounded in memory."""
+        return {
+            kind: PackedIntegers(bits, self.group_size, not self.zero_points)
+            for kind, bits in self.bits.items()
+        }
+
+    def steps(self, root: Path) -> tuple[Step, ...]:
+        """The stages with their parameters."""
+        return tuple(
+            Step(STAGES[name], STAGES[name].parameters.model_validate(values, context={"folder": root}))
+            for entry in self.stages
+            for name, values in entry.items()
+        )
+
+
+class RoundingsSettings(Settings):
+    """Settings of eval/roundings/<name>.yaml.
+
+    Attributes:
+        gate: name of the gate whose texts, prefix and limits are taken.
+        first, texts: number of the first text that is read, from 0, and how many are.
+        rows: the roundings.
+    """
+
+    folder: ClassVar[str] = "roundings"
+
+    gate: str
+    first: int = Field(ge=0)
+    texts: int = Field(ge=2)
+    rows: tuple[Rounding, ...]
+
+    @model_validator(mode="after")
+    def _rows_name_earlier_ones(self) -> "RoundingsSettings":
+        names = [row.name for row in self.rows]
+        for number, row in enumerate(self.rows):
+            if names.count(row.name) > 1 or (row.over is not None and row.over not in names[:number]):
+                raise ValueError(f"the row {row.name} is there twice, or is compared with no earlier row")
+        return self
+
+
+class _LaterTexts(FidelitySettings):
+    """The settings of a gate with other texts of its file."""
+
+    first: int
+
+    def read_texts(self, root: Path, split: Any = None) -> list[tuple[str, str]]:
+        return super().read_texts(root, split)[self.first :]
+
+
+class RoundingFigures(Block):
+    """A row of the record."""
+
+    name: str = Field(min_length=1)
+    tensor_bytes: Count = Field(description="Of all tensors, as the layout stores them.")
+    figures: Figures
+    over: str | None = Field(description="Row whose divergence this one's is divided by.")
+    kl_ratio: Ratio | None = Field(description="Divergence over that row's, paired by text.")
+    verdict: Verdict = Field(description="By the limits of the gate, on these texts.")
+
+
+class Roundings(Record):
+    """Distances of a checkpoint's roundings from the checkpoint, in float32 arithmetic."""
+
+    kind = "roundings"
+    verb = "eval roundings"
+
+    limits: FidelityLimits
+    rows: tuple[RoundingFigures, ...] = Field(min_length=1)
+
+    def tables(self, path: Path) -> list[Table]:
+        """One row for each rounding."""
+        rows = []
+        for row in self.rows:
+            figures = row.figures
+            ratio = f"{row.kl_ratio:.2f} of {row.over}" if row.kl_ratio else ""
+            cells = [
+                f"{each:.4f}" if each else "-"
+                for each in (figures.kl_nats, figures.top1_disagreement, figures.bits_per_byte)
+            ]
+            rows.append((row.name, f"{row.tensor_bytes / 1e6:.1f}", *cells, ratio, str(row.verdict)))
+        first = self.rows[0].figures
+        heading = (
+            "rounding",
+            "MB",
+            "KL ± SE, nats a token",
+            "other argmax ± SE",
+            "bits per byte ± SE",
+            "KL over another row's",
+            "by the gate's limits",
+        )
+        notes = (
+            f"{first.positions_compared:,} positions of {first.texts} texts; a smaller vocabulary is compared on those "
+            "whose tokens it kept. Bits per byte: growth on all texts. Ratios are paired by text, with 95 % intervals.",
+            provenance.source_note(self, path),
+        )
+        return [Table(f"Roundings of {self.variant}", heading, tuple(rows), notes, 1)]
+
+
+def measure_roundings(
+    variant: Variant,
+    settings: RoundingsSettings,
+    *,
+    command: Sequence[str],
+    records_folder: Path | None = None,
+    progress: Progress = silent,
+) -> Path:
+    """Measure every row and write the record; a run that was interrupted continues after its last row.
+
+    Raises:
+        EvalError: the texts allow no comparison.
+        RecipeError: a stage failed.
+    """
+    variant.require_weights()
+    started, root = provenance.utc_now(), variant.root
+    gate = FidelitySettings.load(settings.gate, root)
+    fields = {**gate.model_dump(), "most_texts": settings.texts, "first": settings.first}
+    texts = _LaterTexts.model_validate(fields)
+    journal = journal_file("roundings", ServerCommand.resolve(variant), fields | {"texts": str(gate.texts)})
+    rows: list[RoundingFigures] = []
+    comparisons: dict[str, list[TextComparison]] = {}
+    with locked(journal) as answers:
+        for number, row in enumerate(settings.rows):
+            shown = progress_of(f"{row.name} ({number + 1} of {len(settings.rows)})", progress)
+            answer = answers.answer(
+                row.model_dump(mode="json"), partial(_measure, row, variant, texts, shown)
+            )
+            comparisons[row.name] = [TextComparison(**each) for each in answer["texts"]]
+            rows.append(_summarise(row, answer["tensor_bytes"], comparisons, gate.limits))
+        record = Roundings(
+            variant=variant.name,
+            limits=gate.limits,
+            rows=tuple(rows),
+            provenance=provenance.of_variant(
+                variant, command, started, datasets=[*settings.files(root), *gate.inputs(root)]
+            ),
+        )
+        path = store.write_record(records_folder or variant.folder, record)
+        answers.discard()
+    return path
+
+
+def _measure(row: Rounding, variant: Variant, texts: FidelitySettings, progress: Progress) -> dict[str, Any]:
+    """Size and comparisons of a row, as JSON."""
+    from slimqwen.evals.token_distributions import ReferenceTexts, compare_model
+    from slimqwen.models.language_model import load_in_float32
+
+    folder = variant.weights
+    if steps := row.steps(variant.root):
+        name = f"rounding-{variant.name}"
+        recipe = Recipe(variant.root, row.name, variant.name, steps)
+        folder = runner.run_recipe(
+            recipe, name, variant.root / "weights", lambda _: variant.weights, progress=progress
+        )[-1].folder
+        (variant.root / "weights" / name).unlink()
+    longest = max(len(text) for _, text in texts.read_texts(variant.root)[: texts.most_texts])
+    reference = ReferenceTexts.load(folder, variant.weights, texts, variant.root, max_model_len=longest)
+    model = load_in_float32(folder)
+    round_in_memory(model, row.layouts)
+    return {
+        "tensor_bytes": sum(_stored_bytes(folder, row.layouts)),
+        "texts": [asdict(each) for each in compare_model(reference, model, row.name, progress)],
+    }
+
+
+def round_in_memory(model: Any, layouts: Mapping[str, PackedIntegers]) -> None:
+    """Round kinds of a language model's weights to nearest, in place; a tied head is untied."""
+    import torch
+
+    from slimqwen.checkpoint.rtn import round_to_nearest
+
+    head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
+    if head.weight is embedding.weight and not layouts.keys().isdisjoint(packing.TABLES):
+        head.weight = torch.nn.Parameter(head.weight.detach().clone())
+    for name, module in model.named_modules():
+        for kind, layout in layouts.items():
+            if packing.is_linear(f"{name}.weight", kind):
+                with torch.no_grad():
+                    group = layout.group_size or module.weight.shape[1]
+                    module.weight.copy_(
+                        round_to_nearest(module.weight, group, layout.bits, symmetric=layout.symmetric)
+                    )
+
+
+def _stored_bytes(folder: Path, layouts: Mapping[str, PackedIntegers]) -> Iterator[int]:
+    """Bytes of each tensor; where it is rounded in memory, those that its layout would store."""
+    stored = list_tensors(folder)
+    tables = dict.fromkeys(packing.TABLES if "lm_head.weight" not in stored else ())
+    for name, info in stored.items():
+        # A tied embedding is the head too: where one of the two is rounded, both are stored.
+        is_tied = tables and packing.is_linear(name, "embed_tokens") and not layouts.keys().isdisjoint(tables)
+        names = [name, "lm_head.weight"] if is_tied else [name]
+        for each in names:
+            kind = next((kind for kind in layouts if packing.is_linear(each, kind)), None)
+            if kind is None:
+                yield info.end - info.start
+            else:
+                parts = layouts[kind].parts(*info.shape).values()
+                yield sum(_BYTES.get(dtypes[0], 2) * math.prod(size) for size, dtypes in parts)
+
+
+def _summarise(
+    row: Rounding,
+    tensor_bytes: int,
+    comparisons: Mapping[str, Sequence[TextComparison]],
+    limits: FidelityLimits,
+) -> RoundingFigures:
+    (figures,) = summarise_texts(comparisons[row.name]).values()
+    ratio = None
+    if row.over is not None:
+        first, second = (
+            [each for each in comparisons[name] if each.compared] for name in (row.over, row.name)
+        )
+        values = [[each.kl_nats / each.compared for each in side] for side in (first, second)]
+        weights = [[each.compared for each in side] for side in (first, second)]
+        ratio = intervals.paired_ratio(*values, *weights)
+    verdicts = judge_figures(figures, limits)
+    return RoundingFigures(
+        name=row.name,
+        tensor_bytes=tensor_bytes,
+        figures=figures,
+        over=row.over,
+        kl_ratio=ratio,
+        verdict=overall(list(verdicts.values())),
+    )
