@@ -197,7 +197,10 @@ def measure_roundings(
             limits=gate.limits,
             rows=tuple(rows),
             provenance=provenance.of_variant(
-                variant, command, started, datasets=[*settings.files(root), *gate.inputs(root)]
+                variant,
+                command,
+                started,
+                datasets=provenance.data_digests([*settings.files(root), *gate.inputs(root)], root),
             ),
         )
         path = store.write_record(records_folder or variant.folder, record)
