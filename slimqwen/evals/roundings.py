@@ -221,7 +221,8 @@ def _measure(row: Rounding, variant: Variant, texts: FidelitySettings, progress:
             recipe, name, variant.root / "weights", lambda _: variant.weights, progress=progress
         )[-1].folder
         (variant.root / "weights" / name).unlink()
-    longest = max(len(text) for _, text in texts.read_texts(variant.root)[: texts.most_texts])
+    # A token has two characters or more on average, and the joined text is as long as a long text.
+    longest = max(len(text) for _, text in texts.read_texts(variant.root)[: texts.most_texts]) // 2
     reference = ReferenceTexts.load(folder, variant.weights, texts, variant.root, max_model_len=longest)
     model = load_in_float32(folder)
     round_in_memory(model, row.layouts)
