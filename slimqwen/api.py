@@ -15,6 +15,7 @@ from slimqwen.variant import load as load_variant
 
 if TYPE_CHECKING:
     from slimqwen.evals.gate import Gate
+    from slimqwen.evals.suites.suite import Suite
     from slimqwen.recipe.runner import Outcome
     from slimqwen.records.record import Finding
 
@@ -30,6 +31,7 @@ class Judged(NamedTuple):
     path: Path  # of the record; its items are in a file beside it
     record: "Gate"
     findings: "tuple[Finding, ...]"  # every figure with value, interval, limit and verdict
+    suite: "Suite"  # by which quality was judged
     log: Path  # what libraries printed
 
 
@@ -107,4 +109,5 @@ def judge(
     log = variant.root / "logs" / f"gate-{variant.name}.log"
     with capture_output(log):
         path = gate.measure_gate(variant, settings, command=command, progress=progress)
-    return Judged(path, store.read_record(path, gate.Gate), tuple(gate.read_findings(path)), log)
+    record, findings = store.read_record(path, gate.Gate), tuple(gate.read_findings(path))
+    return Judged(path, record, findings, settings.suite(variant.root), log)

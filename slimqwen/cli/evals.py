@@ -1,6 +1,9 @@
 """`slimqwen eval`: is a variant's output right?"""
 
-from typing import Annotated
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any
 
 import typer
 
@@ -20,6 +23,8 @@ from slimqwen.cli.options import (
     SuiteName,
     VariantOption,
 )
+from slimqwen.evals.invocation import Invocation
+from slimqwen.variant import Variant
 
 app = typer.Typer(
     help="Is a variant's output right? Scores, distributions, drafts, engine.", no_args_is_help=True
@@ -57,12 +62,7 @@ def quality(
             say(from_here(line))
     with progress_bar() as progress:
         path = quality.measure_quality(
-            variant,
-            named,
-            command=command(),
-            limit=extent,
-            port=port,
-            progress=progress,
+            variant, named, extent, Invocation(command(), port=port, progress=progress)
         )
     record = show_record(path)
     for line in record.undecided():
@@ -81,15 +81,8 @@ def fidelity(
     from slimqwen.evals import fidelity
     from slimqwen.evals.fidelity_figures import FidelitySettings
 
-    log = variant.root / "logs" / f"fidelity-{variant.name}.log"
-    with measuring(log) as progress:
-        path = fidelity.measure_fidelity(
-            variant,
-            FidelitySettings.load(settings or variant.evaluation, variant.root),
-            command=command(),
-            progress=progress,
-        )
-    record = show_record(path, log)
+    limits = FidelitySettings.load(settings or variant.evaluation, variant.root)
+    record = _measure(variant, "fidelity", partial(fidelity.measure_fidelity, variant, limits))
     raise typer.Exit(EXIT_CODES[record.outcome])
 
 
@@ -124,15 +117,8 @@ def engine(variant: VariantOption, settings: GateSettingsName = None) -> None:
     from slimqwen.evals import engine
     from slimqwen.evals.engine_process import EngineSettings
 
-    log = variant.root / "logs" / f"engine-{variant.name}.log"
-    with measuring(log) as progress:
-        path = engine.measure_engine(
-            variant,
-            EngineSettings.load(settings or variant.evaluation, variant.root),
-            command=command(),
-            progress=progress,
-        )
-    record = show_record(path, log)
+    asked = EngineSettings.load(settings or variant.evaluation, variant.root)
+    record = _measure(variant, "engine", partial(engine.measure_engine, variant, asked))
     raise typer.Exit(EXIT_CODES[record.outcome])
 
 
@@ -149,14 +135,15 @@ def acceptance(
     from slimqwen.evals import acceptance
     from slimqwen.evals.drafting import AcceptanceSettings
 
-    log = variant.root / "logs" / f"acceptance-{variant.name}.log"
+    asked = AcceptanceSettings.load(settings or variant.evaluation, variant.root)
+    depths = sorted(set(depth or range(1, 8)))
+    count = partial(acceptance.measure_acceptance, variant, asked, depths, greedy_only=greedy)
+    _measure(variant, "acceptance", count)
+
+
+def _measure(variant: Variant, kind: str, measure: Callable[[Invocation], Path]) -> Any:
+    """Measure with what libraries print in a log; show the record and return it."""
+    log = variant.root / "logs" / f"{kind}-{variant.name}.log"
     with measuring(log) as progress:
-        path = acceptance.measure_acceptance(
-            variant,
-            AcceptanceSettings.load(settings or variant.evaluation, variant.root),
-            sorted(set(depth or range(1, 8))),
-            command=command(),
-            greedy_only=greedy,
-            progress=progress,
-        )
-    show_record(path, log)
+        path = measure(Invocation(command(), progress=progress))
+    return show_record(path, log)

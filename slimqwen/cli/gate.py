@@ -33,13 +33,11 @@ def gate(variant: VariantOption, settings: GateSettingsName = None) -> None:
     """
     with progress_bar() as progress:
         judgement = api.judge(variant, settings, progress=progress, warn=warn)
-    from slimqwen.evals.checks import GateSettings  # slow to import
-    from slimqwen.records.provenance import own_variants
+    from slimqwen.records.provenance import own_variants  # slow to import
 
-    record = show_record(judgement.path, judgement.log)
+    record, suite = show_record(judgement.path, judgement.log), judgement.suite
     if variant.name in own_variants(variant.root):  # the page of a shipped one is tracked by git
         update_page(variant.folder, newest=True)
-    suite = GateSettings.load(record.settings_name, variant.root).suite(variant.root)
     if left_out := suite.describe_left_out():
         say(left_out)
     undecided = [each for each in judgement.findings if each.verdict == "inconclusive"]

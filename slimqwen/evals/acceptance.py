@@ -17,7 +17,7 @@ from slimqwen import variant as variants
 from slimqwen.evals import drafting, fidelity
 from slimqwen.evals.drafting import AcceptanceSettings, Item
 from slimqwen.evals.fidelity import Reference
-from slimqwen.progress import Progress, silent
+from slimqwen.evals.invocation import Invocation
 from slimqwen.records import provenance, store
 from slimqwen.records.journal import journal_file, locked
 from slimqwen.records.record import Block, Count, Estimate, Figure, NonNegative, Positive, Sha256, Table
@@ -103,12 +103,9 @@ def measure_acceptance(
     variant: Variant,
     settings: AcceptanceSettings,
     depths: Sequence[int],
+    invocation: Invocation,
     *,
-    command: Sequence[str],
     greedy_only: bool = False,
-    split: Split | None = None,
-    records_folder: Path | None = None,
-    progress: Progress = silent,
 ) -> Path:
     """Measure the acceptance of a variant's drafts at several depths and write its acceptance record.
 
@@ -125,10 +122,10 @@ def measure_acceptance(
     speed_only.refuse_speed_only(variant, "acceptance")
     started = provenance.utc_now()
     server = ServerCommand.resolve(variant)
-    checkpoint.digest(variant.weights, progress)
+    checkpoint.digest(variant.weights, invocation.progress)
     flags = fidelity.weight_flags(server.flags)
     temperatures = [each for each in settings.temperatures if not greedy_only or each == 0]
-    classes = cut_class_prompts(variant, settings, max(depths), split)
+    classes = cut_class_prompts(variant, settings, max(depths), invocation.split)
     longest = {name: max(map(len, class_prompts)) for name, class_prompts in classes.items()}
     digest = prompts.digest([ids for class_prompts in classes.values() for ids in class_prompts])
     with locked(
@@ -138,13 +135,15 @@ def measure_acceptance(
         items = [
             item
             for depth in depths
-            for item in journal.answer(depth, partial(measure, depth, temperatures, flags, progress))
+            for item in journal.answer(
+                depth, partial(measure, depth, temperatures, flags, invocation.progress)
+            )
         ]
         record = Acceptance(
             variant=variant.name,
-            reference=Reference.of(variant, progress),
+            reference=Reference.of(variant, invocation.progress),
             settings_name=settings.name,
-            split=split,
+            split=invocation.split,
             gate_depth=settings.depth_of(variant),
             least_share=settings.least_share,
             classes=longest,
@@ -154,13 +153,13 @@ def measure_acceptance(
                 dataclasses.replace(
                     server, flags={**flags, "enforce-eager": host.detect() == "cpu"}, environment={}
                 ),
-                command,
+                invocation.command,
                 started,
                 datasets=settings.inputs(variant.root),
                 seeds={"prompts": settings.seed},
             ),
         )
-        path = store.write_record(records_folder or variant.folder, record, items)
+        path = store.write_record(invocation.records_of(variant), record, items)
         journal.discard()
     return path
 

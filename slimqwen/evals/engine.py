@@ -32,7 +32,8 @@ from slimqwen.evals.engine_process import (
     run_reference,
 )
 from slimqwen.evals.engine_runs import EngineProcesses
-from slimqwen.progress import Progress, silent
+from slimqwen.evals.invocation import Invocation
+from slimqwen.progress import Progress
 from slimqwen.records import provenance, store
 from slimqwen.records.journal import Journal, journal_file, locked
 from slimqwen.records.record import Block, Count, NonNegative, ServedRecord, Table
@@ -165,17 +166,11 @@ class TokenComparison:
 def measure_engine(
     variant: Variant,
     settings: EngineSettings,
-    *,
-    command: Sequence[str],
-    records_folder: Path | None = None,
-    progress: Progress = silent,
+    invocation: Invocation,
 ) -> Path:
     """Compare the responses of a variant's engines with the reference engine's, and write the record.
 
     Engines that an interrupted check has run are not run again.
-
-    Args:
-        records_folder: folder of the record instead of the variant's.
 
     Raises:
         EvalError: the reference engine fails, or the process of an engine was killed from outside.
@@ -189,7 +184,7 @@ def measure_engine(
     log = variant.root / "logs" / f"engine-{variant.name}.log"
     with locked(_journal(server, settings)) as journal:
         with EngineProcesses.started(server, settings.timeout_s, log) as processes:
-            runs, reference, noise_nats = _run_engines(processes, settings, journal, progress)
+            runs, reference, noise_nats = _run_engines(processes, settings, journal, invocation.progress)
         near_tie_nats = settings.noise_factor * noise_nats
         engines: list[CheckedEngine] = []
         items: list[dict[str, Any]] = [
@@ -208,13 +203,13 @@ def measure_engine(
             engines=tuple(engines),
             provenance=provenance.describe(
                 server,
-                command,
+                invocation.command,
                 started,
                 datasets=settings.inputs(variant.root),
                 seeds={"prompts": settings.seed},
             ),
         )
-        path = store.write_record(records_folder or variant.folder, record, items)
+        path = store.write_record(invocation.records_of(variant), record, items)
         journal.discard()
     return path
 

@@ -8,7 +8,7 @@ A variant with a pruned vocabulary is compared on the texts whose tokens it kept
 the kept tokens. Bits per byte are compared on every text, because they do not depend on the vocabulary.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,7 @@ from slimqwen.evals.fidelity_figures import (
     noise_ratios,
     summarise_texts,
 )
+from slimqwen.evals.invocation import Invocation
 from slimqwen.progress import Progress, silent
 from slimqwen.records import provenance, store
 from slimqwen.records.record import (
@@ -40,7 +41,7 @@ from slimqwen.records.record import (
     Verdict,
 )
 from slimqwen.records.settings import SettingsName
-from slimqwen.records.split import Split, SplitRecord
+from slimqwen.records.split import SplitRecord
 from slimqwen.serving import shared_server, speed_only
 from slimqwen.serving.command import ServerCommand
 from slimqwen.stats.verdict import overall
@@ -162,19 +163,13 @@ def weight_flags(flags: Mapping[str, Any]) -> dict[str, Any]:
 def measure_fidelity(
     variant: Variant,
     settings: FidelitySettings,
-    *,
-    command: Sequence[str],
-    split: Split | None = None,
-    port: int | None = None,
-    records_folder: Path | None = None,
-    progress: Progress = silent,
+    invocation: Invocation,
 ) -> Path:
     """Compare a variant with its baseline, or a baseline with itself, and write its fidelity record.
 
     Args:
         variant: compared twice: in process, an engine without compilation that has its weights, dtype and KV cache
             dtype; then its server with the whole config.env.
-        port: TCP port of the server instead of the variant's own.
 
     Raises:
         ServingError: the variant's weights are random, or its acceptance length is set by a flag.
@@ -196,14 +191,16 @@ def measure_fidelity(
         settings,
         root,
         max_model_len=min(server_command.max_model_len, ServerCommand.resolve(baseline).max_model_len),
-        split=split,
+        split=invocation.split,
     )
     texts = token_distributions.compare_in_process(
-        reference, variant.weights, flags=weight_flags(server_command.flags), progress=progress
+        reference, variant.weights, flags=weight_flags(server_command.flags), progress=invocation.progress
     )
     log = root / "logs" / f"fidelity-server-{variant.name}.log"
-    with shared_server.share_server(variant, port=port, log=log, progress=progress) as server:
-        texts += token_distributions.compare_served(reference, server, progress=progress)
+    with shared_server.share_server(
+        variant, port=invocation.port, log=log, progress=invocation.progress
+    ) as server:
+        texts += token_distributions.compare_served(reference, server, progress=invocation.progress)
     modes = summarise_texts(texts)
     verdicts = {mode: judge_figures(figures, settings.limits) for mode, figures in modes.items()}
     unchanged = None
@@ -215,9 +212,9 @@ def measure_fidelity(
     record = Fidelity(
         variant=variant.name,
         baseline=baseline.name,
-        reference=Reference.of(variant, progress),
+        reference=Reference.of(variant, invocation.progress),
         settings_name=settings.name,
-        split=split,
+        split=invocation.split,
         limits=settings.limits,
         unchanged=unchanged,
         texts_available=reference.available if leaves_out else None,
@@ -231,13 +228,13 @@ def measure_fidelity(
         ),
         provenance=provenance.describe(
             server.server.command,
-            command,
+            invocation.command,
             started,
             datasets=settings.inputs(root),
             already_running=server.already_running,
         ),
     )
-    return store.write_record(records_folder or variant.folder, record, (each.as_item() for each in texts))
+    return store.write_record(invocation.records_of(variant), record, (each.as_item() for each in texts))
 
 
 def _has_same_model(variant: Variant, baseline: Variant) -> bool:

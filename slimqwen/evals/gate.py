@@ -11,6 +11,7 @@ from pydantic import Field
 
 from slimqwen import checkpoint
 from slimqwen.evals.checks import GateSettings, Pair
+from slimqwen.evals.invocation import Invocation
 from slimqwen.evals.preconditions import find_baseline
 from slimqwen.processes import spawner
 from slimqwen.progress import Progress, silent
@@ -115,7 +116,7 @@ def measure_gate(
     speed_only.refuse_speed_only(variant, "the gate's checks")
     started = provenance.utc_now()
     split = settings.split(split_side, variant.root)
-    pair = Pair(variant, find_baseline(variant), command, split=split, progress=progress)
+    pair = Pair(variant, find_baseline(variant), Invocation(command, split=split, progress=progress))
     checks = settings.checks(pair)
     for side in pair.sides:
         side.require_weights()

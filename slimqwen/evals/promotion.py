@@ -12,6 +12,7 @@ from slimqwen.checkpoint.files import CARD
 from slimqwen.evals import EvalError
 from slimqwen.evals.checks import GateSettings, Pair
 from slimqwen.evals.gate import Gate
+from slimqwen.evals.invocation import Invocation
 from slimqwen.evals.model_card import render_card
 from slimqwen.evals.preconditions import find_baseline
 from slimqwen.progress import Progress, silent
@@ -96,7 +97,7 @@ def _is_of_build(path: Path, gated: MeasuredCheckpoint) -> bool:
 def _passing_gate(variant: Variant, progress: Progress) -> tuple[Path, Gate]:
     """Find the newest gate record that fits the variant's present state; an EvalError if it did not pass."""
     command = f"`slimqwen gate --variant {variant.name}`"
-    pair, newest = Pair(variant, find_baseline(variant), command=(), progress=progress), ""
+    pair, newest = Pair(variant, find_baseline(variant), Invocation((), progress=progress)), ""
     for path in store.records(variant.folder, Gate):
         record = store.read_record(path, Gate)
         if record.split:

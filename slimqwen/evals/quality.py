@@ -8,11 +8,12 @@ from typing import Any, Literal
 from pydantic import Field, model_validator
 
 from slimqwen.evals import EvalError
+from slimqwen.evals.invocation import Invocation
 from slimqwen.evals.suites import datasets, lm_eval_run, own_questions
 from slimqwen.evals.suites.scored import TaskRun
 from slimqwen.evals.suites.suite import ANSWER_MARGIN, AUTO, BITS_PER_BYTE, ENDED, Limit, Suite
 from slimqwen.identity import changed_names
-from slimqwen.progress import Progress, silent
+from slimqwen.progress import Progress
 from slimqwen.records import provenance, store
 from slimqwen.records.journal import Journal, journal_file, locked
 from slimqwen.records.record import (
@@ -202,13 +203,8 @@ class Quality(SplitRecord):
 def measure_quality(
     variant: Variant,
     suite: Suite,
-    *,
-    command: Sequence[str],
     limit: Limit,
-    split: Split | None = None,
-    port: int | None = None,
-    records_folder: Path | None = None,
-    progress: Progress = silent,
+    invocation: Invocation,
 ) -> Path:
     """Score a variant and write its quality record.
 
@@ -218,7 +214,6 @@ def measure_quality(
     Args:
         variant: a running server of the variant is used; without one, a server is started and stopped again.
         limit: items of each task, AUTO, or None for all.
-        split: side of the split whose items are used; None for both sides.
 
     Raises:
         ServerLostError: the server died or refused a request; no record is written, the responses are kept.
@@ -233,13 +228,13 @@ def measure_quality(
     variant = with_tool_parser(variant, suite)
     started = provenance.utc_now()
     log = variant.root / "logs" / f"serve-{variant.name}.log"
-    key_parts = suite.model_dump(mode="json"), limit, str(split)
+    key_parts = suite.model_dump(mode="json"), limit, str(invocation.split)
     with (
-        share_server(variant, port=port, log=log, progress=progress) as server,
+        share_server(variant, port=invocation.port, log=log, progress=invocation.progress) as server,
         locked(journal_file("quality", server.server.command, *key_parts)) as answers,
     ):
         try:
-            runs, files = _run(suite, server, limit, answers, split, progress)
+            runs, files = _run(suite, server, limit, answers, invocation.split, invocation.progress)
         except ServerLostError as error:
             raise ServerLostError(
                 f"{error}; its {len(answers)} responses so far are kept: run the same command again to continue"
@@ -248,11 +243,11 @@ def measure_quality(
             variant=variant.name,
             suite=suite.name,
             limit=limit,
-            split=split,
+            split=invocation.split,
             tasks={run.task.name: score_task(run) for run in runs},
             provenance=provenance.describe(
                 server.server.command,
-                command,
+                invocation.command,
                 started,
                 datasets=files,
                 seeds={} if suite.questions else {"lm_eval": lm_eval_run.SEED},
@@ -260,7 +255,7 @@ def measure_quality(
             ),
         )
         items = (vars(item) for run in runs for item in run.items)
-        path = store.write_record(records_folder or variant.folder, record, items)
+        path = store.write_record(invocation.records_of(variant), record, items)
         answers.discard()
     return path
 

@@ -18,6 +18,7 @@ from slimqwen.bench.workload import Workload
 from slimqwen.checkpoint.files import bytes_on_disk
 from slimqwen.evals import gate
 from slimqwen.evals.checks import Check, GateSettings, Pair
+from slimqwen.evals.invocation import Invocation
 from slimqwen.evals.preconditions import find_baseline
 from slimqwen.processes import ENGINE_BYTES, Resources, Task
 from slimqwen.progress import Progress, silent
@@ -52,16 +53,9 @@ class RecordSettings:
     def load_checks(self, variant: Variant, progress: Progress = silent) -> Mapping[str, Check[Any]]:
         """Load the checks of a variant by its EVALUATION, for servers on a free port."""
         gate_settings = GateSettings.load(variant.evaluation, variant.root)
-        pair = Pair(
-            variant,
-            find_baseline(variant),
-            self.command,
-            self.folder,
-            gate_settings.split(self.split_side, variant.root),
-            free_port(),
-            progress,
-        )
-        return gate_settings.checks(pair)
+        split = gate_settings.split(self.split_side, variant.root)
+        invocation = Invocation(self.command, self.folder, split, free_port(), progress)
+        return gate_settings.checks(Pair(variant, find_baseline(variant), invocation))
 
 
 @dataclass(frozen=True)

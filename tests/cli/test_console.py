@@ -16,6 +16,7 @@ from rich.console import Console
 from slimqwen import api, variant
 from slimqwen.cli import console, gate, unexpected
 from slimqwen.evals import gate as evaluation
+from slimqwen.evals.suites.suite import Suite
 from slimqwen.records import provenance
 from slimqwen.serving.errors import ServingError
 
@@ -31,8 +32,9 @@ def test_a_verdict_is_the_exit_code_and_is_written_into_the_page_of_an_own_varia
     monkeypatch.setattr(provenance, "own_variants", lambda root: {"tiny-mtp4"} if own else set())
     monkeypatch.setattr(gate, "update_page", lambda folder, *, newest: updated.append((folder.name, newest)))
     verdicts = {"outcome": outcome, "verdict": outcome, "verdicts": {"quality": outcome}}
-    record = SimpleNamespace(settings_name="tinyworld", variant="tiny-mtp4", **verdicts)
-    judgement = api.Judged(Path("record.json"), None, (), Path("log"))
+    record = SimpleNamespace(variant="tiny-mtp4", **verdicts)
+    suite = Suite.load("tinyworld", variant.repository_root())
+    judgement = api.Judged(Path("record.json"), None, (), suite, Path("log"))
     monkeypatch.setattr(api, "judge", lambda *_, **__: judgement)
     monkeypatch.setattr(gate, "show_record", lambda *_: record)
     assert run_here(*GATE)[0] == code

@@ -19,6 +19,7 @@ from slimqwen.evals.fidelity_figures import (
     Figures,
     judge_figures,
 )
+from slimqwen.evals.invocation import Invocation
 from slimqwen.evals.suites.suite import Suite
 from slimqwen.records import provenance
 from slimqwen.records.record import Estimate
@@ -30,6 +31,7 @@ from tests import record_files
 
 ROOT = Path(__file__).parents[2]
 LIMITS = FidelityLimits(**dict.fromkeys(FIGURE_NAMES, 0.003))
+ONCE = Invocation(["x"])
 
 
 def link_settings(root: Path) -> None:
@@ -71,10 +73,9 @@ def figures_of(estimate: Estimate | None, joined_kl_nats: float | None = None) -
     )
 
 
-def split_json(arguments: dict[str, Any]) -> dict[str, Any] | None:
+def split_json(invocation: Invocation) -> dict[str, Any] | None:
     """What a record says of the split that it was asked for."""
-    split = arguments.get("split")
-    return split and split.as_json()
+    return invocation.split and invocation.split.as_json()
 
 
 class Checks:
@@ -106,7 +107,7 @@ class Checks:
             server = dataclasses.replace(server, flags=flags)
         return provenance.describe(server, ["x"], provenance.utc_now(), datasets=settings.inputs(one.root))
 
-    def fidelity(self, one: Variant, settings: FidelitySettings, **more: Any) -> Path:
+    def fidelity(self, one: Variant, settings: FidelitySettings, invocation: Invocation = ONCE) -> Path:
         self.asked.append(("fidelity", one.name))
         estimate = Estimate(value=self.kl_nats, standard_error=1e-5, count=9)
         figures = figures_of(estimate, joined_kl_nats=self.kl_nats)
@@ -125,11 +126,19 @@ class Checks:
             "verdicts": {"single": verdicts},
             "verdict": overall([*verdicts.values(), noise]),
             "provenance": self.described(one, settings),
-            "split": split_json(more),
+            "split": split_json(invocation),
         }  # fmt: skip
-        return record_files.write(more.get("records_folder") or one.folder, record, [{"text": 1}])
+        return record_files.write(invocation.records_of(one), record, [{"text": 1}])
 
-    def acceptance(self, one: Variant, settings: AcceptanceSettings, depths: list[int], **more: Any) -> Path:
+    def acceptance(
+        self,
+        one: Variant,
+        settings: AcceptanceSettings,
+        depths: list[int],
+        invocation: Invocation = ONCE,
+        *,
+        greedy_only: bool = True,
+    ) -> Path:
         self.asked.append(("acceptance", one.name))
         accepted = self.accepted if one.name != "tiny" else 8
         items = [item for depth in depths for item in record_files.draft_items(*[[accepted] * depth] * 3)]
@@ -137,10 +146,10 @@ class Checks:
         record = record_files.example("acceptance", variant=one.name, plan=settings.name)
         record |= {"gate_depth": depths[0], "depths": rows, "reference": Reference.of(one).as_json()}
         record["provenance"] = self.described(one, settings, {"enforce-eager": True})
-        record["split"] = split_json(more)
-        return record_files.write(more.get("records_folder") or one.folder, record, items)
+        record["split"] = split_json(invocation)
+        return record_files.write(invocation.records_of(one), record, items)
 
-    def quality(self, one: Variant, suite: Suite, *, limit: Any, **more: Any) -> Path:
+    def quality(self, one: Variant, suite: Suite, limit: Any, invocation: Invocation = ONCE) -> Path:
         self.asked.append(("quality", one.name))
         right = self.right if one.name != "tiny" else 200
         example = record_files.example("quality", variant=one.name, suite=suite.name, limit=limit)
@@ -160,12 +169,12 @@ class Checks:
                 item |= {"output": "iron", "truncated": n % 20 == 0 and n // 20 < cut, "looping": False}
                 item |= {"output_tokens": 2, "item": f"{n:016x}"}
         return record_files.write(
-            more.get("records_folder") or one.folder,
-            example | {"tasks": {task: score}, "split": split_json(more)},
+            invocation.records_of(one),
+            example | {"tasks": {task: score}, "split": split_json(invocation)},
             items,
         )
 
-    def engine(self, one: Variant, settings: EngineSettings, **more: Any) -> Path:
+    def engine(self, one: Variant, settings: EngineSettings, invocation: Invocation = ONCE) -> Path:
         self.asked.append(("engine", one.name))
         wrong = {"alone": [7]} if self.engine_is == "wrong" else {}
         engine = {
@@ -179,4 +188,4 @@ class Checks:
             "engines": [engine, neighbour],
             "provenance": self.described(one, settings),
         }  # fmt: skip
-        return record_files.write(more.get("records_folder") or one.folder, record, [{"engine": "served"}])
+        return record_files.write(invocation.records_of(one), record, [{"engine": "served"}])

@@ -12,6 +12,7 @@ from slimqwen import variant
 from slimqwen.evals import EvalError, acceptance, acceptance_share, drafting
 from slimqwen.evals.acceptance import Acceptance
 from slimqwen.evals.drafting import AcceptanceSettings
+from slimqwen.evals.invocation import Invocation
 from slimqwen.records import store
 from slimqwen.records.settings import SettingsError
 from slimqwen.records.split import Split
@@ -78,8 +79,7 @@ def test_deeper_drafts_are_accepted_for_longer(repository: Path) -> None:
         variant.load("tiny", repository),
         AcceptanceSettings.load("small", repository),
         [1, 3],
-        command=["x"],
-        progress=lambda activity, done, total: progress.append((done, total)),
+        Invocation(["x"], progress=lambda activity, done, total: progress.append((done, total))),
     )
     record = store.read_record(path, Acceptance)
     shallow, deep = record.depths
@@ -121,9 +121,9 @@ def test_depths_of_an_interrupted_run_are_not_counted_again(
 
     monkeypatch.setattr(drafting, "measure_drafts", count)
     with pytest.raises(KeyboardInterrupt):
-        acceptance.measure_acceptance(one, settings, [1, 2, 3], command=["x"])
+        acceptance.measure_acceptance(one, settings, [1, 2, 3], Invocation(["x"]))
     assert not list(one.folder.glob("acceptance_*"))
-    path = acceptance.measure_acceptance(one, settings, [1, 2, 3], command=["x"])
+    path = acceptance.measure_acceptance(one, settings, [1, 2, 3], Invocation(["x"]))
     assert asked == [1, 2, 3, 3]
     record = store.read_record(path, Acceptance)
     assert [row.depth for row in record.depths] == [1, 2, 3]
@@ -133,7 +133,7 @@ def test_depths_of_an_interrupted_run_are_not_counted_again(
     assert table.rows[1] == ("2", "short", "0", "1.700 ± 0.100", "0.35 0.35", "0.05", "20")
     assert record.figures()["acceptance_length"].value == pytest.approx(2.05)
     monkeypatch.setattr(store, "_stamp", lambda: "2026-01-01T000000Z")
-    acceptance.measure_acceptance(one, settings, [1], command=["x"])
+    acceptance.measure_acceptance(one, settings, [1], Invocation(["x"]))
     assert asked == [1, 2, 3, 3, 1]
 
 
@@ -142,7 +142,7 @@ def test_a_checkpoint_without_a_head_is_refused(repository: Path) -> None:
     (repository / "experiments" / "tiny" / "config.env").write_text("VLLM_MODEL=weights/bare\n")
     settings = AcceptanceSettings.load("small", repository)
     with pytest.raises(EvalError, match="tiny has no MTP head"):
-        acceptance.measure_acceptance(variant.load("tiny", repository), settings, [1], command=["x"])
+        acceptance.measure_acceptance(variant.load("tiny", repository), settings, [1], Invocation(["x"]))
 
 
 def test_more_groups_than_prompts_are_an_error(repository: Path) -> None:

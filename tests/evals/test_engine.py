@@ -22,6 +22,7 @@ from slimqwen.evals.engine import (
 )
 from slimqwen.evals.engine_process import SHORTEST, EngineRun, Request, Response, run_engine, run_reference
 from slimqwen.evals.engine_runs import EngineProcesses
+from slimqwen.evals.invocation import Invocation
 from slimqwen.records import store
 from slimqwen.serving.command import ServerCommand
 from slimqwen.serving.errors import ServingError
@@ -179,7 +180,7 @@ def measure(
     def measure(*results: Any, lengths: Sequence[Sequence[int] | None] | None = None) -> Engine:
         runs = Mock(side_effect=results)
         monkeypatch.setattr(EngineProcesses, "run", runs)
-        path = measure_engine(subject, SETTINGS, command=["check"])
+        path = measure_engine(subject, SETTINGS, Invocation(["check"]))
         assert [call.args[0] for call in runs.call_args_list] == [run_engine] * 3 + [run_reference]
         assert [call.args[1][2] for call in runs.call_args_list[:3]] == [
             ("alone", "cached", "together", "joining", "session"),
@@ -262,12 +263,12 @@ def test_an_interrupted_check_goes_on_with_the_engines_that_it_lacks(
     runs = Mock(side_effect=[FINE, "starting: no memory", KeyboardInterrupt])
     monkeypatch.setattr(EngineProcesses, "run", runs)
     with pytest.raises(KeyboardInterrupt):
-        measure_engine(subject, SETTINGS, command=["check"])
+        measure_engine(subject, SETTINGS, Invocation(["check"]))
     runs.side_effect = [FINE, KeyboardInterrupt]
     with pytest.raises(KeyboardInterrupt):
-        measure_engine(subject, SETTINGS, command=["check"])
+        measure_engine(subject, SETTINGS, Invocation(["check"]))
     runs.side_effect = [FINE, reference]
-    path = measure_engine(subject, SETTINGS, command=["check"])
+    path = measure_engine(subject, SETTINGS, Invocation(["check"]))
     assert [call.args[2].removeprefix("engine ") for call in runs.call_args_list] == [
         *("served", "without drafts", "with prefix cache"),
         *("without drafts", "with prefix cache"),
@@ -281,7 +282,7 @@ def test_an_interrupted_check_goes_on_with_the_engines_that_it_lacks(
 def engine_record(subject: Variant, monkeypatch: pytest.MonkeyPatch, *results: Any) -> Engine:
     """The record of a check that nothing interrupts, without the time that it took."""
     monkeypatch.setattr(EngineProcesses, "run", Mock(side_effect=results))
-    return store.read_record(measure_engine(subject, SETTINGS, command=["check"]), Engine)
+    return store.read_record(measure_engine(subject, SETTINGS, Invocation(["check"])), Engine)
 
 
 def test_wrong_prompt_lengths_are_named_below_the_table(measure: Callable[..., Engine]) -> None:
@@ -304,7 +305,7 @@ def test_a_variant_for_another_platform_is_refused(
     subject = one("PLATFORM=cuda\n")
     monkeypatch.setattr(host, "detect", lambda: "cpu")
     with pytest.raises(ServingError, match="v needs a GPU and there is none here; check it on a GPU host"):
-        measure_engine(subject, SETTINGS, command=["check"])
+        measure_engine(subject, SETTINGS, Invocation(["check"]))
 
 
 @pytest.mark.engine
@@ -315,8 +316,7 @@ def test_the_embedded_model_responds_in_processes_as_the_plain_engine_does(
     path = measure_engine(
         one(MTP, "VLLM_MAX_NUM_SEQS=1\nVLLM_DTYPE=bfloat16\n"),
         SETTINGS,
-        command=["check"],
-        progress=lambda activity, *_: heard.append(activity),
+        Invocation(["check"], progress=lambda activity, *_: heard.append(activity)),
     )
     record = store.read_record(path, Engine)
     assert [engine.name for engine in record.engines] == ["served", "without drafts", "with prefix cache"]

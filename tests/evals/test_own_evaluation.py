@@ -15,6 +15,7 @@ from slimqwen.evals.checks import acceptance as acceptance_check
 from slimqwen.evals.checks.quality import QualitySettings
 from slimqwen.evals.drafting import AcceptanceSettings
 from slimqwen.evals.fidelity_figures import FidelitySettings
+from slimqwen.evals.invocation import Invocation
 from slimqwen.evals.suites import own_questions
 from slimqwen.evals.suites.suite import Suite
 from slimqwen.records.settings import SettingsError
@@ -231,7 +232,7 @@ def test_unusable_questions_are_named_before_a_server_starts(
     monkeypatch.setattr(quality, "share_server", lambda *_, **__: pytest.fail("a server starts"))
     mtp4, suite = variant.load("tiny-mtp4", root), Suite.load("mine", root)
     with pytest.raises(CorpusError, match=r"questions\.jsonl, line 2: answer: Field required"):
-        quality.measure_quality(mtp4, suite, command=[], limit=None)
+        quality.measure_quality(mtp4, suite, None, Invocation([]))
     monkeypatch.setattr(fidelity, "measure_fidelity", lambda *_, **__: pytest.fail("a check runs"))
     (root / OWN / "texts.jsonl").write_text("".join(PASSAGES))
     with pytest.raises(CorpusError, match=r"questions\.jsonl, line 2: answer: Field required"):

@@ -13,6 +13,7 @@ import pytest
 from eval.tasks.core.tool_calls import make_tool_questions
 from slimqwen import variant
 from slimqwen.evals import quality
+from slimqwen.evals.invocation import Invocation
 from slimqwen.evals.quality_comparison import compare_quality
 from slimqwen.evals.suites import lm_eval_run, own_questions
 from slimqwen.evals.suites.generation import PromptTooLongError
@@ -282,7 +283,7 @@ def test_planted_damage_has_its_verdict_and_an_equal_variant_passes(serve, write
     suite = loops.model_copy(update={"tasks": tasks})
     monkeypatch.setattr(quality, "share_server", lambda one, **_: contextlib.nullcontext(served[one.name]))
     paths = {
-        name: quality.measure_quality(one.variant, suite, command=["x"], limit=None)
+        name: quality.measure_quality(one.variant, suite, None, Invocation(["x"]))
         for name, one in served.items()
     }
 
@@ -379,7 +380,7 @@ def test_a_real_parser_reads_planted_calls_where_the_template_shows_the_tools(tm
         "VLLM_PORT": str(free_port()),
     }
     path = quality.measure_quality(
-        without_tools.with_lines(lines), felt("tool_calls"), command=["x"], limit=16, records_folder=tmp_path
+        without_tools.with_lines(lines), felt("tool_calls"), 16, Invocation(["x"], folder=str(tmp_path))
     )
     items = list(store.read_items(path))
     assert len(items) == 16
@@ -419,9 +420,8 @@ def test_a_checkpoint_that_lost_its_repetition_penalty_loops_and_fails(served_ti
     kept = lost.with_lines({"VLLM_MODEL": str(weights), "VLLM_PORT": str(free_port())})
 
     def measure(one, folder):
-        return quality.measure_quality(
-            one, rolls(tmp_path), command=["x"], limit=None, records_folder=tmp_path / folder
-        )
+        here = Invocation(["x"], folder=str(tmp_path / folder))
+        return quality.measure_quality(one, rolls(tmp_path), None, here)
 
     before = measure(kept, "kept")
     monkeypatch.setattr(quality, "share_server", lambda *_, **__: contextlib.nullcontext(served_tiny))

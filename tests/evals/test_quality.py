@@ -11,6 +11,7 @@ import pandas
 import pytest
 
 from slimqwen.evals import EvalError, quality
+from slimqwen.evals.invocation import Invocation
 from slimqwen.evals.quality import OutputTokens, Quality
 from slimqwen.evals.suites import lm_eval_run
 from slimqwen.evals.suites.generation import Generation, PromptTooLongError
@@ -222,7 +223,7 @@ def measure(monkeypatch, small_suite):
 
     def run(served_variant, limit=4, suite=small_suite, **arguments):
         monkeypatch.setattr(quality, "share_server", lambda *_, **__: contextlib.nullcontext(served_variant))
-        return quality.measure_quality(served_variant.variant, suite, command=["x"], limit=limit, **arguments)
+        return quality.measure_quality(served_variant.variant, suite, limit, Invocation(["x"], **arguments))
 
     return run
 
@@ -309,7 +310,7 @@ def test_a_run_whose_server_died_leaves_no_record_and_goes_on_where_it_broke_off
     assert not unfinished.exists()
 
     third = stand_in()
-    undisturbed_path = measure(at(one, third), records_folder=one.variant.root / "undisturbed")
+    undisturbed_path = measure(at(one, third), folder="undisturbed")
     undisturbed = store.read_record(undisturbed_path)
     assert len(third.requests) == lives_for + len(second.requests)
     assert resumed.tasks == undisturbed.tasks
@@ -421,7 +422,7 @@ def test_data_that_were_not_fetched_are_named_before_a_server_starts(add_served,
     with pytest.raises(
         EvalError, match=r"data/mmlu_pro, data/ifeval, data/gpqa, .*`slimqwen download --suite core`"
     ):
-        quality.measure_quality(one.variant, core, command=[], limit=2)
+        quality.measure_quality(one.variant, core, 2, Invocation([]))
 
 
 @pytest.mark.parametrize(

@@ -360,6 +360,8 @@ def test_the_time_is_that_of_a_comparable_kept_run_scaled_by_the_operations(tmp_
     kept_run(tmp_path / "c", "quantise_lm_head", operations / 2, 7)
     measured = cost_of("quantise_lm_head", tmp_path)
     assert (measured.seconds, measured.was_measured) == (14, True)
+    kept_run(tmp_path / "d", "quantise_lm_head", operations, 5)
+    assert cost_of("quantise_lm_head", tmp_path).seconds == 5, "the newest run counts"
 
 
 def test_times_are_those_of_the_processor_that_is_here_which_they_name(

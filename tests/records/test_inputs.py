@@ -22,6 +22,7 @@ from slimqwen.checkpoint.files import carry_all
 from slimqwen.errors import SlimqwenError
 from slimqwen.evals import acceptance, engine, fidelity, gate, promotion
 from slimqwen.evals.checks import CHECKS, Check, GateSettings, Pair
+from slimqwen.evals.invocation import Invocation
 from slimqwen.evals.suites import suite
 from slimqwen.evals.suites.suite import Suite
 from slimqwen.plan import devices, rehearsal, start
@@ -91,7 +92,7 @@ def small(root: Path) -> Variant:
 
 
 def check_of(root: Path, name: str, settings: str = "mine") -> Check[Any]:
-    pair = Pair(small(root), variant.load("tiny", root), ["x"])
+    pair = Pair(small(root), variant.load("tiny", root), Invocation(["x"]))
     return GateSettings.load(settings, root).checks(pair)[name]
 
 

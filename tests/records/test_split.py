@@ -15,6 +15,7 @@ from slimqwen.evals.acceptance import Acceptance
 from slimqwen.evals.drafting import AcceptanceSettings
 from slimqwen.evals.fidelity import Fidelity
 from slimqwen.evals.fidelity_figures import FidelitySettings
+from slimqwen.evals.invocation import Invocation
 from slimqwen.evals.quality import Quality
 from slimqwen.evals.suites.suite import Suite
 from slimqwen.records import store
@@ -81,8 +82,10 @@ def write(repository: Path, kind: str, name: str, split: Split | None) -> Path:
         return Checks().fidelity(one, FidelitySettings.load("tinyworld", repository), split=split)
     checks = Checks()
     if kind == "acceptance":
-        return checks.acceptance(one, AcceptanceSettings.load("tinyworld", repository), [4], split=split)
-    return checks.quality(one, Suite.load("tinyworld", repository), limit=None, split=split)
+        return checks.acceptance(
+            one, AcceptanceSettings.load("tinyworld", repository), [4], Invocation(["x"], split=split)
+        )
+    return checks.quality(one, Suite.load("tinyworld", repository), None, Invocation(["x"], split=split))
 
 
 @pytest.mark.parametrize("kind", [Quality, Acceptance, Fidelity])

@@ -80,6 +80,11 @@ def test_scores_and_their_changes_are_those_of_the_newest_pair(pair, add_record,
         assert judgement.low < change.gain < judgement.high
         expected = change.gain, judgement.low, judgement.high
         assert (gain.value * 0.5, gain.low * 0.5, gain.high * 0.5) == pytest.approx(expected)
+    table = leaderboard.leaderboard_table([row])
+    for (_, task), change in zip(row.scores, compared, strict=True):
+        difference, verdict = change.difference, change.judgement.verdict
+        said = f"({difference.value:+.3f} ± {difference.standard_error:.3f}, {verdict})"
+        assert table.rows[0][table.columns.index(task)].endswith(said)
 
 
 def test_a_variant_that_passed_and_is_faster_is_the_one_to_serve(pair, board):

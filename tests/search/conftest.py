@@ -2,19 +2,18 @@
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from slimqwen import variant
 from slimqwen.checkpoint.files import carry_all
 from slimqwen.evals import quality
+from slimqwen.evals.invocation import Invocation
 from slimqwen.evals.quality import Quality
 from slimqwen.evals.suites.scored import Item, TaskRun
 from slimqwen.evals.suites.suite import Limit, Suite
 from slimqwen.plan.devices import read_gpu
 from slimqwen.records import store
-from slimqwen.records.split import Split
 from slimqwen.search.candidate import make_overlay
 from slimqwen.search.ladder import Ladder
 from slimqwen.search.rungs import Budget
@@ -37,10 +36,9 @@ def checks(monkeypatch: pytest.MonkeyPatch, stamps: None) -> Checks:
     made = Checks()
     made.install(monkeypatch)
 
-    def measure(
-        one: Variant, suite: Suite, *, limit: Limit, split: Split | None, records_folder: Path, **_: Any
-    ) -> Path:
+    def measure(one: Variant, suite: Suite, limit: Limit, invocation: Invocation) -> Path:
         made.asked.append(("quality", one.name))
+        split = invocation.split
         chosen = [n for n in range(QUESTIONS) if split is None or split.has(question(n))]
         wrong = made.wrong.get((one.name, split.side if split else None), 0)
         # The first `wrong` of what the baseline gets right; a negative number gets others right.
@@ -58,7 +56,7 @@ def checks(monkeypatch: pytest.MonkeyPatch, stamps: None) -> Checks:
             tasks={name: quality.score_task(TaskRun(task, items, QUESTIONS, suite.settings_of(task)))},
             provenance=made.described(one, suite),
         )
-        return store.write_record(records_folder, record, map(vars, items))
+        return store.write_record(invocation.records_of(one), record, map(vars, items))
 
     monkeypatch.setattr(quality, "measure_quality", measure)
     return made

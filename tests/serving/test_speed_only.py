@@ -8,6 +8,7 @@ import pytest
 
 from slimqwen import variant
 from slimqwen.evals import acceptance, fidelity, gate, quality
+from slimqwen.evals.invocation import Invocation
 from slimqwen.serving import speed_only
 from slimqwen.serving.errors import ServingError
 
@@ -51,11 +52,11 @@ def root(tmp_path: Path) -> Path:
     ],
 )
 def test_every_check_of_answers_refuses(root: Path, name: str, reason: str) -> None:
-    subject = variant.load(name, root)
+    subject, run = variant.load(name, root), Invocation(["x"])
     for measure in (
-        lambda: quality.measure_quality(subject, None, command=["x"], limit=None),  # type: ignore[arg-type]
-        lambda: fidelity.measure_fidelity(subject, None, command=["x"]),  # type: ignore[arg-type]
-        lambda: acceptance.measure_acceptance(subject, None, [4], command=["x"]),  # type: ignore[arg-type]
+        lambda: quality.measure_quality(subject, None, None, run),  # type: ignore[arg-type]
+        lambda: fidelity.measure_fidelity(subject, None, run),  # type: ignore[arg-type]
+        lambda: acceptance.measure_acceptance(subject, None, [4], run),  # type: ignore[arg-type]
         lambda: gate.measure_gate(subject, None, command=["x"]),  # type: ignore[arg-type]
     ):
         with pytest.raises(ServingError, match=reason):

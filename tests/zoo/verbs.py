@@ -13,6 +13,7 @@ from slimqwen.checkpoint import promise
 from slimqwen.checkpoint.files import side_files
 from slimqwen.checkpoint.weights import has_mtp_head
 from slimqwen.errors import SlimqwenError
+from slimqwen.evals.invocation import Invocation
 from slimqwen.models.outline import Outline
 from slimqwen.recipe import variant_recipe
 from slimqwen.recipe.recipe_file import Step
@@ -220,7 +221,7 @@ def compare_distributions(folder: Path, empty: Path) -> None:
 
     variant = with_few_items(repository(folder, empty / "root", drafts=False))
     settings = fidelity.FidelitySettings.load("tinyworld", variant.root)
-    fidelity.measure_fidelity(variant, settings, port=free_port(), command="a test")
+    fidelity.measure_fidelity(variant, settings, Invocation("a test", port=free_port()))
 
 
 def accept_drafts(folder: Path, empty: Path) -> None:
@@ -229,7 +230,7 @@ def accept_drafts(folder: Path, empty: Path) -> None:
 
     variant = with_few_items(repository(folder, empty / "root", drafts=False))
     settings = acceptance.AcceptanceSettings.load("tinyworld", variant.root)
-    acceptance.measure_acceptance(variant, settings, [2], command="a test", greedy_only=True)
+    acceptance.measure_acceptance(variant, settings, [2], Invocation("a test"), greedy_only=True)
 
 
 def gate_recipe(folder: Path, empty: Path) -> None:

@@ -56,7 +56,9 @@ class AcceptanceCheck(Check[AcceptanceSettings]):
     def require_measurable(self) -> None:
         """Raise a CorpusError if the documents are too short for the prompts."""
         if self.sides:
-            acceptance.cut_class_prompts(self.pair.variant, self.settings, self.depth, self.pair.split)
+            acceptance.cut_class_prompts(
+                self.pair.variant, self.settings, self.depth, self.pair.invocation.split
+            )
 
     def measure(self, side: Variant) -> Path:
         """Measure the drafts of a side, greedily and at one depth."""
@@ -64,11 +66,8 @@ class AcceptanceCheck(Check[AcceptanceSettings]):
             side,
             self.settings.model_copy(update={"gate_depth": self.depth}),
             [self.depth],
-            command=self.pair.command,
+            self.pair.invocation,
             greedy_only=True,
-            split=self.pair.split,
-            records_folder=self.records_folder(side),
-            progress=self.pair.progress,
         )
 
     def changed_settings(self, record: Any, side: Variant, *, on_any_machine: bool = False) -> list[str]:
@@ -77,7 +76,7 @@ class AcceptanceCheck(Check[AcceptanceSettings]):
         if record.gate_depth != self.depth:
             changed.append("drafted tokens (K)")
         return changed or changed_reference(
-            record.reference, side, on_any_machine=on_any_machine, progress=self.pair.progress
+            record.reference, side, on_any_machine=on_any_machine, progress=self.pair.invocation.progress
         )
 
     def findings(self, paths: Sequence[Path]) -> Iterator[Finding]:

@@ -6,11 +6,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Generic, TypeVar
 
-from slimqwen.progress import Progress, silent
+from slimqwen.evals.invocation import Invocation
 from slimqwen.records.record import Finding, Record, ServedRecord
 from slimqwen.records.reuse import changed_inputs, find_reusable
 from slimqwen.records.settings import Settings
-from slimqwen.records.split import Split, SplitRecord
+from slimqwen.records.split import SplitRecord
 from slimqwen.serving.command import ServerCommand
 from slimqwen.stats.verdict import Verdict, overall
 from slimqwen.variant import Variant
@@ -21,22 +21,11 @@ Section = TypeVar("Section", bound=Settings)
 
 @dataclass(frozen=True)
 class Pair:
-    """A variant and its baseline, and what the measurements of all their checks share.
-
-    Attributes:
-        command: program and arguments of the measurement, for the records.
-        folder: folder with a folder of records for each variant, relative to the repository.
-        split: side of the split whose items are measured; None for all items.
-        port: TCP port of servers instead of the variants' own.
-    """
+    """A variant and its baseline, and what the measurements of all their checks share."""
 
     variant: Variant
     baseline: Variant
-    command: Sequence[str]
-    folder: str = "experiments"
-    split: Split | None = None
-    port: int | None = None
-    progress: Progress = silent
+    invocation: Invocation
 
     @property
     def sides(self) -> tuple[Variant, Variant]:
@@ -101,11 +90,11 @@ class Check(ABC, Generic[Section]):
         return find_reusable(
             side,
             self.kind,
-            self.records_folder(side),
-            self.pair.split if issubclass(self.kind, SplitRecord) else None,
+            self.pair.invocation.records_of(side),
+            self.pair.invocation.split if issubclass(self.kind, SplitRecord) else None,
             lambda record: not self.changed_settings(record, side),
             self.inputs(),
-            self.pair.progress,
+            self.pair.invocation.progress,
         )
 
     @abstractmethod
@@ -139,10 +128,6 @@ class Check(ABC, Generic[Section]):
         """Limits, by figure, with which the check's oldest records were written; empty if records name none."""
         return {}
 
-    def records_folder(self, side: Variant) -> Path:
-        """Folder of a side's records."""
-        return side.root / self.pair.folder / side.name
-
     def changed_since(self, record: Record, side: Variant) -> list[str]:
         """Names of what has changed since a record of a side was made on any machine."""
         changed = changed_inputs(
@@ -151,7 +136,7 @@ class Check(ABC, Generic[Section]):
             record.deciding_flags,
             files=self.inputs(),
             on_any_machine=True,
-            progress=self.pair.progress,
+            progress=self.pair.invocation.progress,
         )
         return changed + self.changed_settings(record, side, on_any_machine=True)
 

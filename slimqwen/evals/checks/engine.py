@@ -31,13 +31,7 @@ class EngineCheck(Check[EngineSettings]):
 
     def measure(self, side: Variant) -> Path:
         """Compare the engines of the variant."""
-        return engine.measure_engine(
-            side,
-            self.settings,
-            command=self.pair.command,
-            records_folder=self.records_folder(side),
-            progress=self.pair.progress,
-        )
+        return engine.measure_engine(side, self.settings, self.pair.invocation)
 
     def findings(self, paths: Sequence[Path]) -> Iterator[Finding]:
         """One finding, of the served engine alone: no server of the variant runs with the flags of its neighbours."""

@@ -34,20 +34,12 @@ class FidelityCheck(Check[FidelitySettings]):
 
     def measure(self, side: Variant) -> Path:
         """Compare the variant with its baseline."""
-        return fidelity.measure_fidelity(
-            side,
-            self.settings,
-            command=self.pair.command,
-            split=self.pair.split,
-            port=self.pair.port,
-            records_folder=self.records_folder(side),
-            progress=self.pair.progress,
-        )
+        return fidelity.measure_fidelity(side, self.settings, self.pair.invocation)
 
     def changed_settings(self, record: Any, side: Variant, *, on_any_machine: bool = False) -> list[str]:
         """As `Check.changed_settings`."""
         return super().changed_settings(record, side, on_any_machine=on_any_machine) or changed_reference(
-            record.reference, side, on_any_machine=on_any_machine, progress=self.pair.progress
+            record.reference, side, on_any_machine=on_any_machine, progress=self.pair.invocation.progress
         )
 
     def findings(self, paths: Sequence[Path]) -> Iterator[Finding]:

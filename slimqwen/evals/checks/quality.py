@@ -72,7 +72,7 @@ class QualityCheck(Check[QualitySettings]):
     @property
     def limit(self) -> Limit:
         """Items of each task; None for all, as always on one side of a split, which is seldom larger than a sample."""
-        return None if self.all_items or self.pair.split else AUTO
+        return None if self.all_items or self.pair.invocation.split else AUTO
 
     @staticmethod
     def input_readers(settings: QualitySettings, variant: Variant) -> Sequence[Callable[[], object]]:
@@ -92,16 +92,7 @@ class QualityCheck(Check[QualitySettings]):
 
     def measure(self, side: Variant) -> Path:
         """Score a side."""
-        return quality.measure_quality(
-            side,
-            self.suite,
-            command=self.pair.command,
-            limit=self.limit,
-            split=self.pair.split,
-            port=self.pair.port,
-            records_folder=self.records_folder(side),
-            progress=self.pair.progress,
-        )
+        return quality.measure_quality(side, self.suite, self.limit, self.pair.invocation)
 
     def collect(self) -> Sequence[Path]:
         """The records of a sample; of all items if both sides have those, or an undecided task has more items."""

@@ -89,7 +89,7 @@ class EnergyCheck(Check[EnergySettings]):
             ServerCommand.resolve(side), ["x"], provenance.utc_now(), datasets=self.inputs()
         )
         record = Energy(variant=side.name, settings_name=self.settings.name, joules=0.5, provenance=made)
-        return store.write_record(self.records_folder(side), record, [{"token": 1}])
+        return store.write_record(self.pair.invocation.records_of(side), record, [{"token": 1}])
 
     def findings(self, paths):
         value, limit = store.read_record(paths[0], Energy).joules, self.settings.most_joules

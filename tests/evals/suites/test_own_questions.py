@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from slimqwen.evals import EvalError, quality
+from slimqwen.evals.invocation import Invocation
 from slimqwen.evals.suites import own_questions
 from slimqwen.evals.suites.generation import PromptTooLongError
 from slimqwen.evals.suites.suite import Suite
@@ -58,7 +59,7 @@ def serve(own, add_served, stand_in, monkeypatch):
 
 def measure(one, **how):
     suite = Suite.load("mine", one.variant.root)
-    return quality.measure_quality(one.variant, suite, command=["x"], limit=None, **how)
+    return quality.measure_quality(one.variant, suite, None, Invocation(["x"], **how))
 
 
 def test_each_question_is_a_chat_and_its_record_says_how_it_was_asked(serve, own):

@@ -1,0 +1,34 @@
+"""What all measurements of one command share."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from slimqwen.progress import Progress, silent
+from slimqwen.variant import Variant
+
+if TYPE_CHECKING:
+    from slimqwen.records.split import Split  # slow to import, and the command line imports this module
+
+
+@dataclass(frozen=True)
+class Invocation:
+    """What all measurements of one command share.
+
+    Attributes:
+        command: program and arguments, which the records state.
+        folder: folder with a folder of records for each variant, relative to the repository.
+        split: side of the split whose items are measured; None for all items.
+        port: TCP port of servers instead of the variants' own.
+    """
+
+    command: Sequence[str]
+    folder: str = "experiments"
+    split: "Split | None" = None
+    port: int | None = None
+    progress: Progress = silent
+
+    def records_of(self, variant: Variant) -> Path:
+        """Folder of a variant's records."""
+        return variant.root / self.folder / variant.name
