@@ -162,7 +162,7 @@ def test_a_hub_name_is_downloaded_first_and_the_same_command_continues(
 
     monkeypatch.setattr("slimqwen.hub.download_copy", refuse)
     with pytest.raises(HubError):
-        variants._create_baseline("new", f"owner/name@{'0' * 40}", "It is.", "core")
+        variants.create_baseline("new", f"owner/name@{'0' * 40}", "It is.", "core")
     [(repository, target)] = asked
     assert (repository.name, repository.revision) == ("owner/name", "0" * 40)
     assert repository.command == f"`slimqwen variant new --name new --checkpoint owner/name@{'0' * 40}`"

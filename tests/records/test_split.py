@@ -79,7 +79,9 @@ def write(repository: Path, kind: str, name: str, split: Split | None) -> Path:
     """A record of a kind, as its measurement would write it."""
     one = variant.load(name, repository)
     if kind == "fidelity":
-        return Checks().fidelity(one, FidelitySettings.load("tinyworld", repository), split=split)
+        return Checks().fidelity(
+            one, FidelitySettings.load("tinyworld", repository), Invocation(["x"], split=split)
+        )
     checks = Checks()
     if kind == "acceptance":
         return checks.acceptance(

@@ -72,7 +72,7 @@ def test_arms_take_turns_until_the_winner_is_clear_and_slow_ones_end_early(
     assert not list((path.parents[2] / ".cache" / "tune").glob("*"))
     # The prompts, and what the comparison of responses reads.
     names = {Path(name).name for name in record.provenance.datasets}
-    assert names == {"own.yaml", "prompts.jsonl", "tinyworld.yaml", "tinyworld_passages.jsonl"}
+    assert names == {"own.yaml", "prompts.jsonl", "tinyworld.yaml#engine", "tinyworld_passages.jsonl"}
 
 
 def test_every_round_sends_the_same_requests_and_responses_are_compared_once(
