@@ -20,7 +20,7 @@ from slimqwen.variant import Variant
 
 if TYPE_CHECKING:
     from slimqwen.search.candidate import Candidate
-    from slimqwen.search.optimise import Journal
+    from slimqwen.search.optimise import Optimisation
     from slimqwen.search.proof import Finalist
 
 _STEPS = ("recipe", "proof", "gate", "tune", "timing", "promote")
@@ -39,7 +39,7 @@ class _Asked:
     base: Variant
     corpus: str
     hours: float
-    journal: "Journal"
+    journal: "Optimisation"
     started: float
     begun: float
 
@@ -104,10 +104,10 @@ def optimise(
     if status:
         _say_status(root, name)
         return
-    from slimqwen.search.optimise import Journal
+    from slimqwen.search.optimise import Optimisation
 
     base = _find_base(model, name, evaluation)
-    journal = Journal.open(root, base.name, model)
+    journal = Optimisation.open(root, base.name, model)
     text = name_text(corpus, base.folder)
     asked = _Asked(base, text, hours, journal, time.monotonic(), journal.seconds)
     _announce(asked, gpu)
@@ -203,7 +203,7 @@ def _present(asked: _Asked) -> "Candidate":
 
     known = asked.journal.candidate
     if known is None:
-        asked.journal.candidate = optimise.choose(asked.base, asked.corpus).changes
+        asked.journal.candidate = optimise.choose_first(asked.base, asked.corpus).changes
         asked.journal.write()
     return Candidate(**(asked.journal.candidate or {}))
 

@@ -21,8 +21,9 @@ from slimqwen.models.outline import Outline
 from slimqwen.models.vocabulary import read_tokenizer
 from slimqwen.progress import Progress, silent
 from slimqwen.recipe import runner, variant_recipe
+from slimqwen.recipe.calibration_text import calibration_documents
 from slimqwen.recipe.recipe_file import Step
-from slimqwen.recipe.stages.calibrate import CalibrateParameters, calibration_documents
+from slimqwen.recipe.stages.calibrate import CalibrateParameters
 from slimqwen.search.candidate import Candidate, describe_changes
 from slimqwen.search.proof import Finalist
 from slimqwen.stats.verdict import Verdict
@@ -38,7 +39,7 @@ _OF_FIT: Mapping[str, Mapping[str, Any]] = {
     "4-bit head": {"head_bits": 4},
     "4-bit MTP": {"mtp": "W4A16"},
 }
-"""Choices of a candidate by the optimisation's name in `slimqwen fit`; those that count rows are made in `choose`."""
+"""Choices of a candidate by the optimisation's name in `slimqwen fit`; `choose_first` makes those that count rows."""
 
 _DEPTH = 4
 _TEXT = 512
@@ -46,7 +47,7 @@ _TEXT = 512
 
 
 @dataclass
-class Journal:
+class Optimisation:
     """What an optimisation has decided so far; a file, replaced after each step, from which it goes on.
 
     Attributes:
@@ -67,7 +68,7 @@ class Journal:
     seconds: float = 0
 
     @classmethod
-    def open(cls, root: Path, base: str, model: str) -> "Journal":
+    def open(cls, root: Path, base: str, model: str) -> "Optimisation":
         """The journal of a baseline, new or as it was left."""
         file = root / ".cache" / "optimise" / f"{base}.json"
         known = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {"model": model}
@@ -82,16 +83,15 @@ class Journal:
         part.replace(self.file)
 
 
-def choose(base: Variant, corpus: str) -> Candidate:
+def choose_first(base: Variant, corpus: str) -> Candidate:
     """The first candidate: every optimisation that `fit` lists for the checkpoint."""
     rows = int(checkpoint.text_config(checkpoint.read_config(base.weights))["vocab_size"])
     choices: dict[str, Any] = {}
     for step in list_optimised(find_subject(base.name, base.root)):
         choices |= _OF_FIT.get(step.optimisation, {})
         kept = step.outline.text["vocab_size"]
-        if step.optimisation == "64k tokens" and corpus != str(
-            SELF
-        ):  # nothing is pruned by the model's own text
+        # The model's own text does not say what users write, so nothing is pruned by it.
+        if step.optimisation == "64k tokens" and corpus != str(SELF):
             choices["vocabulary"] = kept / rows
         if step.optimisation == "32k drafted":
             choices |= {"draft_vocabulary": step.outline.text[draft_head.SIZE_KEY] / rows}

@@ -10,7 +10,7 @@ from slimqwen import variant
 from slimqwen.cli import console, optimise
 from slimqwen.cli.app import app
 from slimqwen.records.record import Finding
-from slimqwen.search.optimise import MOST_TRIES, Journal
+from slimqwen.search.optimise import MOST_TRIES, Optimisation
 from slimqwen.search.proof import Finalist
 from slimqwen.stats.verdict import Verdict
 from slimqwen.variant import Variant
@@ -83,7 +83,7 @@ def test_a_model_that_cannot_pass_ends_with_the_base_after_three_tries(
     code, said = run("optimise tiny --yes")
     assert code == 1
     assert "serve the base: `slimqwen serve tiny`: no recipe passed" in said
-    journal = Journal.open(root, "tiny", "tiny")
+    journal = Optimisation.open(root, "tiny", "tiny")
     # tiny's fit lists no smaller draft vocabulary, so the 16-bit MTP head is all that acceptance can get back.
     assert [each["verdict"] for each in journal.tries] == ["fail", "fail"]
     assert len(set(judge.seen)) == 2
@@ -94,7 +94,7 @@ def test_a_killed_optimisation_goes_on_with_the_same_try(root: Path, monkeypatch
     killed = Judge("acceptance", "killed")
     monkeypatch.setattr(optimise, "_judge", killed)
     run("optimise tiny --yes")
-    journal = Journal.open(root, "tiny", "tiny")
+    journal = Optimisation.open(root, "tiny", "tiny")
     assert len(journal.tries) == 1
     assert journal.candidate is not None
     assert "mtp" not in journal.candidate
@@ -104,7 +104,7 @@ def test_a_killed_optimisation_goes_on_with_the_same_try(root: Path, monkeypatch
     assert again.seen == [killed.seen[1]] * 2
     assert code == 1
     assert "serve the base" in said
-    assert Journal.open(root, "tiny", "tiny").steps["proof"].startswith("fail: fidelity failed")
+    assert Optimisation.open(root, "tiny", "tiny").steps["proof"].startswith("fail: fidelity failed")
 
 
 def begin(**given: object) -> None:

@@ -22,9 +22,10 @@ from slimqwen.models.shape import Shape
 from slimqwen.plan import shapes
 from slimqwen.progress import Progress
 from slimqwen.recipe import inspection, worker
+from slimqwen.recipe.calibration_text import CalibrationText, calibration_documents
 from slimqwen.recipe.sampled_outputs import OUTPUTS
 from slimqwen.recipe.stages import calibrate, quantise_lm_head, redistill_mtp
-from slimqwen.recipe.stages.calibrate import CalibrateParameters, CalibrationText
+from slimqwen.recipe.stages.calibrate import CalibrateParameters
 from slimqwen.recipe.stages.quantise_lm_head import QuantiseLmHeadParameters
 from slimqwen.recipe.stages.redistill_mtp import CURVE, RedistillParameters
 from slimqwen.text.prompts import documents
@@ -186,7 +187,7 @@ def moments_by_transformers(source: Path, parameters: QuantiseLmHeadParameters, 
 
     tokenizer, model = transformers.AutoTokenizer.from_pretrained(source), load_in_float32(source)
     moments = 0
-    for text in calibrate.calibration_documents(parameters.corpus, source)[: parameters.corpus.sequences]:
+    for text in calibration_documents(parameters.corpus, source)[: parameters.corpus.sequences]:
         ids = tokenizer(text, add_special_tokens=False)["input_ids"][: parameters.corpus.length]
         with torch.no_grad():
             states = model.model(torch.tensor([ids], device=model.device))[0][0]
@@ -204,7 +205,7 @@ def measure_divergences(
     from slimqwen.models.language_model import load_language_model
 
     tokenizer = transformers.AutoTokenizer.from_pretrained(source)
-    texts = calibrate.calibration_documents(CalibrationText(path="tinyworld_passages"), source)[:16]
+    texts = calibration_documents(CalibrationText(path="tinyworld_passages"), source)[:16]
     ids = [tokenizer(text, add_special_tokens=False)["input_ids"][:64] for text in texts]
 
     def read(folder: Path) -> list[Any]:

@@ -10,6 +10,7 @@ from tinyworld.model import TinyShape, build, save_drafting_model
 
 from slimqwen import progress, variant
 from slimqwen.models.layer_error import LayerErrorError, measure_layer_errors
+from slimqwen.recipe.calibration_text import CalibrationText
 from slimqwen.recipe.stages import calibrate
 from tests.checkpoints import edited_tensors
 from tests.zoo.editable_checkpoint import multimodal, read_editable
@@ -24,7 +25,7 @@ LIMIT = calibrate.CalibrateParameters.model_fields["layer_error_ratio"].default
 def quantised(tmp_path_factory):
     """tiny with 4-bit MLPs, calibrated on little text."""
     folder = tmp_path_factory.mktemp("quantised")
-    corpus = calibrate.CalibrationText(path="tinyworld", sequences=8, length=64)
+    corpus = CalibrationText(path="tinyworld", sequences=8, length=64)
     parameters = calibrate.CalibrateParameters(group_size=32, corpus=corpus)
     calibrate.calibrate_weights(TINY, folder, parameters, progress.silent)
     return folder

@@ -47,7 +47,7 @@ def take_back(candidate: Candidate, *failed: str) -> tuple[Candidate, str] | Non
 
 
 def test_fit_chooses_the_first_recipe_for_tiny() -> None:
-    chosen = optimise.choose(variant.load("tiny"), "self")
+    chosen = optimise.choose_first(variant.load("tiny"), "self")
     assert chosen.calibrated == dict.fromkeys(("mlp", "attention", "linear_attention"), "W4A16")
     assert (chosen.head_bits, chosen.mtp, chosen.depth) == (4, "W4A16", 4)
     assert (chosen.vocabulary, chosen.draft_vocabulary) == (1.0, 1.0)
@@ -102,10 +102,10 @@ def test_the_kind_with_outliers_has_the_largest_error(tmp_path: Path) -> None:
 
 
 def test_a_journal_goes_on_where_it_was_left(tmp_path: Path) -> None:
-    journal = optimise.Journal.open(tmp_path, "tiny", "weights/tiny")
+    journal = optimise.Optimisation.open(tmp_path, "tiny", "weights/tiny")
     journal.candidate, journal.steps = {"mlp": "W4A16"}, {"recipe": "done"}
     journal.write()
-    again = optimise.Journal.open(tmp_path, "tiny", "weights/tiny")
+    again = optimise.Optimisation.open(tmp_path, "tiny", "weights/tiny")
     assert again == journal
     assert json.loads(again.file.read_text())["model"] == "weights/tiny"
     assert replace(again, step="x") != journal

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from tinyworld.tokenizer import END_OF_TEXT, chat_template
 
-from slimqwen.recipe.stages import calibrate
+from slimqwen.recipe.calibration_text import CalibrationText, calibration_documents
 from slimqwen.text.calibration_mix import Source, build_calibration_text, manifest_path
 from slimqwen.text.files import CorpusError
 from slimqwen.variant import repository_root
@@ -206,7 +206,7 @@ def test_calibrate_reads_it_and_every_document_is_whole(weights: Path, tmp_path:
     sources = [Source("a", jsonl(tmp_path / "a.jsonl", texts)), WORLD]
     result = tmp_path / "out.jsonl"
     build_calibration_text(weights, sources, 20_000, 0, result)
-    read = list(calibrate.calibration_documents(calibrate.CalibrationText(path=result), weights))
+    read = list(calibration_documents(CalibrationText(path=result), weights))
     assert sorted(read) == sorted(text + END_OF_TEXT for _, text in taken(result))
     assert not any(END_OF_TEXT in text for _, text in taken(result))
     assert {text for source, text in taken(result) if source == "a"} == set(texts)

@@ -4,7 +4,8 @@ import json
 
 import pytest
 
-from slimqwen.recipe.stages import calibrate, prune_vocab
+from slimqwen.recipe.calibration_text import CalibrationText, calibration_documents
+from slimqwen.recipe.stages import prune_vocab
 from slimqwen.text.corpus import TextSource, file_digest, resolve_text
 from slimqwen.text.files import CorpusError
 from slimqwen.variant import repository_root
@@ -17,7 +18,7 @@ def test_stages_read_the_same_documents_of_a_file(tmp_path):
     lines = (json.dumps({"text": text}, ensure_ascii=False) + "\n\n" + blank for text in texts)
     file.write_text("".join(lines))
     assert list(prune_vocab.counted_documents(prune_vocab.CountedText(path=file), tmp_path, [])) == texts
-    calibration = calibrate.calibration_documents(calibrate.CalibrationText(path=file), tmp_path)
+    calibration = calibration_documents(CalibrationText(path=file), tmp_path)
     assert sorted(calibration) == [f"{text}<|endoftext|>" for text in texts]
 
 

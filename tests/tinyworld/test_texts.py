@@ -8,7 +8,7 @@ from tinyworld.tasks import left_out_texts
 from tinyworld.texts import PASSAGES_SEED, write_texts
 from tinyworld.world import World
 
-from slimqwen.recipe.stages import calibrate
+from slimqwen.recipe.calibration_text import CalibrationText, calibration_documents
 from slimqwen.text import prompts
 from slimqwen.variant import repository_root
 
@@ -23,9 +23,7 @@ def test_committed_texts_equal_their_regeneration(tmp_path):
 
 def test_calibration_reads_what_training_read():
     world = World()
-    read = "".join(
-        calibrate.calibration_documents(calibrate.CalibrationText(path="tinyworld", seed=0), FOLDER)
-    )
+    read = "".join(calibration_documents(CalibrationText(path="tinyworld", seed=0), FOLDER))
     documents = DocumentSampler(world, left_out_texts(world), LONG_MIX).stream(0)
     assert read.startswith("".join(document.text for document in islice(documents, 1_000)))
 

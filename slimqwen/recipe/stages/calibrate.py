@@ -11,7 +11,6 @@ That needs no text, so a recipe may do it after stages that train the head of an
 """
 
 import gc
-import random
 import re
 from collections import deque
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -39,6 +38,7 @@ from slimqwen.models.calibrated_model import (
 from slimqwen.models.families import SCALED_WITH, FamilyError, find_family
 from slimqwen.models.outline import Outline
 from slimqwen.progress import Progress
+from slimqwen.recipe.calibration_text import CalibrationText, calibration_documents, unread
 from slimqwen.recipe.schemes import Targets, config_groups, packing_of
 from slimqwen.recipe.stage import (
     TORCH_ENVIRONMENT,
@@ -52,8 +52,6 @@ from slimqwen.recipe.stage import (
     require_fit,
 )
 from slimqwen.recipe.text_check import inspect_text
-from slimqwen.text.chats import read_texts
-from slimqwen.text.corpus import END_OF_TEXT, TextSource
 from slimqwen.text.files import CorpusError
 
 _BESIDE = frozenset({"lm_head", "mtp"})
@@ -82,28 +80,6 @@ _PACKED_BYTES = 1.25
 
 _IMPORTS_BYTES = 1500 * 2**20
 """Measured resident memory of torch, transformers and llmcompressor, bytes."""
-
-
-class CalibrationText(TextSource):
-    """The text on which activations are measured.
-
-    Attributes:
-        sequences: number of sequences.
-        length: tokens per sequence, without padding.
-    """
-
-    sequences: Annotated[int, Field(ge=1)] = 64
-    length: Annotated[int, Field(ge=16)] = 256
-
-    @property
-    def own_tokens(self) -> int:
-        """Tokens that are read of the model's own text."""
-        return self.sequences * self.length if self.is_own else 0
-
-
-def unread(corpus: Any) -> Any:
-    """The given fields of a text that a stage will not read, with a path in place of one that is not filled in."""
-    return {**corpus, "path": corpus.get("path") or "unread"} if isinstance(corpus, dict) else corpus
 
 
 class CalibrateParameters(Parameters):
@@ -427,13 +403,6 @@ def _sequences(corpus: CalibrationText, source: Path, tokenizer: Any) -> list[li
         f"the calibration text {corpus.path} has {len(tokens)} tokens, but {corpus.sequences} sequences of "
         f"{corpus.length} need {needed}; add text or ask for fewer sequences"
     )
-
-
-def calibration_documents(corpus: CalibrationText, source: Path) -> list[str]:
-    """Documents of the calibration text, in a seeded random order; raises as `read_texts`."""
-    documents = [text + END_OF_TEXT for text in read_texts(corpus.file(source), source)]
-    random.Random(corpus.seed).shuffle(documents)
-    return documents
 
 
 def reshape(shape: D, parameters: CalibrateParameters, /) -> D:

@@ -25,6 +25,7 @@ from slimqwen.formats.compressed_tensors import config_group, with_group
 from slimqwen.models.outline import Outline
 from slimqwen.models.shape import Packing
 from slimqwen.progress import Progress
+from slimqwen.recipe.calibration_text import CalibrationText, calibration_documents, unread
 from slimqwen.recipe.stage import (
     TORCH_ENVIRONMENT,
     D,
@@ -36,7 +37,6 @@ from slimqwen.recipe.stage import (
     StageError,
     require_fit,
 )
-from slimqwen.recipe.stages.calibrate import CalibrationText, calibration_documents, unread
 from slimqwen.recipe.text_check import inspect_text
 
 if TYPE_CHECKING:

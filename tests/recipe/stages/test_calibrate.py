@@ -28,10 +28,11 @@ from slimqwen.formats.compressed_tensors import PackedIntegers
 from slimqwen.models.mtp_head import load_drafting_model
 from slimqwen.models.outline import Outline
 from slimqwen.recipe import recipe_file, runner, variant_recipe
+from slimqwen.recipe.calibration_text import CalibrationText, calibration_documents
 from slimqwen.recipe.recipe_file import Step
 from slimqwen.recipe.stage import StageError, require_fit
 from slimqwen.recipe.stages import calibrate
-from slimqwen.recipe.stages.calibrate import CalibrateParameters, CalibrationText, CorpusError
+from slimqwen.recipe.stages.calibrate import CalibrateParameters, CorpusError
 from tests.byte_tokenizer import byte_tokenizer
 from tests.checkpoints import count_layers_in_memory, edited_tensors, stage_output, stored, with_manifest
 from tests.identity.coverage_by_keys import every_stage_covered
@@ -486,7 +487,7 @@ def test_weights_or_activations_that_are_not_finite_are_refused(
 
 def test_the_text_of_the_tiny_world_holds_no_test_item() -> None:
     items = left_out_texts(World())
-    texts = list(islice(calibrate.calibration_documents(FEW, Path()), 300))
+    texts = list(islice(calibration_documents(FEW, Path()), 300))
     prompts = {text.split("<|im_end|>")[0].removeprefix("<|im_start|>user\n") for text in texts}
     assert not items & prompts
     assert not items & {text.removesuffix(END_OF_TEXT) for text in texts}
@@ -497,7 +498,7 @@ def test_documents_of_a_file_come_in_an_order_that_the_seed_decides(tmp_path: Pa
     file.write_text("".join(json.dumps({"text": str(number)}) + "\n" for number in range(20)))
 
     def order(seed: int) -> list[str]:
-        return list(calibrate.calibration_documents(CalibrationText(path=file, seed=seed), tmp_path))
+        return list(calibration_documents(CalibrationText(path=file, seed=seed), tmp_path))
 
     assert order(1) == order(1)
     assert order(1) != order(2)

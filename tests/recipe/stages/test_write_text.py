@@ -9,8 +9,9 @@ import pytest
 from slimqwen.models.vocabulary import read_tokenizer
 from slimqwen.progress import silent
 from slimqwen.recipe import recipe_file, runner
+from slimqwen.recipe.calibration_text import CalibrationText, calibration_documents
 from slimqwen.recipe.own_prompts import seeds_file
-from slimqwen.recipe.stages import calibrate, write_text
+from slimqwen.recipe.stages import write_text
 from slimqwen.recipe.stages.write_text import WriteTextParameters
 from slimqwen.text.corpus import END_OF_TEXT, OWN_TEXT
 from slimqwen.text.documents import read_documents
@@ -69,7 +70,7 @@ def test_stages_read_what_the_model_wrote(tmp_path: Path) -> None:
     assert calibrated.manifest.facts["calibration_tokens"] == 512
     assert not [name for name in calibrated.manifest.ingredients if name.startswith("data.")]
     assert sampled.manifest.facts["continuations"] == 24
-    assert calibrate.calibration_documents(calibrate.CalibrationText(), wrote.folder)
+    assert calibration_documents(CalibrationText(), wrote.folder)
 
 
 def test_the_seeds_are_short_and_of_many_kinds() -> None:
