@@ -316,4 +316,5 @@ def test_every_exception_of_the_package_is_an_expected_error() -> None:
         for name, kind in vars(builtins).items()
         if isinstance(kind, type) and issubclass(kind, BaseException)
     }
-    assert {pair for pair in bases if pair[1] in builtin} == {("SlimqwenError", "Exception")}
+    interrupt = ("ProcessEndsError", "KeyboardInterrupt")  # a signal's, raised without words
+    assert {pair for pair in bases if pair[1] in builtin} == {("SlimqwenError", "Exception"), interrupt}

@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 import torch
 from compressed_tensors.compressors.pack_quantized.helpers import unpack_from_int32
-from pydantic import ValidationError
 
 from slimqwen import checkpoint
 from slimqwen.checkpoint.config import write_config
@@ -76,14 +75,13 @@ def test_a_group_that_does_not_divide_the_inputs_is_refused(tmp_path: Path) -> N
         quantised(TINY, tmp_path / "packed", group_size=128)
 
 
-def test_gptq_needs_text_of_ones_own_and_the_memory_of_an_engine(tmp_path: Path) -> None:
+def test_gptq_reads_text_and_needs_the_memory_of_an_engine(tmp_path: Path) -> None:
     outline = Outline.read(PUBLISHED_FORMS["multimodal-w4a16"].build(tmp_path / "published"))
     plain = QuantiseLmHeadParameters()
     searched = QuantiseLmHeadParameters(rounding="gptq", corpus={"path": "tinyworld"})
     assert list(quantise_lm_head.inspect_output_head(outline, plain)) == []
     assert list(quantise_lm_head.inspect_output_head(outline, searched)) == []
-    with pytest.raises(ValidationError, match=r"corpus\.path\n  Field required"):
-        QuantiseLmHeadParameters(rounding="gptq")
+    assert QuantiseLmHeadParameters(rounding="gptq").corpus.is_own
     few = QuantiseLmHeadParameters(rounding="gptq", corpus={"path": "tinyworld", "sequences": 10**6})
     [fault] = quantise_lm_head.inspect_output_head(outline, few)
     assert "1000000 are needed" in fault.text
