@@ -322,7 +322,6 @@ def _time_and_promote(asked: _Asked, variant: Variant) -> bool:
     from slimqwen.host_load import HostBusyError
     from slimqwen.report import choice
     from slimqwen.report.unproven import find_unproven
-    from slimqwen.stats.verdict import Verdict
 
     def timing() -> str:
         from slimqwen.bench import latency
@@ -336,12 +335,10 @@ def _time_and_promote(asked: _Asked, variant: Variant) -> bool:
         return (latency.give_verdict(*paths) or "not decided").partition(" Next: ")[0]
 
     try:
-        said = _once(asked, "timing", f"{asked.base.name} and {variant.name} in turns", timing)
+        _once(asked, "timing", f"{asked.base.name} and {variant.name} in turns", timing)
     except HostBusyError as error:
         say(f"not decided: {error}; the same command goes on")
-        said = ""
-    is_faster = (": faster." in said) if said else None
-    decision = choice.decide(choice.Case(variant.name, asked.base.name, Verdict.PASS, is_faster))
+    decision = choice.decide_here(variant)
     if decision.serve == variant.name:
         unproven = find_unproven(variant.root, variant.name)
         with progress_bar() as progress:

@@ -181,6 +181,13 @@ def advise_here(root: Path, baseline: str) -> list[str]:
     ]
 
 
+def decide_here(variant: variants.Variant) -> Decision:
+    """What to serve on this machine, a variant or its baseline, by the records of both."""
+    here = provenance.hardware_name(provenance.hardware())
+    rows = rows_of(collection.collect(variant.root), variant.name)[0]
+    return decide(case_of(next((row for row in rows if row.hardware == here), rows[0])))
+
+
 def judged_by_gate(variant: variants.Variant) -> tuple[Path, Gate] | None:
     """The newest gate record of a variant's checkpoint or of another build of it; None without one."""
     present = find_made_checkpoint(variant.root, variant.name)

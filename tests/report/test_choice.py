@@ -10,7 +10,7 @@ from slimqwen.cli import compare, demo
 from slimqwen.cli import variants as promoting
 from slimqwen.records import provenance, store
 from slimqwen.report import site
-from slimqwen.report.choice import Case, decide, put_own_first
+from slimqwen.report.choice import Case, decide, decide_here, put_own_first
 from slimqwen.stats.verdict import Verdict
 from tests import record_files
 from tests.evals.gate_checks import link_settings
@@ -135,7 +135,7 @@ STATES = {
 
 
 @pytest.mark.parametrize("state", STATES)
-def test_page_demo_compare_and_promote_name_the_same_variant_to_serve(state, records, monkeypatch):
+def test_page_demo_compare_promote_and_optimise_name_the_same_variant_to_serve(state, records, monkeypatch):
     changes, serve = STATES[state]
     for name, value in changes.items():
         setattr(records, name, value)
@@ -149,7 +149,8 @@ def test_page_demo_compare_and_promote_name_the_same_variant_to_serve(state, rec
     named = [re.search(r"^Serve (\w+) on", line)[1] for line in said if line.startswith("Serve ")]
     named += re.findall(r"<p>Serve (\w+) on", page)
     named += re.findall(r"slimqwen serve --variant (\w+):", [*demo._conclude(DEMO, records.of_demo)][-1])
-    assert named == [serve] * 4
+    named += [decide_here(variant.load("quick")).serve]
+    assert named == [serve] * 5
 
 
 def test_the_demo_names_the_check_that_it_left_out(records):
