@@ -308,7 +308,7 @@ def test_a_prefix_cache_that_finds_nothing_or_the_state_of_another_session_is_na
     flags = {name: value for name, value in SERVED.items() if name != "speculative-config"}
     run = run_engine(TINY, TINY, (SETTINGS, flags, ("session",), served.requests, ROOT), silent)
     monkeypatch.undo()
-    requests = list(dict.fromkeys(request for _, request in run.responses))
+    requests = list(dict.fromkeys(request for _, request, _ in run.responses))
     responses, _ = run_reference(TINY, TINY, (PLAIN, requests), silent)
     by_request = dict(zip(requests, responses, strict=True))
     engine, _ = compare_engine("served", flags, run, by_request, reference[1], 1.0)

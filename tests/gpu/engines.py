@@ -111,7 +111,7 @@ def check_depth(subject: Variant, depth: int, settings: EngineSettings, run: Run
             requests = answered.requests
     assert requests is not None, f"no engine runs: {[answered for *_, answered in made.values()]}"
     runs = [answered for *_, answered in made.values() if isinstance(answered, EngineRun)]
-    asked = list(dict.fromkeys([*requests, *(request for each in runs for _, request in each.responses)]))
+    asked = list(dict.fromkeys([*requests, *(request for each in runs for _, request, _ in each.responses)]))
     reference = run(run_reference, (reference_flags(server), asked), "plain")
     assert not isinstance(reference, str), f"the plain engine does not run: {reference}"
     responses, noise_nats = reference
