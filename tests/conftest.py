@@ -37,9 +37,11 @@ from slimqwen.serving.shared_server import SharedServer, max_model_len
 from tests import cpu_kinds, tracked_copy
 from tests.stand_in import add_served, stand_in, write_task  # noqa: F401  (fixtures)
 
-# A shell without job control starts what it puts in the background with SIGINT ignored, and every child inherits that.
-if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+# A shell without job control starts what it puts in the background with SIGINT ignored, nohup ignores SIGHUP, and every
+# child inherits that.
+for number, default in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
+    if signal.getsignal(number) is signal.SIG_IGN:
+        signal.signal(number, default)
 
 # A hook of git has GIT_DIR and GIT_INDEX_FILE: repositories that tests make would be the developer's own.
 for variable in [name for name in os.environ if name.startswith("GIT_")]:
