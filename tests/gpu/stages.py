@@ -20,8 +20,9 @@ from slimqwen.checkpoint.tensors import NewTensor, from_torch, write_tensors
 from slimqwen.models.outline import Outline
 from slimqwen.models.shape import Shape
 from slimqwen.plan import shapes
+from slimqwen.processes import worker
 from slimqwen.progress import Progress
-from slimqwen.recipe import inspection, worker
+from slimqwen.recipe import inspection
 from slimqwen.recipe.calibration_text import CalibrationText, calibration_documents
 from slimqwen.recipe.sampled_outputs import OUTPUTS
 from slimqwen.recipe.stages import calibrate, quantise_lm_head, redistill_mtp
@@ -97,7 +98,7 @@ def run_apart(
         environment["CUDA_VISIBLE_DEVICES"] = ""
     began = time.monotonic()
     with log.open("ab") as output, worker.started(environment, output) as (process, messages):
-        worker.give(process, function, source, destination, task)
+        worker.give(process, log.parent, function, source, destination, task)
         while True:
             assert messages.poll(_TIMEOUT_S), f"nothing heard for {_TIMEOUT_S} s"
             kind, *content = messages.recv()

@@ -1,5 +1,6 @@
 """What a run of `make gpu-check` skips, keeps and says, with steps that take no time."""
 
+import importlib
 import json
 import os
 import sys
@@ -26,6 +27,11 @@ def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("REHEARSE", "1")
     does(monkeypatch, tmp_path, lambda here: "it works")
     return tmp_path
+
+
+@pytest.mark.parametrize("module", sorted(set(steps.STEPS.values())))
+def test_a_step_finds_what_it_imports(module: str) -> None:
+    assert callable(importlib.import_module(f"tests.gpu.{module}").run)
 
 
 def does(monkeypatch: pytest.MonkeyPatch, root: Path, body: Body) -> None:
