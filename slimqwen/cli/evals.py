@@ -97,15 +97,8 @@ def roundings(
     """Measure what each way to round a checkpoint's weights costs on text, beside the others."""
     from slimqwen.evals.roundings import RoundingsSettings, measure_roundings
 
-    log = variant.root / "logs" / f"roundings-{variant.name}.log"
-    with measuring(log) as progress:
-        path = measure_roundings(
-            variant,
-            RoundingsSettings.load(settings or variant.evaluation, variant.root),
-            command=command(),
-            progress=progress,
-        )
-    show_record(path, log)
+    asked = RoundingsSettings.load(settings or variant.evaluation, variant.root)
+    _measure(variant, "roundings", partial(measure_roundings, variant, asked))
 
 
 @app.command(cls=Judge)

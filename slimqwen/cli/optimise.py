@@ -1,6 +1,5 @@
 """`slimqwen optimise`: from a model's name to the fastest server that is proven as good, in one resumable line."""
 
-import json
 import re
 import time
 from collections.abc import Callable, Mapping
@@ -99,13 +98,13 @@ def optimise(
     After Ctrl-C or the loss of the machine the same command continues. Exit code 0: a variant is proven as good and
     faster, 1: serve the base, 3: error.
     """
+    from slimqwen.search.optimise import Optimisation
+
     root = variants.repository_root()
     name = _name_of(model)
     if status:
-        _say_status(root, name)
+        _say_status(Optimisation.open(root, name, model), name)
         return
-    from slimqwen.search.optimise import Optimisation
-
     base = _find_base(model, name, evaluation)
     journal = Optimisation.open(root, base.name, model)
     text = name_text(corpus, base.folder)
@@ -118,10 +117,11 @@ def optimise(
 
 def _name_of(model: str) -> str:
     """Name of the baseline of a model: a variant's own, or that of the folder, file or repository."""
-    if model in variants.names():
-        return model
     path = Path(model.partition("@")[0])
-    return re.sub(r"[^a-z0-9._-]+", "-", (path.stem if path.suffix == ".gguf" else path.name).lower())
+    named = re.sub(r"[^a-z0-9._-]+", "-", (path.stem if path.suffix == ".gguf" else path.name).lower())
+    known = variants.names()
+    name = model if model in known else named
+    return variants.load(name).baseline or name if name in known else name
 
 
 def _find_base(model: str, name: str, evaluation: str | None) -> Variant:
@@ -131,7 +131,6 @@ def _find_base(model: str, name: str, evaluation: str | None) -> Variant:
         folder = create_baseline(name, model, None, evaluation or "core")
         update_page(folder)
     base = variants.load(name, root)
-    base = variants.load(base.baseline, root) if base.baseline else base
     if not (base.weights / "config.json").is_file() and "SOURCE" in base.settings:
         from slimqwen import hub
 
@@ -368,14 +367,12 @@ def _give_up(asked: _Asked, why: str) -> bool:
     return False
 
 
-def _say_status(root: Path, name: str) -> None:
-    file = root / ".cache" / "optimise" / f"{name}.json"
-    if not file.is_file():
+def _say_status(journal: "Optimisation", name: str) -> None:
+    if not journal.file.is_file():
         raise OptimiseError(f"no optimisation of {name} has begun; `slimqwen optimise {name}` begins one")
-    journal = json.loads(file.read_text(encoding="utf-8"))
-    say(f"{name}: at {journal['step'] or 'its beginning'}; left: {', '.join(journal['left']) or 'nothing'}")
-    for each in journal["tries"]:
+    say(f"{name}: at {journal.step or 'its beginning'}; left: {', '.join(journal.left) or 'nothing'}")
+    for each in journal.tries:
         say(f"try {each['variant']}: {each['verdict']}: {each['reason']}")
-    for step, said in journal["steps"].items():
+    for step, said in journal.steps.items():
         say(f"{step}: {said}")
-    say(f"time so far: {journal['seconds'] / 3600:.1f} hours")
+    say(f"time so far: {journal.seconds / 3600:.1f} hours")

@@ -24,8 +24,9 @@ from slimqwen.evals.fidelity_figures import (
     judge_figures,
     summarise_texts,
 )
+from slimqwen.evals.invocation import Invocation
 from slimqwen.formats.compressed_tensors import PackedIntegers
-from slimqwen.progress import Progress, progress_of, silent
+from slimqwen.progress import Progress, progress_of
 from slimqwen.recipe import runner
 from slimqwen.recipe.recipe_file import Recipe, Step
 from slimqwen.recipe.registry import STAGES
@@ -165,10 +166,7 @@ class Roundings(Record):
 def measure_roundings(
     variant: Variant,
     settings: RoundingsSettings,
-    *,
-    command: Sequence[str],
-    records_folder: Path | None = None,
-    progress: Progress = silent,
+    invocation: Invocation,
 ) -> Path:
     """Measure every row and write the record; a run that was interrupted continues after its last row.
 
@@ -186,7 +184,7 @@ def measure_roundings(
     comparisons: dict[str, list[TextComparison]] = {}
     with locked(journal) as answers:
         for number, row in enumerate(settings.rows):
-            shown = progress_of(f"{row.name} ({number + 1} of {len(settings.rows)})", progress)
+            shown = progress_of(f"{row.name} ({number + 1} of {len(settings.rows)})", invocation.progress)
             answer = answers.answer(
                 row.model_dump(mode="json"), partial(_measure, row, variant, texts, shown)
             )
@@ -198,12 +196,12 @@ def measure_roundings(
             rows=tuple(rows),
             provenance=provenance.of_variant(
                 variant,
-                command,
+                invocation.command,
                 started,
                 datasets=provenance.data_digests([*settings.files(root), *gate.inputs(root)], root),
             ),
         )
-        path = store.write_record(records_folder or variant.folder, record)
+        path = store.write_record(invocation.records_of(variant), record)
         answers.discard()
     return path
 

@@ -23,7 +23,7 @@ from slimqwen.text.documents import Document, read_documents
 Tokens = list[int]
 
 FALLING_TOKENS: Final = 10
-"""Tokens of a beginning that are drawn at the falling temperature."""
+"""First tokens of a text, which the model draws while the temperature falls."""
 
 FIRST_TEMPERATURE: Final = 1.5
 """Temperature of the first drawn token; from there it falls linearly to 1."""
@@ -50,7 +50,7 @@ class OwnPrompts:
         """Prepare the prompts of a checkpoint.
 
         Args:
-            seed: seed of all that is drawn.
+            seed: seed of the random order and of every drawn token.
             longest: largest number of tokens of a prompt.
         """
         self._tokenizer, self._seed, self._longest = tokenizer, seed, longest
@@ -86,12 +86,12 @@ class OwnPrompts:
 
     def _kind(self, number: int) -> str:
         kind = _KINDS[number % len(_KINDS)]
-        if kind == "seed" and number // len(_KINDS) * 2 + number % len(_KINDS) >= len(self._seeds):
+        if kind == "seed" and _seed_number(number) >= len(self._seeds):
             kind = "question"  # each seed is asked once
         return "text" if kind == "question" and not self._has_template else kind
 
     def _seed_of(self, number: int) -> Document:
-        return self._seeds[(number // len(_KINDS) * 2 + number % len(_KINDS)) % len(self._seeds)]
+        return self._seeds[_seed_number(number) % len(self._seeds)]
 
     def _begin(self, number: int, kind: str) -> Tokens:
         """The tokens before those that the engine draws: what opens a text or a user's turn, and a first token."""
@@ -155,6 +155,11 @@ class OwnPrompts:
 
     def _draw(self, number: int, step: int) -> int:
         return (self._seed * 1_000_003 + number) * (FALLING_TOKENS + 1) + step
+
+
+def _seed_number(number: int) -> int:
+    """Number of the seed that a prompt is or, where a question of the model has no word, becomes."""
+    return number // len(_KINDS) * _KINDS.count("seed") + number % len(_KINDS)
 
 
 def _generate(engine: Any, prompts: dict[int, Tokens], settings: Sequence[Any]) -> dict[int, Tokens]:

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol, Self, TypeVar
+from typing import Any, Final, Protocol, Self, TypeVar
 
 from pydantic import BaseModel, ConfigDict
 
@@ -40,6 +40,10 @@ class Parameters(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True)
 
 
+ENGINE_BYTES: Final = 3 * 2**30
+"""Resident memory of vLLM with KV cache and activations, without weights, bytes; measured: 2.1 GiB for a small one."""
+
+
 @dataclass(frozen=True)
 class Needs:
     """Computed needs of a stage.
@@ -57,6 +61,20 @@ class Needs:
     operations: float = 0
     fixed_seconds: float = 10
     read_bytes: float = 0
+
+    @classmethod
+    def of_engine(cls, outline: Outline, tokens: int, token_bytes: int, steps: float) -> Self:
+        """Needs of a stage in which vLLM writes texts beside a copy of the checkpoint.
+
+        Args:
+            tokens: tokens that the engine reads and writes.
+            token_bytes: upper bound of the disk space of a token.
+            steps: decode steps, each of which reads the weights once.
+        """
+        size = outline.disk_bytes
+        operations = 2 * tokens * outline.num_weights
+        memory = ENGINE_BYTES + size
+        return cls(size + token_bytes * tokens, memory, operations, fixed_seconds=45, read_bytes=steps * size)
 
 
 @dataclass(frozen=True)

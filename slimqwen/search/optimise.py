@@ -16,6 +16,7 @@ from slimqwen.checkpoint import draft_head, packing
 from slimqwen.fit.optimised import list_optimised
 from slimqwen.fit.subject import find_subject
 from slimqwen.identity import digest_of
+from slimqwen.models.families import SCALED_WITH
 from slimqwen.models.layer_error import measure_kind_errors
 from slimqwen.models.outline import Outline
 from slimqwen.models.vocabulary import read_tokenizer
@@ -24,6 +25,7 @@ from slimqwen.recipe import runner, variant_recipe
 from slimqwen.recipe.calibration_text import calibration_documents
 from slimqwen.recipe.recipe_file import Step
 from slimqwen.recipe.stages.calibrate import CalibrateParameters
+from slimqwen.records import store
 from slimqwen.search.candidate import Candidate, describe_changes
 from slimqwen.search.proof import Finalist
 from slimqwen.stats.verdict import Verdict
@@ -77,10 +79,8 @@ class Optimisation:
     def write(self) -> None:
         """Replace the file."""
         self.file.parent.mkdir(parents=True, exist_ok=True)
-        part = self.file.with_suffix(".part")
         content = {key: value for key, value in asdict(self).items() if key != "file"}
-        part.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-        part.replace(self.file)
+        store.publish(self.file, (json.dumps(content, indent=1) + "\n").encode(), replace=True)
 
 
 def choose_first(base: Variant, corpus: str) -> Candidate:
@@ -97,17 +97,13 @@ def choose_first(base: Variant, corpus: str) -> Candidate:
             choices |= {"draft_vocabulary": step.outline.text[draft_head.SIZE_KEY] / rows}
     if "mtp" in choices or "draft_vocabulary" in choices:
         choices["depth"] = _DEPTH
-    kinds = _kinds_of(base)
-    choices = {key: value for key, value in choices.items() if key not in _KINDS or key in kinds}
-    return Candidate.from_point(choices)
+    absent = _absent_kinds(base)
+    return Candidate.from_point({key: value for key, value in choices.items() if key not in absent})
 
 
-_KINDS = ("mlp", "attention", "linear_attention")
-
-
-def _kinds_of(base: Variant) -> set[str]:
+def _absent_kinds(base: Variant) -> set[str]:
     tensors = Outline.read(base.weights).tensors
-    return {kind for kind in _KINDS if packing.linears(tensors, kind)}
+    return {kind for kind in SCALED_WITH if not packing.linears(tensors, kind)}
 
 
 def make_variant(candidate: Candidate, base: Variant, corpus: str, stages: Mapping[str, Any]) -> Variant:
@@ -128,8 +124,8 @@ def take_back(
     """The candidate without the step that a failed check points at, and why; None if nothing is left to take back.
 
     Drafts change no answer, so acceptance points at them; fidelity and quality point at the weights: first the 4-bit
-    kind with the largest error in the worst layer becomes 8-bit, then the vocabulary is whole again, then the head is
-    in 16 bits, then the kind is unquantised.
+    kind with the largest error in the worst layer becomes 8-bit, and the next one; then the vocabulary is whole again,
+    then the head is in 16 bits.
     """
     failed = {finding.gate for finding in judged.findings if finding.verdict != Verdict.PASS}
     if failed == {"acceptance"} and candidate.depth:

@@ -7,6 +7,7 @@ from pydantic import ValidationError
 
 from slimqwen import variant
 from slimqwen.checkpoint.tensors import list_tensors
+from slimqwen.evals.invocation import Invocation
 from slimqwen.evals.roundings import Roundings, RoundingsSettings, measure_roundings
 from slimqwen.records import store
 from slimqwen.variant import Variant
@@ -40,7 +41,7 @@ def settings(one: Variant) -> RoundingsSettings:
 @pytest.fixture
 def measured(one: Variant, settings: RoundingsSettings) -> Roundings:
     tiny = variant.load("tiny", one.root)
-    path = measure_roundings(tiny, settings, command=["x"], records_folder=one.root / "records")
+    path = measure_roundings(tiny, settings, Invocation(["x"], "records"))
     assert store.read_record(path).tables(path)
     return store.read_record(path, Roundings)
 
@@ -87,8 +88,8 @@ def test_an_interrupted_run_goes_on_after_its_last_row(
     monkeypatch.setattr(roundings, "_measure", fail_at_the_third)
     tiny = variant.load("tiny", one.root)
     with pytest.raises(KeyboardInterrupt):
-        measure_roundings(tiny, few, command=["x"], records_folder=one.root / "records")
-    measure_roundings(tiny, few, command=["x"], records_folder=one.root / "records")
+        measure_roundings(tiny, few, Invocation(["x"], "records"))
+    measure_roundings(tiny, few, Invocation(["x"], "records"))
     assert seen == ["W8", "W6", "W5", "W5"]
 
 

@@ -27,6 +27,7 @@ from slimqwen.models.shape import Packing
 from slimqwen.progress import Progress
 from slimqwen.recipe.calibration_text import CalibrationText, calibration_documents, unread
 from slimqwen.recipe.stage import (
+    ENGINE_BYTES,
     TORCH_ENVIRONMENT,
     D,
     Facts,
@@ -49,9 +50,6 @@ _BATCH = 8
 
 _IMPORTS_BYTES = 700 * 2**20
 """Resident memory of torch and compressed-tensors, bytes."""
-
-_ENGINE_BYTES = 3 * 2**30
-"""Resident memory of vLLM with KV cache and activations, bytes, as in `sample_outputs`."""
 
 
 class QuantiseLmHeadParameters(Parameters):
@@ -156,7 +154,7 @@ def needs(outline: Outline, parameters: QuantiseLmHeadParameters) -> Needs:
         return Needs(outline.disk_bytes + head, memory, 20 * head)
     tokens = parameters.corpus.sequences * parameters.corpus.length
     operations = 2 * tokens * outline.num_weights + 6 * head * hidden
-    memory = max(_ENGINE_BYTES + outline.disk_bytes, memory + 8 * packing.SEARCHED_BYTES + 16 * hidden**2)
+    memory = max(ENGINE_BYTES + outline.disk_bytes, memory + 8 * packing.SEARCHED_BYTES + 16 * hidden**2)
     return Needs(outline.disk_bytes + head, memory, operations, fixed_seconds=45)
 
 

@@ -30,9 +30,6 @@ from slimqwen.text.corpus import TextSource
 from slimqwen.text.documents import read_documents
 from slimqwen.text.files import CorpusError
 
-_ENGINE_BYTES = 3 * 2**30
-"""Resident memory of vLLM with KV cache and activations, bytes; measured: 2.1 GiB for a small model."""
-
 
 class Prompts(TextSource):
     """The text whose beginnings the target continues; of the model's own text the prompts alone (`OwnPrompts`).
@@ -130,16 +127,9 @@ def write_sampled_outputs(
 
 def needs(outline: Outline, parameters: SampleOutputsParameters) -> Needs:
     """Needs: disk for a copy of the checkpoint and the texts; memory for the engine with its weights."""
-    size = outline.disk_bytes
     tokens = (parameters.texts + parameters.held_out) * (parameters.prompts.longest + parameters.tokens)
     steps = (parameters.texts + parameters.held_out) / parameters.chunk * parameters.tokens
-    return Needs(
-        size + 16 * tokens,
-        _ENGINE_BYTES + size,
-        2 * tokens * outline.num_weights,
-        fixed_seconds=45,
-        read_bytes=steps * size,
-    )
+    return Needs.of_engine(outline, tokens, 16, steps)
 
 
 def inspect_prompts(outline: Outline, parameters: SampleOutputsParameters) -> Iterator[Fault]:

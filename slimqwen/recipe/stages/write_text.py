@@ -20,9 +20,6 @@ from slimqwen.recipe.own_prompts import OwnPrompts, seeds_digest
 from slimqwen.recipe.stage import TORCH_ENVIRONMENT, Facts, Fault, Needs, Parameters, Stage
 from slimqwen.text.corpus import END_OF_TEXT, OWN_TEXT
 
-_ENGINE_BYTES = 3 * 2**30
-"""Resident memory of vLLM with KV cache and activations, bytes, as in `sample_outputs`."""
-
 _LONGEST_PROMPT = 256
 
 
@@ -33,7 +30,7 @@ class WriteTextParameters(Parameters):
         tokens: number of tokens to write, at least; the last chunk may exceed it.
         longest: largest number of tokens that continue a prompt.
         chunk: number of requests that the engine gets together.
-        seed: seed of all that is drawn.
+        seed: seed of the random order and of every drawn token.
         threads: CPU threads; a parameter because it affects the order of summation.
     """
 
@@ -125,15 +122,8 @@ def inspect_writing(outline: Outline, parameters: WriteTextParameters) -> Iterat
 
 def needs(outline: Outline, parameters: WriteTextParameters) -> Needs:
     """Needs: disk for a copy of the checkpoint and the text; memory for the engine with its weights."""
-    size, tokens = outline.disk_bytes, parameters.tokens
-    steps = tokens / parameters.chunk
-    return Needs(
-        size + 8 * tokens,
-        _ENGINE_BYTES + size,
-        2 * tokens * outline.num_weights,
-        fixed_seconds=45,
-        read_bytes=steps * size,
-    )
+    tokens = parameters.tokens
+    return Needs.of_engine(outline, tokens, 8, tokens / parameters.chunk)
 
 
 STAGE = Stage(
