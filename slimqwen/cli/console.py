@@ -246,6 +246,13 @@ def warn(text: str) -> None:
     errors.print(text, markup=False)
 
 
+def duration(seconds: float) -> str:
+    """A time as text, in the largest unit that fits."""
+    if seconds < 120:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
+
+
 def command() -> list[str]:
     """The command line of this process, as the provenance of records states it."""
     return ["slimqwen", *sys.argv[1:]]

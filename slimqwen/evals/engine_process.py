@@ -203,7 +203,6 @@ def _greedy(request: Request, log_probabilities: int | None = None) -> Any:
 
 def run_reference(
     weights: Path,
-    _: Path,
     task: tuple[Mapping[str, Any], Sequence[Request]],
     progress: Progress,
 ) -> tuple[list[Response], float]:
@@ -228,7 +227,6 @@ def run_reference(
 
 def run_engine(
     weights: Path,
-    _: Path,
     task: tuple[EngineSettings, Mapping[str, Any], Sequence[Way], list[Request] | None, Path],
     progress: Progress,
 ) -> EngineRun:

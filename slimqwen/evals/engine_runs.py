@@ -51,14 +51,14 @@ class EngineProcesses:
 
     def run(
         self,
-        function: Callable[[Path, Path, Task, Progress], Result],
+        function: Callable[[Path, Task, Progress], Result],
         task: Task,
         title: str,
         progress: Progress,
         *,
         is_served: bool = False,
     ) -> Result | str:
-        """Call function(weights, the log's folder, task, progress) in a process of its own.
+        """Call function(weights, task, progress) in a process of its own.
 
         Args:
             function: must report progress before it starts the engine: a process that ends before its first report
@@ -84,7 +84,6 @@ class EngineProcesses:
                 self.log.parent,
                 function,
                 self.server.variant.weights,
-                self.log.parent,
                 task,
             )
             kind = "started"

@@ -25,7 +25,7 @@ _SPAWNER, _COLD = "--spawner", "--cold"
 
 @dataclass(frozen=True)
 class WarmWorker:
-    """The caller's side of a warm worker, which runs one job after the other.
+    """Handle of a process that has imported vLLM, and runs one job after the other, each in a fork of itself.
 
     Attributes:
         messages: connection with the messages of the jobs.

@@ -69,7 +69,7 @@ def inspect_steps(
         store: folder with the outputs and manifests of earlier runs.
         to_fetch: receives the lines on texts that a command fetches; without it they are faults.
     """
-    manifests = [Manifest.read(file.parent) for file in _manifest_files(store)]
+    manifests = [Manifest.read(file.parent) for file in manifest_files(store)]
     faults: list[str] = []
     costs: list[StageCost] = []
     outline = base
@@ -134,6 +134,6 @@ def describe_processor() -> str:
     return f"this machine's {host.physical_cores()} cores (`--gpu NAME`: on a GPU)"
 
 
-def _manifest_files(store: Path) -> list[Path]:
+def manifest_files(store: Path) -> list[Path]:
     """Files of the manifests in a store, the newest first."""
     return sorted(store.glob(f"[!.]*/{MANIFEST}"), key=lambda file: file.stat().st_mtime_ns, reverse=True)

@@ -29,7 +29,7 @@ from slimqwen.identity.source import reach
 from slimqwen.models.outline import Outline
 from slimqwen.processes import spawner, worker
 from slimqwen.progress import Progress, progress_of, silent
-from slimqwen.recipe.inspection import OPERATIONS, inspect_steps, lacking_space
+from slimqwen.recipe.inspection import OPERATIONS, inspect_steps, lacking_space, manifest_files
 from slimqwen.recipe.recipe_file import Recipe, RecipeError, Step
 from slimqwen.recipe.stage import Facts
 
@@ -280,8 +280,8 @@ def _ensure(step: Step, source: Path, store: Path, progress: Progress) -> Outcom
     if reused:
         checkpoint.check_folder(entry, _REMOVE_AND_RERUN)
     manifest = Manifest.read(entry)
-    if not manifest.recipe_key:
-        manifest = _add_recipe_key(manifest, _recipe_key(step, source), entry)
+    if not manifest.recipe_key:  # of before there were recipe keys
+        manifest = _rewrite(manifest.model_copy(update={"recipe_key": _recipe_key(step, source)}), entry)
     before, after = bytes_on_disk(source), bytes_on_disk(entry)
     return Outcome(stage.name, entry, reused, outdated, manifest, before, after, log)
 
@@ -320,11 +320,6 @@ def _recipe_key(step: Step, source: Path) -> str:
     return digest_of({"stage": stage.name, "input": before} | said | data)
 
 
-def _add_recipe_key(manifest: Manifest, recipe_key: str, entry: Path) -> Manifest:
-    """Give an output of before there were recipe keys its own."""
-    return _rewrite(manifest.model_copy(update={"recipe_key": recipe_key}), entry)
-
-
 def add_facts(entry: Path, facts: Facts) -> Manifest:
     """Add facts to the manifest of an output, such as those that its stage could not know."""
     manifest = Manifest.read(entry)
@@ -347,9 +342,8 @@ def _flat(prefix: str, value: Any) -> dict[str, str]:
 
 def _nearest_entry(stage: str, ingredients: Mapping[str, str], store: Path) -> Manifest | None:
     """Manifest of the same stage with the fewest different ingredients; the newest of several such manifests."""
-    files = sorted(store.glob(f"[!.]*/{MANIFEST}"), key=lambda file: file.stat().st_mtime_ns, reverse=True)
     entries = []
-    for file in files:
+    for file in manifest_files(store):
         # A damaged entry of another recipe is no reason to stop.
         with contextlib.suppress(checkpoint.CorruptCheckpointError):
             if (manifest := Manifest.read(file.parent)).stage == stage:

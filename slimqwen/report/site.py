@@ -4,8 +4,6 @@ Variants that git does not track are the user's own, and come before those that 
 """
 
 import contextlib
-import os
-import tempfile
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +15,7 @@ from slimqwen import variant as variants
 from slimqwen.errors import SlimqwenError
 from slimqwen.evals.changed_items import changed_items_table
 from slimqwen.progress import Progress, silent
-from slimqwen.records import collection, provenance, registry
+from slimqwen.records import collection, provenance, registry, store
 from slimqwen.records.collection import Collection, Problem, StoredRecord
 from slimqwen.records.record import Record
 from slimqwen.records.table import Table
@@ -87,15 +85,7 @@ def build_page(root: Path, destination: Path, progress: Progress = silent) -> Si
     text = environment.get_template("page.html.jinja").render(content)
     destination.mkdir(parents=True, exist_ok=True)
     index = destination / "index.html"
-    descriptor, unfinished = tempfile.mkstemp(dir=destination, prefix=".index.")
-    try:
-        with os.fdopen(descriptor, "w", encoding="utf-8") as stream:
-            stream.write(text)
-        Path(unfinished).chmod(0o644)
-        Path(unfinished).rename(index)
-    except BaseException:
-        Path(unfinished).unlink(missing_ok=True)
-        raise
+    store.publish(index, text.encode(), replace=True)
     return Site(index, len(names), len(records.records), left_out)
 
 

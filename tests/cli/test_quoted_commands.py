@@ -9,8 +9,7 @@ from typer.main import get_command
 
 from slimqwen import variant
 from slimqwen.cli.app import app
-from slimqwen.cli.command_list import list_verbs, render_commands
-from slimqwen.cli.stage_list import render_stages
+from slimqwen.cli.command_list import list_verbs
 from slimqwen.records import registry
 
 ROOT = variant.repository_root()
@@ -130,8 +129,3 @@ def test_the_documents_quote_commands_at_all():
 )
 def test_what_does_not_parse_is_seen(command, wrong):
     assert bool(fault(command)) is wrong
-
-
-def test_the_list_of_commands_is_up_to_date():
-    assert (ROOT / "docs" / "commands.md").read_text(encoding="utf-8") == render_commands(get_command(app))
-    assert (ROOT / "docs" / "stages.md").read_text(encoding="utf-8") == render_stages()

@@ -9,6 +9,7 @@ from slimqwen import variant
 from slimqwen.checkpoint.files import carry_all
 from slimqwen.variant import Variant
 from tests.evals.gate_checks import Checks, link_settings
+from tests.evals.small_suite import parse, recorded, small_suite  # noqa: F401  (fixtures)
 
 ROOT = Path(__file__).parents[2]
 

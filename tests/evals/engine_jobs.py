@@ -7,37 +7,37 @@ import time
 from slimqwen.evals import EvalError
 
 
-def double(weights, folder, task, progress):
+def double(weights, task, progress):
     progress("doubling", 1, 2)
     return 2 * task
 
 
-def raise_error(weights, folder, task, progress):
+def raise_error(weights, task, progress):
     progress("alone", 0, 1)
     raise RuntimeError("sizes do\nnot match")
 
 
-def refuse(weights, folder, task, progress):
+def refuse(weights, task, progress):
     raise EvalError("prompts do not fit")
 
 
-def end_by_signal(weights, folder, task, progress):
+def end_by_signal(weights, task, progress):
     progress("cached", 0, 1)
     # Else the message may still be on its way.
     time.sleep(0.2)
     os.kill(os.getpid(), getattr(signal, task))
 
 
-def end_before_it_begins(weights, folder, task, progress):
+def end_before_it_begins(weights, task, progress):
     os._exit(3)
 
 
-def hang(weights, folder, task, progress):
+def hang(weights, task, progress):
     progress("together", 0, 1)
     time.sleep(600)
 
 
-def variables(weights, folder, task, progress):
+def variables(weights, task, progress):
     import torch
 
     progress("looking", 0, 1)

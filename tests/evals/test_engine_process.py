@@ -225,7 +225,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> EngineRun:
     config["rope_parameters"] |= {"mrope_section": [11, 11, 10], "mrope_interleaved": True}
     (folder / "config.json").unlink()
     write_config(folder, config)
-    return run_engine(folder, folder, (SETTINGS, SERVED, WAYS, None, ROOT), silent)
+    return run_engine(folder, (SETTINGS, SERVED, WAYS, None, ROOT), silent)
 
 
 @pytest.fixture(scope="module")
@@ -233,7 +233,7 @@ def reference(served: EngineRun) -> Reference:
     """The plain engine's responses, and what ties there."""
     turns = [request for way, request, _ in served.responses if way == "session"]
     requests = [*served.requests, *turns]
-    responses, noise = run_reference(TINY, TINY, (PLAIN, requests), silent)
+    responses, noise = run_reference(TINY, (PLAIN, requests), silent)
     return dict(zip(requests, responses, strict=True)), SETTINGS.noise_factor * noise
 
 
@@ -267,7 +267,7 @@ def test_an_engine_that_is_wrong_for_several_requests_at_a_time_is_found(
 
     monkeypatch.setattr(Sampler, "greedy_sample", staticmethod(unlikeliest_of_several))
     flags = PLAIN | {"max-num-seqs": 4}
-    run = run_engine(TINY, TINY, (SETTINGS, flags, WAYS, served.requests, ROOT), silent)
+    run = run_engine(TINY, (SETTINGS, flags, WAYS, served.requests, ROOT), silent)
     engine, _ = compare_engine("served", flags, run, *reference, 1.0)
     assert engine.verdict == "fail"
     assert set(engine.wrong) == {"together", "joining"}
@@ -306,10 +306,10 @@ def test_a_prefix_cache_that_finds_nothing_or_the_state_of_another_session_is_na
 
     monkeypatch.setattr(BlockPool, "get_cached_block", planted(BlockPool.get_cached_block))
     flags = {name: value for name, value in SERVED.items() if name != "speculative-config"}
-    run = run_engine(TINY, TINY, (SETTINGS, flags, ("session",), served.requests, ROOT), silent)
+    run = run_engine(TINY, (SETTINGS, flags, ("session",), served.requests, ROOT), silent)
     monkeypatch.undo()
     requests = list(dict.fromkeys(request for _, request, _ in run.responses))
-    responses, _ = run_reference(TINY, TINY, (PLAIN, requests), silent)
+    responses, _ = run_reference(TINY, (PLAIN, requests), silent)
     by_request = dict(zip(requests, responses, strict=True))
     engine, _ = compare_engine("served", flags, run, by_request, reference[1], 1.0)
     assert engine.verdict == verdict

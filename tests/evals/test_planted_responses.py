@@ -20,7 +20,6 @@ from slimqwen.evals.suites.generation import PromptTooLongError
 from slimqwen.evals.suites.loops import is_looping
 from slimqwen.evals.suites.suite import Suite, SuiteTask
 from slimqwen.records import store
-from slimqwen.records.settings import SettingsError
 from slimqwen.serving.server import free_port
 from slimqwen.variant import repository_root
 from tests.byte_tokenizer import byte_tokenizer
@@ -294,28 +293,6 @@ def test_planted_damage_has_its_verdict_and_an_equal_variant_passes(serve, write
     assert set(verdicts("worse").values()) == {"fail"}
     assert verdicts("same")["tool_calls"] == "pass"
     assert "fail" not in verdicts("same").values()
-
-
-@pytest.mark.parametrize(
-    ("later", "fault"),
-    [
-        ({"measure": "ended"}, "loops: measure ended needs responses_of"),
-        ({"measure": "ended", "responses_of": "loops"}, "with the name of an earlier task"),
-        ({"measure": "exact_match", "responses_of": "chats"}, "loops: measure ended needs responses_of"),
-    ],
-)
-def test_a_task_that_scores_no_earlier_responses_is_refused(tmp_path, later, fault):
-    folder = tmp_path / "eval" / "suites"
-    folder.mkdir(parents=True)
-    tasks = [{"task": "chats", "measure": "exact_match"}, {"task": "loops", **later}]
-    content = {
-        "chat_template": True,
-        "sample": "first",
-        "tasks": [t | {"non_inferiority_margin": 0.1} for t in tasks],
-    }
-    (folder / "odd.yaml").write_text(json.dumps(content))
-    with pytest.raises(SettingsError, match=rf"eval/suites/odd\.yaml:1: .*{fault}"):
-        Suite.load("odd", tmp_path)
 
 
 @pytest.mark.parametrize(

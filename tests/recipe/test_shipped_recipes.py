@@ -3,7 +3,7 @@
 import pytest
 
 from slimqwen import variant
-from slimqwen.cli.recipe import duration
+from slimqwen.cli.console import duration
 from slimqwen.models.outline import Outline
 from slimqwen.plan import devices, shapes
 from slimqwen.recipe import inspection, variant_recipe

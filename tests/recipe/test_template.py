@@ -5,7 +5,6 @@ import yaml
 
 from slimqwen import variant
 from slimqwen.recipe import recipe_file, template
-from slimqwen.recipe.parameters import list_parameters
 from slimqwen.recipe.recipe_file import RecipeError
 from slimqwen.recipe.registry import STAGES
 
@@ -48,30 +47,6 @@ def test_a_recipe_without_a_text_has_the_model_write_it_but_not_for_pruning(tmp_
     assert [step.stage.name for step in recipe.steps] == ["write_text", "prune_vocab", "calibrate"]
     assert recipe.steps[1].parameters.corpus.path.name == "general-tiny.jsonl"
     assert recipe.steps[2].parameters.corpus.is_own
-
-
-def test_parameters_say_what_they_mean_and_allow():
-    calibrate = {each.name: each for each in list_parameters(STAGES["calibrate"].parameters)}
-    assert calibrate["group_size"].allowed == "32 | 64 | 128"
-    assert calibrate["group_size"].value == 32
-    assert calibrate["group_size"].meaning == "number of 4-bit weights in a row that share a scale"
-    assert calibrate["layer_error_ratio"].allowed == "more than 0"
-    corpus = {each.name: each for each in calibrate["corpus"].parts}
-    assert list(corpus) == ["path", "seed", "sequences", "length"]
-    assert corpus["seed"].meaning == "seed of the order of the text's documents"
-    depth = next(list_parameters(STAGES["redistill_mtp"].parameters))
-    assert (depth.name, depth.allowed) == ("depth", "at least 1, at most 8")
-
-
-def test_every_parameter_of_every_stage_has_a_meaning():
-    def nameless(parameters):
-        for each in parameters:
-            yield from ([each.name] if not each.meaning else [])
-            yield from nameless(each.parts)
-
-    assert {name: [*nameless(list_parameters(stage.parameters))] for name, stage in STAGES.items()} == {
-        name: [] for name in STAGES
-    }
 
 
 @pytest.mark.parametrize(

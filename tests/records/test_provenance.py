@@ -9,11 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slimqwen import variant
 from slimqwen.errors import SlimqwenError
-from slimqwen.records import provenance, reuse
-from slimqwen.records.record import ServedProvenance
-from slimqwen.serving.command import ServerCommand
+from slimqwen.records import provenance
 
 ROOT = Path("/home/someone/slimqwen")
 names = st.text("abcxyz019._-", min_size=1, max_size=12)
@@ -297,41 +294,6 @@ def test_a_data_file_that_is_gone_is_named(repository):
     weights.mkdir()
     with pytest.raises(SlimqwenError, match=r"gone\.jsonl"):
         describe(repository, weights, [repository / "gone.jsonl"])
-
-
-def test_a_record_holds_until_something_that_decides_its_figures_changes():
-    tiny = variant.load("tiny")
-    command = ServerCommand.resolve(tiny, port=1)
-    data = tiny.root / "eval/workloads/classes.yaml"
-    block = provenance.describe(command, ["slimqwen"], provenance.utc_now(), datasets=[data]).as_json()
-
-    def still_holds(command, **changed):
-        return not reuse.changed_inputs(ServedProvenance.model_validate(block | changed), command)
-
-    assert still_holds(command)
-    assert still_holds(ServerCommand.resolve(tiny, port=2))
-    with_parser = {"VLLM_ENABLE_AUTO_TOOL_CHOICE": "1", "VLLM_TOOL_CALL_PARSER": "hermes"}
-    assert still_holds(ServerCommand.resolve(tiny.with_lines(with_parser), port=1))
-    assert not still_holds(ServerCommand.resolve(variant.load("tiny-mtp4"), port=1))
-    for changed in (
-        {"checkpoint": block["checkpoint"] | {"digest": "0" * 64}},
-        {"packages": block["packages"] | {"vllm": "0"}},
-        {"hardware": block["hardware"] | {"cpu_count": 99}},
-        {"environment": block["environment"] | {"OMP_NUM_THREADS": "99"}},
-        {"datasets": {"eval/workloads/classes.yaml": "0" * 64}},
-        {"datasets": {"eval/workloads/gone.yaml": "0" * 64}},
-        {"files": {"chat-template": "0" * 64}},
-    ):
-        assert not still_holds(command, **changed), changed
-    flags, environment = (
-        block["flags"] | {"max-num-seqs": 99},
-        block["environment"] | {"OMP_NUM_THREADS": "99"},
-    )
-    for dtype, holds in ((block["flags"]["dtype"], True), ("float16", False)):
-        changed = ServedProvenance.model_validate(
-            block | {"flags": flags | {"dtype": dtype}, "environment": environment}
-        )
-        assert (not reuse.changed_inputs(changed, command, ("dtype", "quantization"))) is holds
 
 
 def test_files_and_checkpoints_that_flags_name_are_inputs(tmp_path):

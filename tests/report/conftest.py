@@ -11,6 +11,7 @@ from slimqwen import variant
 from slimqwen.records import store
 from tests.record_files import example, record_of
 from tests.records.conftest import latency, quality  # noqa: F401  (fixtures)
+from tests.report.two_variants import repository  # noqa: F401  (a fixture)
 
 ROOT = variant.repository_root()
 

@@ -123,7 +123,7 @@ def test_an_interrupted_build_leaves_the_old_page(small, tmp_path, monkeypatch):
     def interrupt(*_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(Path, "rename", interrupt)
+    monkeypatch.setattr(Path, "replace", interrupt)
     with pytest.raises(KeyboardInterrupt):
         site.build_page(tmp_path, tmp_path / "report")
     monkeypatch.undo()

@@ -14,26 +14,11 @@ from slimqwen.evals.fidelity_figures import judge_figures
 from slimqwen.evals.quality import Quality
 from slimqwen.records import store
 from slimqwen.records.record import Estimate
-from slimqwen.report import markdown, tables
+from slimqwen.report import tables
 from tests import record_files
 from tests.evals.gate_checks import LIMITS, figures_of
 from tests.record_files import example
-
-ITEMS = [{"task": "example_facts", "item": f"f{n}", "value": n % 2, "weight": 1} for n in range(4)] + [
-    {"task": "example_prose", "item": f"p{n}", "value": 1.5, "weight": 10} for n in range(4)
-]
-TIMES = [{"class": "short", "error": None, **dict.fromkeys(LATENCY_MEASURES, 100.0 + n)} for n in range(12)]
-
-
-@pytest.fixture
-def repository(tmp_path, add_variant, quality, latency, stamps):
-    """Two variants, both measured: b twice as large in every time, and without a GPU."""
-    for name in ("a", "b"):
-        add_variant(name, f"VLLM_MODEL=weights/{name}\n", baseline="a" if name == "b" else None)
-        folder = tmp_path / "experiments" / name
-        record_files.write(folder, quality | {"variant": name}, ITEMS)
-        record_files.write(folder, latency | {"variant": name}, TIMES)
-    return tmp_path
+from tests.report.two_variants import TIMES
 
 
 def shown(table, width=250):
@@ -213,16 +198,6 @@ def test_a_variant_whose_base_was_removed_leaves_the_others_listed(repository, a
     assert "removed" in orphan[1]
 
 
-@pytest.fixture
-def readme(repository):
-    file = repository / "experiments" / "b" / "README.md"
-    file.write_text(
-        "# b\n\n<!-- table:comparison a b -->\n<!-- end -->\n\nText.\n\n<!-- table:results b -->\n<!-- end -->\n"
-    )
-    markdown.update_tables(repository)
-    return file
-
-
 def test_scores_of_weights_that_are_gone_are_no_scores(repository, quality):
     """However many items they were of."""
     folder = repository / "experiments" / "a"
@@ -238,39 +213,6 @@ def test_scores_of_weights_that_are_gone_are_no_scores(repository, quality):
     assert after.rows[0][2].startswith("0.125 ±")
 
 
-def test_a_filled_readme_agrees_with_its_records(repository, readme):
-    text = readme.read_text()
-    assert text.startswith("# b\n\n<!-- table:comparison a b -->\n**Quality: a and b")
-    assert "\nText.\n" in text
-    assert markdown.update_tables(repository) == []
-
-
-@pytest.mark.parametrize("figure", ["0.500", "100.0", "1.00x", "8.0 MB"])
-def test_a_changed_figure_is_noticed(repository, readme, figure):
-    text = readme.read_text()
-    readme.write_text(text.replace(figure, "9.999", 1))
-    assert markdown.update_tables(repository) == [readme]
-    assert readme.read_text() == text
-
-
-def test_a_newer_record_replaces_the_named_one_only_where_that_is_asked_for(repository, readme, quality):
-    named = readme.read_text()
-    path = record_files.write(repository / "experiments" / "b", quality | {"variant": "b"}, ITEMS)
-    assert markdown.update_tables(repository) == []
-    assert markdown.update_tables(repository, newest=True) == [readme]
-    assert f"b/{path.name}" in readme.read_text()
-    path.unlink()
-    path.with_suffix(".items.jsonl").unlink()
-    assert markdown.update_tables(repository) == [readme]  # without the record that it names, the newest
-    assert readme.read_text() == named
-
-
-def test_other_pages_than_the_named_are_left_alone(repository, readme):
-    readme.write_text(readme.read_text().replace("0.500", "9.999", 1))
-    assert markdown.update_tables(repository, []) == []
-    assert markdown.update_tables(repository, [readme]) == [readme]
-
-
 def test_the_list_of_variants_shows_the_records_that_they_cite(repository):
     rows = {row[0]: row[4:] for row in tables.variants_table(repository).rows}
     assert rows["a"] == ("-", "-")
@@ -282,36 +224,6 @@ def test_the_list_of_variants_shows_the_records_that_they_cite(repository):
     assert rows["a"][1] == "-"
     rows = {row[0]: row[4:] for row in tables.variants_table(repository, with_weights=True).rows}
     assert rows["a"][1] != "-"
-
-
-def test_text_outside_the_blocks_is_left_alone(repository, readme):
-    readme.write_text(readme.read_text().replace("Text.", "0.500 typed by hand."))
-    assert markdown.update_tables(repository) == []
-
-
-@pytest.mark.parametrize(
-    ("text", "cause"),
-    [
-        ("<!-- table:variants -->\n", "has no <!-- end --> after it"),
-        ("<!-- table:variants -->\n<!-- table:results a -->\n<!-- end -->\n", "has no <!-- end --> after it"),
-        ("<!-- table:comparison a -->\n<!-- end -->\n", "there is no table 'comparison a'"),
-        ("<!-- table:nonsense -->\n<!-- end -->\n", "there is no table 'nonsense'"),
-    ],
-)
-def test_a_bad_block_is_named_with_its_file(repository, text, cause):
-    (repository / "README.md").write_text(text)
-    with pytest.raises(markdown.MarkdownError, match=cause) as error:
-        markdown.update_tables(repository)
-    assert str(error.value).startswith("README.md: ")
-
-
-def test_a_record_changed_by_hand_does_not_reach_a_table(repository, readme):
-    path = store.records(repository / "experiments" / "b", Quality)[0]
-    record = json.loads(path.read_text())
-    record["tasks"]["example_facts"]["value"] = "great"
-    path.write_text(json.dumps(record))
-    with pytest.raises(store.RecordError, match=path.name):
-        markdown.update_tables(repository)
 
 
 def drafted(repository, one, accepted, digest="ab" * 32, **changes):

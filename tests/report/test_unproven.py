@@ -1,28 +1,11 @@
 import json
 
-import pytest
-
 from slimqwen.records import collection
 from slimqwen.report import leaderboard, unproven
 from slimqwen.report.leaderboard import rows_of
 from slimqwen.variant import repository_root
-from slimqwen.variant.claims import read_claims
 
 ROOT = repository_root()
-
-
-@pytest.mark.parametrize(
-    ("hypothesis", "claims"),
-    [
-        ("4-bit MLPs keep every task score within two points", ("quality",)),
-        ("tiny with calibrate is faster and keeps every score within its margin.", ("speed", "quality")),
-        ("A smaller checkpoint says the same.", ("memory", "quality")),
-        ("A cheaper lm_head beats stock vLLM with less memory.", ("speed", "memory", "quality")),
-        ("Breakfast is served.", ("quality",)),
-    ],
-)
-def test_a_file_without_claims_claims_what_its_hypothesis_says(hypothesis, claims):
-    assert read_claims(hypothesis) == claims
 
 
 def test_each_shipped_variant_of_a_baseline_states_its_claims():

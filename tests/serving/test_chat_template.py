@@ -100,3 +100,18 @@ def test_a_damaged_tokenizer_config_is_told(tmp_path, content):
 def test_a_missing_template_is_refused(tmp_path):
     with pytest.raises(ServingError, match="cannot be read"):
         chat_template.served_templates(VARIANT, {"chat-template": str(tmp_path / "none.jinja")})
+
+
+@pytest.mark.parametrize(
+    ("ending", "thinks"),
+    [
+        ("<think>\n{% if enable_thinking is false %}\n</think>\n{% endif %}", True),
+        ("<think>\n{% if enable_thinking is not true %}\n</think>\n{% endif %}", False),
+        ("{% if enable_thinking is false %}<think>\n\n</think>{% endif %}", True),
+        ("", False),
+    ],
+)
+def test_a_template_that_leaves_thinking_to_the_request_says_what_it_does_without(tmp_path, ending, thinks):
+    text = "{% for m in messages %}<think>{{ m.content }}</think>{% endfor %}" + ending
+    template = ChatTemplate(text, tmp_path / "chat.jinja")
+    assert chat_template.thinks_by_default(template, TINY) is thinks

@@ -283,3 +283,14 @@ def test_tools_that_the_template_takes_name_the_two_lines_that_read_their_calls(
     )
     file.write_text("{{ messages }}")
     assert chat_template.suggest_tool_choice(command.variant, flags) is None
+
+
+def test_a_thinking_budget_with_a_parser_is_taken(servable):
+    checks.check_command(servable("THINKING_TOKEN_BUDGET=8", "VLLM_REASONING_PARSER=qwen3"))
+
+
+def test_a_broken_chat_template_is_refused_before_vllm_starts(servable, tmp_path):
+    command = servable("VLLM_CHAT_TEMPLATE=experiments/v/chat.jinja")
+    (tmp_path / "experiments/v/chat.jinja").write_text("{{ messages")
+    with pytest.raises(ServingError, match=r"chat\.jinja, line 1"):
+        checks.check_command(command)

@@ -254,3 +254,9 @@ def test_a_plan_that_a_start_is_compared_with_changes_no_word_of_the_command():
     assert held.environment.items() - command.environment.items() == {
         (engine_facts.VARIABLE, held.environment[engine_facts.VARIABLE])
     }
+
+
+def test_every_variant_is_behind_the_gate():
+    for name in variant.names():
+        argv = ServerCommand.resolve(variant.load(name), platform="cpu").argv
+        assert argv[-2:] == ("--middleware", "slimqwen.vllm_plugin.readiness.Readiness")

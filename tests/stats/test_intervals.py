@@ -8,7 +8,6 @@ from hypothesis import strategies as st
 from scipy import stats
 
 from slimqwen.stats import intervals
-from slimqwen.stats.estimates import Estimate
 
 scores = st.lists(st.floats(-100, 100), min_size=2, max_size=40)
 answers = st.lists(st.tuples(st.booleans(), st.booleans()), min_size=1, max_size=60)
@@ -231,7 +230,3 @@ def test_a_bootstrap_interval_is_that_of_the_committed_records():
     )
     assert ratio.value == pytest.approx(0.83 / 1.24)
     assert (ratio.low, ratio.high) == pytest.approx((0.15856777493606, 3.81381381381381), abs=1e-12)
-
-
-def test_the_interval_of_an_estimate_reaches_196_hundredths_of_its_standard_error():
-    assert Estimate(1.0, 0.5, 9).interval == pytest.approx((1 - 0.979982, 1 + 0.979982), abs=1e-6)

@@ -278,7 +278,7 @@ def _cell(column: str, row: tuple[str, ClassFigures]) -> object:
 
 
 def name_workload(record: Latency) -> str:
-    """End of a title that names the workload; empty for the workload `classes`."""
+    """The workload as the end of a title, such as ", poisson"; empty for the default workload `classes`."""
     return "" if record.workload == "classes" else f", {record.workload}"
 
 

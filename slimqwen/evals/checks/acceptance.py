@@ -64,7 +64,7 @@ class AcceptanceCheck(Check[AcceptanceSettings]):
         """Measure the drafts of a side, greedily and at one depth."""
         return acceptance.measure_acceptance(
             side,
-            self.settings.model_copy(update={"gate_depth": self.depth}),
+            self.settings.at_depth_of(self.pair.variant),
             [self.depth],
             self.pair.invocation,
             greedy_only=True,

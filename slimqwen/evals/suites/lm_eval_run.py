@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any
 from slimqwen.captured_log import capture_output
 from slimqwen.evals import EvalError
 from slimqwen.evals.suites import datasets, item_texts, questions, stated_choices
-from slimqwen.evals.suites.generation import THOUGHTS_END, THOUGHTS_START
 from slimqwen.evals.suites.loops import is_looping
 from slimqwen.evals.suites.scored import Item, TaskRun, item_hash, score_endings
 from slimqwen.evals.suites.suite import ANSWER_MARGIN, AUTO, BITS_PER_BYTE, ENDED, Limit, Suite, SuiteTask
+from slimqwen.evals.suites.thinking import resolve_thinking
 from slimqwen.progress import Progress, silent
 from slimqwen.records.journal import Journal
 from slimqwen.records.split import Split
@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     from slimqwen.evals.suites.lm_eval_client import ServedCompletions
 
 SEED = 1234
-_QUESTION = [{"role": "user", "content": "?"}]
 
 
 def run_suite(
@@ -54,8 +53,7 @@ def run_suite(
         Tasks in the suite's order, and the files that affect their scores.
 
     Raises:
-        EvalError: a task is missing or broken, the chat template lacks the thinking switch that the suite sets, or the
-            suite's data are not fetched.
+        EvalError: a task is missing or broken, the suite's data are not fetched, or as `resolve_thinking`.
         ServerLostError: the server died or refused a request.
         PromptTooLongError: the served context cannot hold a prompt.
     """
@@ -79,29 +77,35 @@ def run_suite(
             nltk.data.path.insert(0, str(root / datasets.NLTK_DATA))
         manager = _task_manager(suite, root)
         client = _make_client(suite, server, answers=answers, progress=progress)
-        templates = {task.name: suite.uses_chat_template(task) for task in suite.tasks}
-        if any(templates.values()):
-            _require_chat_template(suite, client.tokenizer, server.server.weights)
+        rendered = {
+            task.name: resolve_thinking(suite, task, server)
+            for task in suite.tasks
+            if suite.uses_chat_template(task)
+        }
         runs: list[TaskRun] = []
         for task in suite.tasks:
             if task.measure == ENDED:
                 ended = next(run for run in runs if run.task.name == task.responses_of)
                 runs.append(score_endings(task, ended, suite.settings_of(task)))
                 continue
-            rendered = templates[task.name]
-            thinking = task.thinking if rendered else None
-            if rendered and thinking is None:
-                thinking = thinks_by_default(client.tokenizer)
             lm_eval_tasks = _load_tasks(manager, suite, task)
             count = suite.items_planned(task) if limit == AUTO else limit
             item_numbers = _select_items(lm_eval_tasks, suite, count, split)
             client.begin_task(
-                task.name, thinking, by_chat=task.tools, too_long_is_wrong=task.too_long_is_wrong
+                task.name,
+                rendered.get(task.name),
+                by_chat=task.tools,
+                too_long_is_wrong=task.too_long_is_wrong,
             )
             repeats = range(task.repeats if item_numbers else 0)
             results = [
                 _evaluate(
-                    client, server.server, lm_eval_tasks, item_numbers, SEED + repeat, rendered=rendered
+                    client,
+                    server.server,
+                    lm_eval_tasks,
+                    item_numbers,
+                    SEED + repeat,
+                    rendered=task.name in rendered,
                 )
                 for repeat in repeats
             ]
@@ -300,30 +304,6 @@ def _split_text(lm_eval_task: Any, doc: Mapping[str, Any]) -> str:
         if isinstance(text, str) and text:
             return text
     return json.dumps(doc, sort_keys=True, ensure_ascii=False)
-
-
-def _require_chat_template(suite: Suite, tokenizer: Any, weights: Path) -> None:
-    """Raise an EvalError if there is no chat template, or no enable_thinking in it although a task sets thinking."""
-    from slimqwen.evals.suites.lm_eval_client import render
-
-    if tokenizer.chat_template is None:
-        raise EvalError(f"weights/{weights.name} has no chat template, which this suite needs; add one")
-    sets_thinking = any(task.thinking is not None for task in suite.tasks)
-    if sets_thinking and render(tokenizer, _QUESTION, True) == render(tokenizer, _QUESTION, False):
-        raise EvalError(
-            f"the chat template of weights/{weights.name} ignores enable_thinking, which the suite {suite.name} sets; "
-            "remove `thinking` from its tasks"
-        )
-
-
-def thinks_by_default(tokenizer: Any) -> bool:
-    """Whether the model thinks before it responds if a prompt is rendered without enable_thinking."""
-    from slimqwen.evals.suites.lm_eval_client import render
-
-    prompt = render(tokenizer, _QUESTION, None)
-    is_open = prompt.rfind(THOUGHTS_START) > prompt.rfind(THOUGHTS_END)
-    # Qwen3 itself generates the opening tag; its template writes both tags only where thinking is off.
-    return is_open or prompt != render(tokenizer, _QUESTION, False)
 
 
 def _item(task: SuiteTask, sample: Mapping[str, Any], offset: int, repeat: int) -> Item:

@@ -11,7 +11,6 @@ from typing import Any
 import httpx
 
 from slimqwen.errors import SlimqwenError
-from slimqwen.evals import EvalError
 from slimqwen.evals.suites import questions
 from slimqwen.evals.suites.generation import SLOWEST_TOKEN_S, TIMEOUT_S, Generation, PromptTooLongError
 from slimqwen.evals.suites.item_texts import cut, right_answer
@@ -19,10 +18,10 @@ from slimqwen.evals.suites.loops import is_looping
 from slimqwen.evals.suites.questions import Question
 from slimqwen.evals.suites.scored import Item, TaskRun, item_hash
 from slimqwen.evals.suites.suite import AUTO, Limit, Suite, SuiteTask
+from slimqwen.evals.suites.thinking import resolve_thinking
 from slimqwen.progress import Progress, silent
 from slimqwen.records.journal import Journal
 from slimqwen.records.split import Split
-from slimqwen.serving import chat_template
 from slimqwen.serving.http_client import open_async_client
 from slimqwen.serving.shared_server import SharedServer, require_healthy, server_lost
 from slimqwen.text.files import CorpusError
@@ -61,7 +60,7 @@ def ask_questions(
         The run of the suite's only task.
 
     Raises:
-        EvalError: there is no chat template, or it ignores the thinking switch that suite.yaml sets.
+        EvalError: as `resolve_thinking`.
         ServerLostError: the server died.
         PromptTooLongError: the served context cannot hold a question.
         CorpusError: as `Suite.read_questions`, or the server refuses a question.
@@ -69,7 +68,7 @@ def ask_questions(
     (task,), own = suite.tasks, suite.questions
     assert own is not None
     every = suite.read_questions(server.variant.root)
-    thinking = _is_thinking(suite, task, server)
+    thinking = resolve_thinking(suite, task, server)
     count = task.items_to_decide if limit == AUTO else limit
     asked = [
         (number, question)
@@ -92,22 +91,6 @@ def ask_questions(
     ]
     require_healthy(server.server, "finishing")
     return [TaskRun(task, items, len(every), suite.settings_of(task))]
-
-
-def _is_thinking(suite: Suite, task: SuiteTask, server: SharedServer) -> bool:
-    """Whether the model thinks before it responds; an EvalError if the template cannot do what suite.yaml says."""
-    flags, weights = server.server.command.flags, server.server.weights
-    template = chat_template.served_templates(server.variant, flags).get("default")
-    if template is None:
-        raise EvalError(f"weights/{weights.name} has no chat template, which this suite needs; add one")
-    if task.thinking is not None and not chat_template.heeds_thinking(template, weights):
-        raise EvalError(
-            f"the chat template of weights/{weights.name} ignores enable_thinking, which the suite {suite.name} sets; "
-            f"remove `thinking` from eval/own/{suite.name}/suite.yaml"
-        )
-    served = (flags.get("default-chat-template-kwargs") or {}).get("enable_thinking")
-    said = task.thinking if task.thinking is not None else served
-    return chat_template.thinks_by_default(template, weights) if said is None else bool(said)
 
 
 def _request(number: int, question: Question, server: SharedServer, suite: Suite) -> Request:

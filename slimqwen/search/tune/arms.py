@@ -154,9 +154,7 @@ def vary_sampling(arm: Arm) -> list[Arm]:
     return [Arm({**plain, **change}) for change in _SAMPLING]
 
 
-def probe_configurations(
-    weights: Path, _: Path, argvs: Sequence[Sequence[str]], progress: Progress
-) -> list[str]:
+def probe_configurations(weights: Path, argvs: Sequence[Sequence[str]], progress: Progress) -> list[str]:
     """For each server, why vLLM's configuration refuses its arguments, in one line; empty if it accepts them.
 
     Args:

@@ -8,7 +8,6 @@ import pyarrow.parquet as pq
 
 from eval.tasks.general import items
 from slimqwen.evals.suites.suite import Suite
-from slimqwen.text.text_prefix import find_prefix
 
 ROOT = Path(__file__).parents[3]
 LONG = (
@@ -68,20 +67,3 @@ def test_no_text_of_the_gate_is_calibrated_on() -> None:
 
     assert len(read) == 200
     assert not read & calibrated
-
-
-def test_tasks_without_data_are_left_out_by_name(tmp_path: Path) -> None:
-    (tmp_path / "eval/suites").mkdir(parents=True)
-    (tmp_path / "eval/suites/general.yaml").write_text((ROOT / "eval/suites/general.yaml").read_text())
-    suite = Suite.load("general", tmp_path)
-
-    assert [task.name for task in suite.tasks] == ["general_repeat", "general_loops"]
-    assert suite.describe_left_out() == (
-        "left out, for the data are not here: general_wikitext, general_blimp, general_cloze; `slimqwen download "
-        "--suite general` fetches them, with --data FOLDER from a folder of yours"
-    )
-
-
-def test_the_first_prefix_that_every_vocabulary_has_is_taken() -> None:
-    assert find_prefix(("<a>", "<b>"), [{"<a>": 0, "<b>": 1}, {"<b>": 7}]) == [1, 7]
-    assert find_prefix("<c>", [{"<a>": 0}]) is None

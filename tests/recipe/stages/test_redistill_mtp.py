@@ -4,7 +4,6 @@ import json
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,7 +11,6 @@ import torch
 
 from slimqwen import checkpoint, progress
 from slimqwen.checkpoint import draft_head
-from slimqwen.models.mtp_head import DraftHead
 from slimqwen.recipe import head_training, variant_recipe
 from slimqwen.recipe.recipe_file import Step
 from slimqwen.recipe.sampled_outputs import OUTPUTS, read_outputs
@@ -126,20 +124,6 @@ def test_a_head_learns_for_the_ids_that_it_may_draft_and_these_stay(
 def test_training_for_a_draft_head_needs_one(sampled: Path, tmp_path: Path) -> None:
     with pytest.raises(StageError, match="there is no draft head; put trim_draft_vocab before"):
         redistil(sampled, tmp_path, SHORT.model_copy(update={"rows": "drafted"}))
-
-
-def test_the_divergence_over_drafted_ids_is_the_sum_over_them_by_hand() -> None:
-    scores = torch.tensor([[2.0, 1.0, 0.0, -1.0], [0.0, 3.0, 0.5, 1.0]])
-    ids = torch.tensor([1, 3])
-    model = SimpleNamespace(
-        logits=lambda hidden: hidden,
-        draft_head=DraftHead(torch.eye(4)[ids], ids),
-    )
-    students = scores.flip(0).clone().requires_grad_()
-    found = head_training.divergence_from_target(model, students, scores, True)
-    target = scores.softmax(-1)[:, ids]
-    student = scores.flip(0)[:, ids].softmax(-1)
-    assert found.item() == pytest.approx((target * (target / student).log()).sum().item() / 2)
 
 
 def test_a_killed_run_goes_on_to_the_same_bytes(

@@ -10,11 +10,9 @@ from slimqwen.models.vocabulary import read_tokenizer
 from slimqwen.progress import silent
 from slimqwen.recipe import recipe_file, runner
 from slimqwen.recipe.calibration_text import CalibrationText, calibration_documents
-from slimqwen.recipe.own_prompts import seeds_file
 from slimqwen.recipe.stages import write_text
 from slimqwen.recipe.stages.write_text import WriteTextParameters
 from slimqwen.text.corpus import END_OF_TEXT, OWN_TEXT
-from slimqwen.text.documents import read_documents
 from tests.checkpoints import TINY
 
 pytestmark = pytest.mark.engine
@@ -71,13 +69,3 @@ def test_stages_read_what_the_model_wrote(tmp_path: Path) -> None:
     assert not [name for name in calibrated.manifest.ingredients if name.startswith("data.")]
     assert sampled.manifest.facts["continuations"] == 24
     assert calibration_documents(CalibrationText(), wrote.folder)
-
-
-def test_the_seeds_are_short_and_of_many_kinds() -> None:
-    seeds = list(read_documents(seeds_file()))
-    assert 450 < len(seeds) < 600
-    texts = [seed.prompt or seed.messages[-1]["content"] for seed in seeds if seed.prompt or seed.messages]
-    assert len(texts) == len(seeds)
-    assert max(map(len, texts)) < 200
-    assert sum(bool(seed.tools) for seed in seeds) >= 30
-    assert sum(not text.isascii() for text in texts) > 80

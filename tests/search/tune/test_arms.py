@@ -126,7 +126,7 @@ def test_vllms_own_configuration_says_what_it_refuses(served: Callable[..., Serv
         ).argv[3:]
         for each in settings
     ]
-    plain, drafted, suffix, adaptive, block = probe_configurations(TINY, TINY, argvs, silent)
+    plain, drafted, suffix, adaptive, block = probe_configurations(TINY, argvs, silent)
     assert (plain, drafted) == ("", "")
     assert "Arctic Inference is required" in suffix
     assert adaptive
