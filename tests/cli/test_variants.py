@@ -19,7 +19,7 @@ from slimqwen.report import markdown
 from slimqwen.text.files import CorpusError
 from slimqwen.variant import Variant
 from tests.cli.conftest import said_by
-from tests.evals.test_promotion import gated, one  # noqa: F401  (a fixture)
+from tests.evals.recipe_made import gated, made  # noqa: F401  (a fixture)
 from tests.models.gguf_files import original_tokenizer, write_gguf
 from tests.zoo.published_forms import PUBLISHED_FORMS
 
@@ -48,9 +48,9 @@ def test_a_folder_becomes_a_baseline_and_its_variant_asks_for_no_text(
     assert base.settings["EVALUATION"].value == "core"
     said = said_by("variant new --name mine --base base --stage calibrate --stage sample_outputs")
     assert "next: `slimqwen recipe run --variant mine --dry-run`" in said
-    made = variant.load("mine", root)
-    assert made.baseline == "base"
-    assert "base with calibrate, sample_outputs is faster" in made.hypothesis
+    mine = variant.load("mine", root)
+    assert mine.baseline == "base"
+    assert "base with calibrate, sample_outputs is faster" in mine.hypothesis
     stages = [
         line.split()[0]
         for line in said_by("recipe run --variant mine --dry-run").splitlines()
@@ -189,9 +189,9 @@ def git(root: Path, *words: str) -> str:
 
 
 @pytest.fixture
-def checkout(one: Variant, monkeypatch: pytest.MonkeyPatch) -> Path:  # noqa: F811
+def checkout(made: Variant, monkeypatch: pytest.MonkeyPatch) -> Path:  # noqa: F811
     """A checkout that ships the variant tiny and lists it in a page, with an own variant `small` beside it."""
-    root = one.root
+    root = made.root
     dict(STAGES)
     (root / "docs").mkdir()
     (root / "docs" / "variants.md").write_text("<!-- table:variants -->\n<!-- end -->\n")

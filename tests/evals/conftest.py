@@ -9,6 +9,7 @@ from slimqwen import variant
 from slimqwen.checkpoint.files import carry_all
 from slimqwen.variant import Variant
 from tests.evals.gate_checks import Checks, link_settings
+from tests.evals.recipe_made import made  # noqa: F401  (a fixture)
 from tests.evals.small_suite import parse, recorded, small_suite  # noqa: F401  (fixtures)
 
 ROOT = Path(__file__).parents[2]
@@ -16,9 +17,9 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture
 def checks(monkeypatch: pytest.MonkeyPatch, stamps: None) -> Checks:
-    made = Checks()
-    made.install(monkeypatch)
-    return made
+    stand_ins = Checks()
+    stand_ins.install(monkeypatch)
+    return stand_ins
 
 
 @pytest.fixture

@@ -1,7 +1,6 @@
 """Acceptance by depth, class and temperature in the real engine, and the comparison of two records."""
 
 import shutil
-import textwrap
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,30 +13,24 @@ from slimqwen.evals.acceptance import Acceptance
 from slimqwen.evals.drafting import AcceptanceSettings
 from slimqwen.evals.invocation import Invocation
 from slimqwen.records import store
-from slimqwen.records.settings import SettingsError
-from slimqwen.records.split import Split
 from slimqwen.stats.verdict import Verdict
 from tests import record_files
 from tests.zoo.published_forms import PUBLISHED_FORMS
 
 ROOT = Path(__file__).parents[2]
 PLAN = """
-documents: tinyworld
-seed: 1
-tokens: 24
-groups: 2
-prompts: 4
-temperatures: [0.0, 1.0]
-classes: {short: 8, long: 32}
-gpu: a10g
-gate_depth: 3
-least_share: 0.97
+acceptance:
+  documents: tinyworld
+  seed: 1
+  tokens: 24
+  groups: 2
+  prompts: 4
+  temperatures: [0.0, 1.0]
+  classes: {short: 8, long: 32}
+  gpu: a10g
+  gate_depth: 3
+  least_share: 0.97
 """
-
-
-def write_gate(root: Path, name: str, acceptance: str) -> None:
-    """A file of eval/gates/ with one section."""
-    (root / "eval" / "gates" / f"{name}.yaml").write_text("acceptance:\n" + textwrap.indent(acceptance, "  "))
 
 
 @pytest.fixture
@@ -47,29 +40,8 @@ def repository(tmp_path: Path, add_variant: Callable[..., Path]) -> Path:
     (tmp_path / "weights" / "tiny").symlink_to(ROOT / "weights" / "tiny")
     (tmp_path / "eval" / "gates").mkdir(parents=True)
     shutil.copy(ROOT / "eval" / "devices.yaml", tmp_path / "eval")
-    write_gate(tmp_path, "small", PLAN)
+    (tmp_path / "eval" / "gates" / "small.yaml").write_text(PLAN)
     return tmp_path
-
-
-def test_both_sides_of_the_split_have_as_many_prompts_of_other_documents(repository: Path) -> None:
-    tiny = variant.load("tiny", repository)
-    settings = AcceptanceSettings.load("small", repository)
-    sides = {
-        side: drafting.cut_prompts(settings, tiny, tiny, 64, Split(side=side, proof_share=0.75))
-        for side in ("search", "proof")
-    }
-    assert {side: {name: len(cut) for name, cut in cuts.items()} for side, cuts in sides.items()} == {
-        side: {"short": 4, "long": 4} for side in sides
-    }
-    search, proof = ({tuple(ids[:8]) for cut in cuts.values() for ids in cut} for cuts in sides.values())
-    assert search.isdisjoint(proof)
-
-
-def test_a_context_that_holds_no_prompt_is_told(repository: Path) -> None:
-    tiny = variant.load("tiny", repository)
-    settings = AcceptanceSettings.load("small", repository)
-    with pytest.raises(EvalError, match="the context of tiny is too short for a prompt, "):
-        drafting.cut_prompts(settings, tiny, tiny, 0)
 
 
 @pytest.mark.engine
@@ -143,26 +115,3 @@ def test_a_checkpoint_without_a_head_is_refused(repository: Path) -> None:
     settings = AcceptanceSettings.load("small", repository)
     with pytest.raises(EvalError, match="tiny has no MTP head"):
         acceptance.measure_acceptance(variant.load("tiny", repository), settings, [1], Invocation(["x"]))
-
-
-def test_more_groups_than_prompts_are_an_error(repository: Path) -> None:
-    write_gate(repository, "bad", PLAN.replace("groups: 2", "groups: 9"))
-    with pytest.raises(
-        SettingsError, match=r"eval/gates/bad.yaml:\d+: .*4 prompts cannot be divided into 9 groups"
-    ):
-        AcceptanceSettings.load("bad", repository)
-
-
-def test_a_proof_counts_more_prompts_than_a_search() -> None:
-    settings = AcceptanceSettings.load("tinyworld", ROOT)
-    more = settings.model_copy(update={"prompts": 24, "proof_prompts": 72})
-    sides = {side: Split(side=side, proof_share=0.5) for side in ("search", "proof")}
-    assert [more.prompt_count(split) for split in (None, sides["search"], sides["proof"])] == [24, 24, 72]
-    same = more.model_copy(update={"proof_prompts": None})
-    assert same.prompt_count(sides["proof"]) == 24
-
-
-def test_a_proof_has_a_prompt_for_every_group() -> None:
-    settings = AcceptanceSettings.load("tinyworld", ROOT).model_dump()
-    with pytest.raises(ValueError, match="5 prompts cannot be divided into 6 groups"):
-        AcceptanceSettings.model_validate(settings | {"groups": 6, "proof_prompts": 5})

@@ -129,7 +129,7 @@ def test_a_template_that_cannot_do_what_suite_yaml_says_is_named(serve, own):
     ):
         own_questions.ask_questions(Suite.load("mine", one.variant.root), one, limit=2)
     template.unlink()
-    with pytest.raises(EvalError, match="has no chat template, which this suite needs"):
+    with pytest.raises(EvalError, match="has no chat template, which the suite mine needs"):
         own_questions.ask_questions(Suite.load("mine", one.variant.root), one, limit=2)
 
 
