@@ -1,18 +1,14 @@
-"""The language model of every published form of checkpoint, in transformers, whole and layer by layer."""
+"""The language model of every published form of checkpoint in transformers, and its single layers and embedding."""
 
-import errno
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from tinyworld.model import TinyShape, build, save_drafting_model
 
 from slimqwen.checkpoint import CorruptCheckpointError
 from slimqwen.checkpoint.config import read_config, write_config
 from slimqwen.formats.format import UnsupportedFormatError
-from slimqwen.models import hidden_states
-from slimqwen.models.hidden_states import store_hidden_states
 from slimqwen.models.language_model import (
     build_empty_model,
     load_language_model,
@@ -20,9 +16,7 @@ from slimqwen.models.language_model import (
     read_embeddings,
     run_layer,
 )
-from slimqwen.models.mtp_head import load_drafting_model
-from slimqwen.progress import silent
-from tests.checkpoints import TINY, count_layers_in_memory, edited_tensors
+from tests.checkpoints import TINY, edited_tensors
 from tests.zoo.editable_checkpoint import tiny
 from tests.zoo.published_forms import PUBLISHED_FORMS, SAME_TENSORS
 
@@ -121,42 +115,8 @@ def test_a_config_of_no_language_model_is_refused(model_type: str, tmp_path: Pat
         load_language_model(folder)
 
 
-# --- layer by layer
-
-TEXTS = [[5, 600, 7000, 42], [8191, 0, 3, 3, 77, 1000, 4096]]
-
-
-def whole_states(folder: Path, ids: list[int]) -> torch.Tensor:
-    with torch.no_grad():
-        states: torch.Tensor = load_language_model(folder).model(torch.tensor([ids])).last_hidden_state
-    return states
-
-
-@pytest.mark.parametrize("name", ["text", "multimodal-w4a16", "qwen3"])
-def test_layers_one_by_one_give_the_states_of_the_whole_model(name: str, tmp_path: Path) -> None:
-    folder = PUBLISHED_FORMS[name].build(tmp_path / name)
-    texts = TEXTS if name != "qwen3" else [[5, 60, 7], [8, 0, 3, 3]]
-    stored = store_hidden_states(folder, texts, tmp_path / "states", torch.float32, silent)
-    assert all(
-        torch.equal(states, whole_states(folder, ids)) for ids, states in zip(texts, stored, strict=True)
-    )
-    assert len(list((tmp_path / "states").iterdir())) == 1, "the states between layers are deleted"
-
-
-@pytest.mark.parametrize("layers", [2, 8])
-def test_one_layer_at_a_time_is_in_memory(
-    layers: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    save_drafting_model(build(TinyShape(num_hidden_layers=layers), seed=0), tmp_path)
-    counts = count_layers_in_memory(monkeypatch)
-    store_hidden_states(tmp_path, TEXTS, tmp_path / "states", torch.float32, silent)
-    assert counts == [1] * layers
-    load_drafting_model(tmp_path, with_layers=False)
-    assert counts[-1] == 0
-
-
 def test_a_layer_keeps_its_name_and_gives_states_before_the_final_norm() -> None:
-    ids = torch.tensor([TEXTS[1]])
+    ids = torch.tensor([[8191, 0, 3, 3, 77, 1000, 4096]])
     embeddings = read_embeddings(TINY, ids)
     model = load_language_model(TINY)
     assert torch.equal(embeddings, model.model.embed_tokens(ids))
@@ -169,45 +129,6 @@ def test_a_layer_keeps_its_name_and_gives_states_before_the_final_norm() -> None
     with torch.no_grad():
         model.model(ids)
     assert torch.equal(states, given[0])
-
-
-def test_a_full_disk_is_an_error_before_states_are_mapped_and_a_later_run_goes_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A mapping of a file without blocks would end the process by a SIGBUS."""
-
-    def refuse(*_: Any) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    with monkeypatch.context() as full:
-        full.setattr(hidden_states.os, "posix_fallocate", refuse)
-        with pytest.raises(OSError, match="No space left"):
-            store_hidden_states(TINY, TEXTS, tmp_path, torch.float32, silent)
-    states = store_hidden_states(TINY, TEXTS, tmp_path, torch.float32, silent)
-    assert torch.equal(states[1], whole_states(TINY, TEXTS[1]))
-    (file,) = tmp_path.iterdir()
-    assert file.stat().st_blocks * 512 >= file.stat().st_size
-
-
-def test_states_go_on_with_the_layer_at_which_a_run_was_killed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    loaded = []
-
-    def load_until_killed(folder: Path, number: int, *arguments: Any, **options: Any) -> Any:
-        loaded.append(number)
-        if loaded == [0, 1, 2]:
-            raise KeyboardInterrupt
-        return load_layer(folder, number, *arguments, **options)
-
-    monkeypatch.setattr(hidden_states, "load_layer", load_until_killed)
-    with pytest.raises(KeyboardInterrupt):
-        store_hidden_states(TINY, TEXTS, tmp_path, torch.float32, silent)
-    resumed = store_hidden_states(TINY, TEXTS, tmp_path, torch.float32, silent)
-    assert loaded == [0, 1, 2, 2, 3]
-    assert torch.equal(resumed[1], whole_states(TINY, TEXTS[1]))
-    store_hidden_states(TINY, TEXTS, tmp_path, torch.float32, silent)
-    assert loaded == [0, 1, 2, 2, 3]
 
 
 def test_an_embedding_that_is_not_finite_or_missing_is_an_error(tmp_path: Path) -> None:

@@ -7,7 +7,6 @@ import shutil
 
 import numpy as np
 import pytest
-import yaml
 
 from slimqwen import host_load
 from slimqwen.bench import BenchError, latency
@@ -18,76 +17,12 @@ from slimqwen.host_load import HostBusyError, HostLoad
 from slimqwen.plan import start
 from slimqwen.records import store
 from slimqwen.records.pairing import NotComparableError
-from slimqwen.report import tables
 from slimqwen.serving import checks, shared_server
 from slimqwen.serving.errors import ServingError
-from slimqwen.variant import Variant, load, repository_root
+from slimqwen.variant import load, repository_root
+from tests.bench.conftest import prompts_of
 
 pytestmark = pytest.mark.usefixtures("stamps")
-
-WORKLOAD = """\
-documents: book.txt
-seed: 1
-reference_context_tokens: 256
-min_tokens: 4
-concurrency: 3
-warmup_requests: 1
-rounds: 2
-sampling: {temperature: 0}
-classes:
-  short: {prompt_tokens: 8, output_tokens: 10, requests: 3}
-  long: {prompt_tokens: 200, output_tokens: 40, requests: 2}
-"""
-
-
-@pytest.fixture
-def write_workload(tmp_path):
-    """Write eval/workloads/mine.yaml, its classes and fields over those above, and the text that it cuts."""
-
-    def write(classes=None, **fields):
-        file = tmp_path / "eval" / "workloads" / "mine.yaml"
-        file.parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / "eval" / "known_trouble.yaml").write_text("[]")
-        content = {**yaml.safe_load(WORKLOAD), **fields}
-        file.write_text(
-            yaml.safe_dump({**content, "classes": classes or content["classes"]}, sort_keys=False)
-        )
-        words = [f"{n % 200} {n // 200}" for n in range(2000)]
-        (tmp_path / "book.txt").write_text(
-            "\n\n".join(" ".join(words[n : n + 10]) for n in range(0, 2000, 10))
-        )
-        return Workload.load("mine", tmp_path)
-
-    return write
-
-
-@pytest.fixture
-def measure(monkeypatch, write_workload):
-    """Measure served stand-ins; returns the records' paths and the order in which servers were used."""
-
-    def run(*served_variants, workload=None, **arguments):
-        by_name = {one.variant.name: one for one in served_variants}
-        order = []
-
-        @contextlib.contextmanager
-        def serve(variant, **_):
-            order.append(variant.name)
-            yield by_name[variant.name]
-
-        monkeypatch.setattr(rounds, "share_server", serve)
-        monkeypatch.setattr(rounds, "find_bandwidth", lambda platform, root: 5e9)
-        monkeypatch.setattr(Variant, "require_weights", lambda _: None)  # a stand-in has a tokenizer alone
-        variants = [one.variant for one in served_variants]
-        chosen = workload or write_workload()
-        return latency.measure_latency(
-            variants, chosen, command=["slimqwen bench latency"], **arguments
-        ), order
-
-    return run
-
-
-def prompts_of(server):
-    return [tuple(request["prompt"]) for request in server.requests]
 
 
 def test_variants_take_turns_and_get_the_same_prompts(measure, add_served, stand_in):
@@ -250,112 +185,6 @@ def test_lengths_with_a_spread_differ_and_are_what_is_asked_of_the_server(
     assert len(asked) > 6
     assert store.read_record(path).classes["mixed"].failure_count == 0
     assert asked == {(i["prompt_tokens"], i["output_tokens"]) for i in store.read_items(path)}
-
-
-PREFIXES = {
-    "cold": {"prompt_tokens": 85, "output_tokens": 4, "requests": 2},
-    "warm": {"prompt_tokens": 85, "output_tokens": 4, "requests": 4},
-}
-CACHED = {"VLLM_ENABLE_PREFIX_CACHING": "1"}
-
-
-def test_repeated_prefixes_are_whole_blocks_and_their_suffixes_are_new(
-    measure, add_served, stand_in, write_workload
-):
-    server = stand_in()
-    server.cached_tokens = lambda body: 64 * (len(server.requests) > 2)
-    fields = {"warmup_requests": 0, "rounds": 1, "concurrency": 1, "reference_context_tokens": 128}
-    one = write_workload(PREFIXES, shape="prefixes", config=CACHED, **fields)
-    (path,), _ = measure(add_served("a", server), workload=one)
-    prompts = prompts_of(server)
-    cold, warm = prompts[:2], prompts[2:]
-    assert {len(prompt) for prompt in prompts} == {4 * 16 + 16}
-    assert [prompt[:64] for prompt in warm] == [cold[n % 2][:64] for n in range(4)]
-    assert len({prompt[64:] for prompt in prompts}) == 6
-    warm = store.read_record(path).classes["warm"].prefix_cache
-    assert (warm.block_tokens, warm.prefix_tokens) == (16, 64)
-    assert (warm.hit_tokens, warm.queried_tokens) == (4 * 64, 4 * 100)
-    assert warm.repeat_speedup.value > 0
-    (row,) = [row for row in tables.results_table(path).rows if row[0].startswith("warm")]
-    assert row[0] == "warm 80 -> 4"
-
-
-@pytest.mark.parametrize(
-    ("cached_tokens", "reason"),
-    [
-        (
-            lambda sent: 0,
-            "had 0 of the 400 tokens of class warm, less than a block of 16 for each prompt of cold",
-        ),
-        (lambda sent: 15 * (sent > 2), "had 60 of the 400 tokens of class warm"),
-        (lambda sent: 16, "had 32 tokens of class cold before it was sent"),
-        (None, "does no prefix caching for this model"),
-    ],
-)
-def test_a_repetition_that_the_server_did_not_find_is_no_measurement(
-    measure, add_served, stand_in, write_workload, cached_tokens, reason
-):
-    server = stand_in()
-    server.cached_tokens = cached_tokens and (lambda body: cached_tokens(len(server.requests)))
-    one = write_workload(PREFIXES, shape="prefixes", config=CACHED, warmup_requests=0, rounds=1)
-    served = add_served("a", server)
-    with pytest.raises(BenchError, match=reason):
-        measure(served, workload=one)
-    assert not list(served.variant.folder.glob("latency_*"))
-
-
-SESSIONS = {
-    "first": {"prompt_tokens": 40, "output_tokens": 4, "requests": 2},
-    "second": {"prompt_tokens": 80, "output_tokens": 4, "requests": 2},
-    "end": {"prompt_tokens": 200, "output_tokens": 4, "requests": 2},
-}
-
-
-def test_a_session_sends_its_whole_context_at_each_turn_and_ends_with_that_of_the_server(
-    measure, add_served, stand_in, write_workload
-):
-    server, other = stand_in(), stand_in()
-    server.cached_tokens = other.cached_tokens = lambda body: len(body["prompt"]) // 80 * 32
-    other.text = "salt "
-    fields = {"warmup_requests": 1, "rounds": 2, "concurrency": 1, "reference_context_tokens": 128}
-    one = write_workload(SESSIONS, shape="sessions", config=CACHED, **fields)
-    paths, _ = measure(add_served("a", server), add_served("b", other), workload=one)
-    turns = []
-    for each in (server, other):
-        # One warm-up request a round; what its client leaves is sent too.
-        assert sorted(map(len, prompts_of(each))) == [40] * 10 + [80] * 8 + [124] * 8
-        by_length = {size: {p for p in prompts_of(each) if len(p) == size} for size in (40, 80, 124)}
-        assert {prompt[:40] for prompt in by_length[80]} < by_length[40]
-        assert {prompt[:80] for prompt in by_length[124]} == by_length[80]
-        turns.append({prompt[:40]: prompt[40:] for prompt in by_length[80]})
-    # Responses are part of the context, but for those that nobody waited for; after them all variants get one text.
-    unknown, salt = (1,), (9,) * 4
-    assert turns[0].keys() == turns[1].keys()
-    for first, text in turns[0].items():
-        same = turns[1][first]
-        has_response = text[:1] == unknown
-        assert (same[:4] == salt) == has_response
-        assert text[has_response:][:36] == same[4 * has_response :][:36]
-    assert sum(text[:1] == unknown for text in turns[0].values()) == 4
-    record, items = store.read_record(paths[0]), store.read_items(paths[0])
-    assert [item["prompt_tokens"] for item in items] == [40] * 4 + [80] * 4 + [124] * 4
-    caches = [row.prefix_cache for row in record.classes.values()]
-    assert [(c.repeats, c.prefix_tokens) for c in caches] == [(None, 32), ("first", 32), ("second", 80)]
-    assert [c.hit_tokens for c in caches] == [0, 2 * 4 * 32, 2 * 4 * 32]
-    assert all(c.repeat_speedup is None for c in caches)
-    assert "Prefixes of 32, 80 tokens, whole blocks of 16" in tables.results_table(paths[0]).notes[1]
-
-
-def test_a_request_that_is_refused_while_its_client_would_leave_is_an_error(
-    measure, add_served, stand_in, write_workload
-):
-    server = stand_in()
-    server.refuses = lambda body: not body.get("stream_options")  # which the timed requests have
-    one = write_workload({"only": SESSIONS["first"]}, shape="sessions", rounds=1)
-    with pytest.raises(
-        shared_server.ServerLostError, match="measuring a: only: HTTP 503; nothing was recorded"
-    ):
-        measure(add_served("a", server), workload=one)
 
 
 @pytest.fixture
