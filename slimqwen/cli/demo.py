@@ -73,6 +73,7 @@ def demo(
 
     With --model smollm2 the same on a pretrained model and real text: about 25 minutes, and a download of 93 MB.
     """
+    from slimqwen.evals.suites.suite import Suite
     from slimqwen.report import site, tables
     from slimqwen.search import SearchError
 
@@ -84,6 +85,8 @@ def demo(
         unpack_checkpoint(baseline)
     if data:
         take_data(baseline.evaluation, data)
+    if left_out := Suite.load(baseline.evaluation, root).describe_left_out():
+        say(left_out)
 
     def step(number: int, activity: str) -> None:
         console.print(f"[bold]{number}/2 {activity}[/bold] (after {time.monotonic() - started:.0f} s)")

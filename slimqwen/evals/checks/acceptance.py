@@ -37,8 +37,9 @@ class AcceptanceCheck(Check[AcceptanceSettings]):
 
     @property
     def sides(self) -> Sequence[Variant]:
-        """Both, or none without an MTP head."""
-        return self.pair.sides if any(has_mtp_head(side.weights) for side in self.pair.sides) else ()
+        """Both, or none without an MTP head; a checkpoint that is not made yet has what the other has."""
+        made = [side.weights for side in self.pair.sides if side.weights.is_dir()]
+        return self.pair.sides if any(map(has_mtp_head, made)) else ()
 
     @property
     def setup(self) -> str:

@@ -52,18 +52,22 @@ def test_pairs_are_the_same_from_the_hub_and_from_a_folder(tmp_path: Path) -> No
 def test_the_repository_s_texts_have_enough_sentences_to_repeat() -> None:
     suite = Suite.load("general", ROOT)
     (task,) = (task for task in suite.tasks if task.name == "general_repeat")
-    sentences = items.sentences(str(ROOT / "eval/texts/general.jsonl"))["test"]
+    sentences = items.sentences(str(ROOT / "eval/texts/general_sentences.jsonl"))["test"]
 
-    assert len(sentences) >= (task.items_to_decide or len(sentences) + 1)
+    assert len(sentences) == len(_texts("general_sentences")) == task.items_to_decide
     assert items.repeated(sentences[0], [f'"{sentences[0]["sentence"]}"\n']) == {"exact_match": 1.0}
     assert items.repeated(sentences[0], [sentences[1]["sentence"]]) == {"exact_match": 0.0}
 
 
-def test_no_text_of_the_gate_is_calibrated_on() -> None:
-    read, calibrated = (
-        {json.loads(line)["text"] for line in (ROOT / f"eval/texts/{name}.jsonl").read_text().splitlines()}
-        for name in ("general", "general_calibration")
-    )
+def test_no_text_of_the_gate_is_calibrated_on_and_no_sentence_is_in_another_text() -> None:
+    read, calibrated = _texts("general"), _texts("general_calibration")
+    others = "\n".join(" ".join(text.split()) for text in read | calibrated)
 
     assert len(read) == 200
     assert not read & calibrated
+    assert not [sentence for sentence in _texts("general_sentences") if sentence in others]
+
+
+def _texts(name: str) -> set[str]:
+    lines = (ROOT / f"eval/texts/{name}.jsonl").read_text().splitlines()
+    return {json.loads(line)["text"] for line in lines}
