@@ -134,6 +134,11 @@ class Roundings(Record):
     limits: FidelityLimits
     rows: tuple[RoundingFigures, ...] = Field(min_length=1)
 
+    @property
+    def topic(self) -> str:
+        """Name of the settings, eval/roundings/<name>.yaml."""
+        return next(Path(name).stem for name in self.provenance.datasets if "/roundings/" in name)
+
     def tables(self, path: Path) -> list[Table]:
         """One row for each rounding."""
         rows = []

@@ -3,8 +3,8 @@
     <!-- table:comparison tiny tiny-awq -->
     <!-- end -->
 
-`table:KIND VARIANT` shows the newest record of a kind, with "-" for "_" in the kind; `TABLES` lists the other tables. A
-table names its records and is made from them again; newer records replace them only if `newest` is set.
+`table:KIND VARIANT` shows the newest record of each topic of a kind, with "-" for "_" in the kind; `TABLES` lists the
+other tables. A table names its records and is made from them again; newer ones replace them only if `newest` is set.
 """
 
 import contextlib
@@ -17,6 +17,7 @@ from slimqwen.errors import SlimqwenError
 from slimqwen.fit.tables import shapes_table
 from slimqwen.plan.record import overview_table
 from slimqwen.records import collection, registry, store
+from slimqwen.records.record import Record
 from slimqwen.records.table import Table
 from slimqwen.report import tables
 from slimqwen.report.cells import cells_table
@@ -124,5 +125,9 @@ def _content(root: Path, name: str, words: Sequence[str]) -> str:
 
 def _newest(root: Path, name: str, variant: str) -> list[Table]:
     model = registry.kinds()[name.replace("-", "_")]
-    path = store.latest(root / "experiments" / variant, model)
-    return store.read_record(path).tables(path)
+    folder = root / "experiments" / variant
+    store.latest(folder, model)  # raises the error that names the command where there is none
+    newest: dict[str, tuple[Path, Record]] = {}
+    for path, record in store.comparable(store.records(folder, model), model, lambda _: True):
+        newest.setdefault(record.topic, (path, record))
+    return [table for _, (path, record) in sorted(newest.items()) for table in record.tables(path)]
