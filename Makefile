@@ -21,8 +21,8 @@ pack: ## what a host without a network lacks, in parts of 40 MB (PLATFORM=cpu|cu
 demo: install ## the whole pipeline on the embedded model: calibrate, serve, score, time, compare (MODEL=smollm2 DATA=folder: on a real one)
 	@$(RUN) demo $(call option,MODEL,--model) $(call option,DATA,--data)
 
-optimise: install ## from a model's name to the fastest server that is proven as good (MODEL=owner/name|folder|file.gguf|variant HOURS=n CORPUS=… EVALUATION=… YES=1)
-	@$(RUN) optimise '$(MODEL)' $(call option,HOURS,--hours) $(call option,CORPUS,--corpus) $(call option,EVALUATION,--evaluation) $(call option,GPU,--gpu) $(if $(YES),--yes)
+optimise: install ## from a model's name to the fastest server that is proven as good (MODEL=owner/name|folder|file.gguf|variant HOURS=n DISK=GB CONTEXT=n SEQUENCES=n FOR=speed|memory CORPUS=… EVALUATION=… YES=1)
+	@$(RUN) optimise '$(MODEL)' $(call option,HOURS,--hours) $(call option,DISK,--disk) $(call option,CONTEXT,--context) $(call option,SEQUENCES,--sequences) $(call option,FOR,--for) $(call option,CORPUS,--corpus) $(call option,EVALUATION,--evaluation) $(call option,GPU,--gpu) $(if $(YES),--yes)
 
 test: install ## every test that takes minutes at most (KINDS=1: those inside vLLM's processes, on each kind of CPU that this host can play)
 	@.venv/bin/python -m $(if $(KINDS),tests.cpu_kinds,pytest -n 2 --dist loadgroup --no-loadscope-reorder)

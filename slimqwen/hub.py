@@ -120,6 +120,14 @@ def download_copy(repository: Repository, target: Path, progress: Progress = sil
     return manifest
 
 
+def count_bytes(repository: Repository) -> int:
+    """Bytes of the files that `download_copy` fetches, by the hub's listing; raises as `explained_errors`."""
+    owner, name, *file = repository.name.split("/", 2)
+    _, listed = _list_files(repository._replace(name=f"{owner}/{name}"), repository.revision)
+    chosen = [each for each in file if each in listed] if file else _select_checkpoint(list(listed))
+    return sum(listed[each].size for each in chosen)
+
+
 def _download_gguf(repository: Repository, target: Path, progress: Progress) -> Manifest:
     """Download a GGUF file, and make a checkpoint of it in its place."""
     # Imports numpy and tokenizers, and most downloads need neither.

@@ -28,6 +28,7 @@ class Hub:
         gated: files are for TOKEN alone, as on the real hub the listing is for everybody.
         cut_at: the byte at which an answer that carries a file breaks off, as often as cuts says.
         flipped: the file of which one byte arrives changed.
+        moved: name that the repository had before, from which the server leads to the present one.
         requests: method, path and Range of all requests.
     """
 
@@ -37,6 +38,7 @@ class Hub:
     cut_at: int = 0
     cuts: int = 0
     flipped: str = ""
+    moved: str = ""
     requests: list[tuple[str, str, str | None]] = field(default_factory=list)
     endpoint: str = ""
 
@@ -95,6 +97,11 @@ def _start(hub: Hub) -> ThreadingHTTPServer:
         def do_GET(self) -> None:
             path, _, query = self.path.partition("?")
             hub.requests.append((self.command, path, self.headers.get("Range")))
+            if hub.moved and f"/{hub.moved}" in path:
+                # As the real hub: a renamed repository is found by its former name, by a relative redirect.
+                place = path.replace(f"/{hub.moved}", f"/{REPOSITORY}") + (f"?{query}" if query else "")
+                self._answer(307, b"", {"Location": place})
+                return
             path = path.removeprefix("/datasets")  # a dataset's files; a model's lie at the root
             if match := re.fullmatch(r"/api/(?:models|datasets)/([^/]+/[^/]+)(?:/revision/(.+))?", path):
                 if self._exists(match[1], match[2] or "main"):

@@ -1,73 +1,92 @@
 """`slimqwen optimise`: from a model's name to the fastest server that is proven as good, in one resumable line."""
 
-import re
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
 from slimqwen import host
 from slimqwen import variant as variants
-from slimqwen.cli.console import command, console, progress_bar, relative, say
+from slimqwen.cli.baselines import find_base, name_of, name_served, serve_with
+from slimqwen.cli.console import command, console, progress_bar, relative, say, silence_hub_client
 from slimqwen.cli.report import update_page
-from slimqwen.cli.variants import create_baseline, name_text
+from slimqwen.cli.variants import name_text
 from slimqwen.errors import SlimqwenError
 from slimqwen.variant import Variant
 
 if TYPE_CHECKING:
+    from slimqwen.report.choice import Goal
     from slimqwen.search.candidate import Candidate
-    from slimqwen.search.optimise import Optimisation
+    from slimqwen.search.optimise import Ended, Optimisation
     from slimqwen.search.proof import Finalist
 
-_STEPS = ("recipe", "proof", "gate", "tune", "timing", "promote")
-_LEAST_TUNING = 10.0
-"""Minutes below which drafts are not tuned."""
+_STEPS = ("recipe", "tune", "proof", "gate", "timing", "promote")
+_LEAST_TUNING, _MOST_TUNING = 10.0, 30.0
+"""Minutes below which drafts are not tuned, and most that are spent on it."""
 
 
 class OptimiseError(SlimqwenError):
     """An optimisation cannot begin or go on."""
 
 
+class _HoursOverError(OptimiseError):
+    """The hours are over before a step."""
+
+
 @dataclass(frozen=True)
 class _Asked:
-    """What the user asks for, and where it stands."""
+    """What the user asks for, and where it stands.
+
+    Attributes:
+        text: the recipe's text, as a recipe of the base names it.
+        evaluation: name of what judges the variants.
+        started, begun: clock at the start of this command, and the seconds of those before it.
+    """
 
     base: Variant
-    corpus: str
+    text: str
+    evaluation: str
+    goal: "Goal"
     hours: float
     journal: "Optimisation"
     started: float
     begun: float
 
     @property
-    def seconds(self) -> float:
-        """Time that all runs have taken so far."""
-        return self.begun + time.monotonic() - self.started
-
-    @property
     def hours_left(self) -> float:
         """Hours that are left of those given."""
-        return max(0.0, self.hours - self.seconds / 3600)
+        return max(0.0, self.hours - (self.begun + time.monotonic() - self.started) / 3600)
 
-    def say_step(self, name: str, about: str) -> None:
+    def begin(self, name: str, about: str) -> None:
         """Say the step, those left and the hours left, and note them for `--status`."""
+        if not self.hours_left:
+            raise _HoursOverError(
+                f"not decided: {self.hours:g} hours were over before {name}; more --hours go on"
+            )
         left = _STEPS[_STEPS.index(name) + 1 :]
         self.journal.step, self.journal.left = f"{name}: {about}", list(left)
-        self._note()
+        self.note()
         rest = f"then {', '.join(left)}" if left else "the last step"
         console.print(f"[bold]{name}[/bold]: {about} ({rest}; {self.hours_left:.1f} hours left)")
 
-    def end(self, name: str, said: str) -> None:
+    def end(self, name: str, ended: "Ended") -> None:
         """Note a step that ended, and the time so far."""
-        self.journal.steps[name] = said
-        self._note()
-        say(said)
+        self.journal.steps[name] = ended
+        self.note()
+        say(f"{name}: {ended.said}")
 
-    def _note(self) -> None:
-        self.journal.seconds = self.seconds
+    def once(self, name: str, about: str, make: "Callable[[], Ended]") -> "Ended":
+        """Run a step unless the journal has its result."""
+        if name not in self.journal.steps:
+            self.begin(name, about)
+            self.end(name, make())
+        return self.journal.steps[name]
+
+    def note(self) -> None:
+        """Write the journal, with the time so far."""
+        self.journal.seconds = self.begun + time.monotonic() - self.started
         self.journal.write()
 
 
@@ -77,12 +96,28 @@ def optimise(
         typer.Argument(metavar="MODEL", help="owner/name of a hub, a folder, a GGUF file, or a variant"),
     ],
     hours: Annotated[float, typer.Option(min=0, help="begin no step after this many hours")] = 24,
+    disk: Annotated[
+        float | None, typer.Option(min=0, metavar="GB", help="most disk that download and recipe may take")
+    ] = None,
+    context: Annotated[
+        int | None, typer.Option(min=1, help="longest request to serve, tokens (default: the baseline's)")
+    ] = None,
+    sequences: Annotated[
+        int | None, typer.Option(min=1, help="requests to serve at a time (default: the baseline's)")
+    ] = None,
+    goal: Annotated[
+        Literal["speed", "memory"],
+        typer.Option("--for", help="what to gain: time, or memory, for which there are no drafts"),
+    ] = "speed",
     corpus: Annotated[
         str, typer.Option(metavar="self|general|FILE|FOLDER", help="text of the recipe")
     ] = "self",
     evaluation: Annotated[
         str | None,
-        typer.Option(metavar="NAME", help="folder of eval/own/, or name of eval/suites/ (default: core)"),
+        typer.Option(
+            metavar="NAME",
+            help="folder of eval/own/, or name of eval/suites/ (default: the baseline's; core)",
+        ),
     ] = None,
     gpu: Annotated[
         str | None,
@@ -100,56 +135,50 @@ def optimise(
     """
     from slimqwen.search.optimise import Optimisation
 
+    silence_hub_client()
     root = variants.repository_root()
-    name = _name_of(model)
+    name = name_of(model)
     if status:
-        _say_status(Optimisation.open(root, name, model), name)
+        _say_status(Optimisation.find(root, name_served(name, context, sequences)), name)
         return
-    base = _find_base(model, name, evaluation)
-    journal = Optimisation.open(root, base.name, model)
+    first = find_base(model, name, evaluation, disk, yes)
+    base = serve_with(first, context, sequences)
+    judged_by = evaluation or base.evaluation
     text = name_text(corpus, base.folder)
-    asked = _Asked(base, text, hours, journal, time.monotonic(), journal.seconds)
-    _announce(asked, gpu)
-    if not yes and not asked.journal.steps:
-        typer.confirm("Begin?", abort=True)
-    raise typer.Exit(0 if _run(asked) else 1)
+    with Optimisation.held(root, base.name):
+        journal = Optimisation.open(root, base.name, _list_deciding(base, text, judged_by, goal))
+        asked = _Asked(base, text, judged_by, goal, hours, journal, time.monotonic(), journal.seconds)
+        _announce(asked, gpu, disk)
+        if not yes and not journal.step:
+            typer.confirm("Begin?", abort=True)
+        try:
+            is_served = _run(asked)
+        finally:
+            asked.note()
+    raise typer.Exit(0 if is_served else 1)
 
 
-def _name_of(model: str) -> str:
-    """Name of the baseline of a model: a variant's own, or that of the folder, file or repository."""
-    path = Path(model.partition("@")[0])
-    named = re.sub(r"[^a-z0-9._-]+", "-", (path.stem if path.suffix == ".gguf" else path.name).lower())
-    known = variants.names()
-    name = model if model in known else named
-    return variants.load(name).baseline or name if name in known else name
+def _list_deciding(base: Variant, text: str, evaluation: str, goal: "Goal") -> dict[str, Any]:
+    """What decides an optimisation: with another value it begins anew."""
+    from slimqwen import checkpoint
+    from slimqwen.text.corpus import text_digest
+
+    files = {text: base.folder / text, evaluation: base.root / "eval" / "own" / evaluation}
+    digests = {name: text_digest(path) for name, path in files.items() if path.exists()}
+    with progress_bar() as progress:
+        weights = checkpoint.digest(base.weights, progress)
+    return {"checkpoint": weights, "text": text, "evaluation": evaluation, "goal": goal, "files": digests}
 
 
-def _find_base(model: str, name: str, evaluation: str | None) -> Variant:
-    """The baseline, made if it is not there; its checkpoint, downloaded if a hub has it."""
-    root = variants.repository_root()
-    if name not in variants.names(root):
-        folder = create_baseline(name, model, None, evaluation or "core")
-        update_page(folder)
-    base = variants.load(name, root)
-    if not (base.weights / "config.json").is_file() and "SOURCE" in base.settings:
-        from slimqwen import hub
-
-        with progress_bar() as progress:
-            hub.download_checkpoint(base, progress)
-    return base
-
-
-def _announce(asked: _Asked, gpu: str | None) -> None:
-    """Say what will be done: whether it fits, the first recipe, its time and disk, what will judge it."""
-    from slimqwen.evals.suites import datasets
+def _announce(asked: _Asked, gpu: str | None, disk: float | None) -> None:
+    """Say what will be done: whether it fits, the recipe, its time and disk, what will judge it."""
     from slimqwen.evals.suites.suite import Suite
     from slimqwen.fit import verdict
     from slimqwen.fit.memory import ServerSettings
     from slimqwen.fit.subject import find_subject
     from slimqwen.plan.host_gpus import choose_gpu
-    from slimqwen.recipe import inspection, variant_recipe
+    from slimqwen.recipe import variant_recipe
     from slimqwen.recipe.recipe_file import RecipeError
-    from slimqwen.search import optimise
     from slimqwen.search.candidate import describe_changes
 
     base, journal = asked.base, asked.journal
@@ -158,34 +187,51 @@ def _announce(asked: _Asked, gpu: str | None) -> None:
         settings = ServerSettings.of(subject, None, None, None, gpus_here=found.here if gpu is None else 1)
         fits = verdict.fit_on_gpus(subject, settings, [found.gpu])[found.gpu.name]
         say(verdict.give_verdict(subject, settings, found.gpu, fits))
-    suite = Suite.load(base.evaluation, base.root)
-    suite.require_questions(base.root)
-    datasets.require_datasets(suite.datasets, suite.nltk, base.root)
-    candidate = _present(asked)
-    if not candidate.changes:
-        raise OptimiseError(
-            f"fit names no optimisation of {base.name} that a stage makes; `slimqwen tune {base.name}` finds its drafts"
-        )
-    variant = optimise.make_variant(candidate, base, asked.corpus, _stages())
+    Suite.load(asked.evaluation, base.root).require_questions(base.root)
+    candidate, variant = _present(asked)
     outline = variant_recipe.base_outline(variant)
     assert outline is not None
     to_fetch: list[str] = []
     faults, costs = variant_recipe.inspect_recipe(variant, outline, to_fetch)
-    if faults or to_fetch:
-        raise RecipeError(*faults, *to_fetch)
-    if lacking := inspection.lacking_space(costs, base.root / "weights" / "store"):
-        raise OptimiseError(*lacking)
-    hours = sum(cost.seconds for cost in costs) / 3600
-    disk = sum(cost.needs.disk_bytes for cost in costs) / 1e9
-    chosen = "fit chose it" if not journal.tries else f"try {len(journal.tries) + 1}"
-    say(
-        f"recipe: {describe_changes(candidate.changes)} ({chosen}): {hours:.1f} hours and {disk:.1f} GB of disk here"
+    if faults:
+        raise RecipeError(*faults)
+    if not to_fetch:
+        forecasts = variant_recipe.forecast_recipe(variant)
+        costs = tuple(cost for cost, each in zip(costs, forecasts, strict=True) if not each.reused)
+    hours, needed = (
+        sum(each.seconds for each in costs) / 3600,
+        sum(each.needs.disk_bytes for each in costs) / 1e9,
     )
-    say(f"judged by: {base.evaluation}; text: {asked.corpus}; time: {asked.hours:g} hours")
+    number = f"try {len(journal.tries) + 1}" if journal.tries else "fit chose it"
+    say(
+        f"recipe: {describe_changes(candidate.changes)} ({number}): {hours:.1f} hours and {needed:.1f} GB of disk here"
+    )
+    say(f"judged by: {asked.evaluation}; text: {asked.text}; for {asked.goal}; time: {asked.hours:g} hours")
+    if lacking := variant_recipe.lacking_space(costs, base.root / "weights" / "store"):
+        raise OptimiseError(*lacking)
+    if disk is not None and needed > disk:
+        raise OptimiseError(f"the recipe takes {needed:.1f} GB, more than --disk {disk:g}; give it more")
     if hours > asked.hours:
         raise OptimiseError(
             f"the recipe alone takes {hours:.1f} of {asked.hours:g} hours here; give more with --hours, or take a GPU"
         )
+
+
+def _present(asked: _Asked) -> "tuple[Candidate, Variant]":
+    """The candidate of the present try, first that of `fit`, and its variant."""
+    from slimqwen.search import optimise
+    from slimqwen.search.candidate import Candidate
+
+    base, journal = asked.base, asked.journal
+    if journal.candidate is None:
+        journal.candidate = optimise.choose_first(base, asked.text, asked.goal).changes
+    if not journal.candidate:
+        raise OptimiseError(
+            f"fit names no optimisation of {base.name} that a stage makes; `slimqwen tune {base.name}` finds its drafts"
+        )
+    candidate = Candidate(**journal.candidate)
+    made = optimise.make_variant(candidate, base, asked.text, _stages(), asked.evaluation, asked.goal)
+    return candidate, made
 
 
 def _stages() -> Mapping[str, Any]:
@@ -196,133 +242,152 @@ def _stages() -> Mapping[str, Any]:
     return {"calibrate": {"corpus": sequences}, "sample_outputs": {"texts": 1024, "tokens": 96}}
 
 
-def _present(asked: _Asked) -> "Candidate":
-    from slimqwen.search import optimise
-    from slimqwen.search.candidate import Candidate
-
-    known = asked.journal.candidate
-    if known is None:
-        asked.journal.candidate = optimise.choose_first(asked.base, asked.corpus).changes
-        asked.journal.write()
-    return Candidate(**(asked.journal.candidate or {}))
-
-
 def _run(asked: _Asked) -> bool:
-    """Go on from where the journal stands; returns whether a variant is proven as good and faster."""
-    variant = _try_recipes(asked)
-    if variant is None:
-        return _give_up(asked, "no recipe passed")
-    if not _prove(asked, variant):
-        return _give_up(asked, "it did not pass on items that no try saw")
-    _tune(asked, variant)
-    return _time_and_promote(asked, variant)
+    """Go on from where the journal stands; returns whether a variant is served in place of the base."""
+    try:
+        made = _try_recipes(asked)
+        if made is None:
+            return _give_up(asked, "no recipe passed")
+        variant = _tune(asked, made)
+        if not _prove(asked, variant):
+            return _give_up(asked, "what passed on the search's items did not pass on all")
+        return _time_and_promote(asked, variant)
+    except _HoursOverError as error:
+        return _give_up(asked, str(error))
 
 
 def _try_recipes(asked: _Asked) -> Variant | None:
     """Make and judge candidates on the search's side until one passes; None if none does."""
     from slimqwen.search import optimise
-    from slimqwen.search.candidate import Candidate, describe_changes
+    from slimqwen.search.candidate import describe_changes
 
     journal = asked.journal
+    _fetch(asked)
     while True:
-        candidate = Candidate(**(journal.candidate or {}))
-        variant = optimise.make_variant(candidate, asked.base, asked.corpus, _stages())
-        known = next((each for each in journal.tries if each["variant"] == variant.name), None)
-        if known and known["verdict"] == "pass":
+        candidate, variant = _present(asked)
+        judged = next((each for each in journal.tries if each["variant"] == variant.name), None)
+        if judged is None:
+            number = f"try {len(journal.tries) + 1} of {optimise.MOST_TRIES}"
+            asked.begin("recipe", f"{number}, {describe_changes(candidate.changes)}")
+            found = _judge(asked, variant, "search")
+            update_page(variant.folder, newest=True)
+            judged = {
+                "variant": variant.name,
+                "verdict": str(found.verdict),
+                "reason": found.reason or "every check passes on the search's items",
+            }
+            back = None
+            if not found.passed:
+                with progress_bar() as progress:
+                    back = optimise.take_back(candidate, found, variant, progress)
+            if back:
+                journal.candidate = back[0].changes
+                judged["taken back"] = back[1]
+            journal.tries.append(judged)
+            asked.end("recipe", optimise.Ended(optimise.describe_try(judged), found.passed))
+        if judged["verdict"] == "pass":
             return variant
-        asked.say_step(
-            "recipe",
-            f"try {len(journal.tries) + 1} of {optimise.MOST_TRIES}, {describe_changes(candidate.changes)}",
-        )
-        judged = _judge(asked, variant, "search")
-        reason = judged.reason or "every check passes on the search's items"
-        journal.tries.append({"variant": variant.name, "verdict": str(judged.verdict), "reason": reason})
-        asked.end("recipe", f"{variant.name}: {judged.verdict}: {reason}")
-        if judged.passed:
-            return variant
-        with progress_bar() as progress:
-            back = optimise.take_back(candidate, judged, variant, progress)
-        if back is None or len(journal.tries) >= optimise.MOST_TRIES or asked.hours_left <= 0:
+        if "taken back" not in judged or len(journal.tries) >= optimise.MOST_TRIES:
             return None
-        candidate, why = back
-        journal.candidate = candidate.changes
-        journal.write()
-        say(f"taken back: {why}")
+
+
+def _fetch(asked: _Asked) -> None:
+    """Fetch what the evaluation and the recipe's text lack."""
+    from slimqwen.evals.suites import corpora, datasets
+    from slimqwen.evals.suites.suite import Suite
+    from slimqwen.recipe import variant_recipe
+
+    base = asked.base
+    suite = Suite.load(asked.evaluation, base.root)
+    with progress_bar() as progress:
+        if suite.datasets or suite.nltk:
+            datasets.fetch_datasets(suite.datasets, suite.nltk, base.root, progress)
+        for name in variant_recipe.list_corpora(_present(asked)[1]):
+            corpora.fetch_corpus(name, base, progress)
 
 
 def _judge(asked: _Asked, variant: Variant, side: Literal["search", "proof"]) -> "Finalist":
-    """Make a variant and judge it on one side of the split."""
+    """Make a variant and judge it on one side of the split, on the search's only until a check fails."""
     from slimqwen.processes.local import LocalExecutor
     from slimqwen.search.proof import prove_finalists
 
-    root = asked.base.root
+    root, is_try = asked.base.root, side == "search"
     with progress_bar() as progress:
         # One task at a time, on all CPUs: a record of fewer threads does not hold for the gate, which has them all.
         executor = LocalExecutor(root, progress, warm=True, width=1)
-        return prove_finalists([variant.name], executor, root, command=command(), side=side).finalists[0]
+        proof = prove_finalists(
+            [variant.name], executor, root, command=command(), side=side, first_failure_ends=is_try
+        )
+    return proof.finalists[0]
 
 
-def _once(asked: _Asked, name: str, about: str, make: Callable[[], str]) -> str:
-    """Run a step unless the journal has its result."""
-    if name not in asked.journal.steps:
-        asked.say_step(name, about)
-        asked.end(name, make())
-    return asked.journal.steps[name]
+def _tune(asked: _Asked, variant: Variant) -> Variant:
+    """The variant with the drafts that pay here, where ten minutes are left to find them; else as it is."""
+    from slimqwen.search.optimise import Ended
+
+    name = f"{variant.name}-tuned"
+    minutes = min(_MOST_TUNING, 60 * asked.hours_left / 2)
+
+    def tune() -> Ended:
+        if asked.goal == "memory":
+            return Ended("skipped: drafts take memory")
+        if minutes < _LEAST_TUNING:
+            return Ended(f"skipped: {minutes:.0f} minutes are left for it, {_LEAST_TUNING:.0f} are needed")
+        from slimqwen.host_load import HostBusyError
+        from slimqwen.records import store
+        from slimqwen.search.tune import Tune, apply_chosen, tune_variant
+
+        try:
+            with progress_bar() as progress:
+                path = tune_variant(variant, None, minutes=minutes, command=command(), progress=progress)
+        except HostBusyError as error:
+            return Ended(
+                f"skipped: host busy ({error.cause}); `slimqwen tune {variant.name}` measures drafts"
+            )
+        record = store.read_record(path, Tune)
+        applied = apply_chosen(record, variant, name)
+        state = f"applied in {name}" if applied else "nothing to apply"
+        return Ended(f"{record.advice[0]} {state} ({relative(path)})")
+
+    if name not in variants.names(variant.root):
+        asked.once("tune", f"which drafts pay here, {minutes:.0f} minutes at most", tune)
+    return variants.load(name, variant.root) if name in variants.names(variant.root) else variant
 
 
 def _prove(asked: _Asked, variant: Variant) -> bool:
-    def prove() -> str:
+    """Judge what will be served on items that no try saw, then on all for its page; returns whether both pass."""
+    from slimqwen.search.optimise import Ended
+
+    def prove() -> Ended:
         judged = _judge(asked, variant, "proof")
-        return f"{judged.verdict}: {judged.reason or 'every check passes on items that no try saw'}"
+        reason = judged.reason or "every check passes on items that no try saw"
+        needed = max(
+            (each.items_needed or 0 for each in judged.findings if each.verdict == "inconclusive"), default=0
+        )
+        more = f"; {needed:,} items were planned to decide" if needed else ""
+        return Ended(f"{judged.verdict}: {reason}{more}", judged.passed)
 
-    said = _once(asked, "proof", "the last gate, on items that no try saw", prove)
-    if not said.startswith("pass"):
-        return False
-
-    def gate() -> str:
+    def gate() -> Ended:
         from slimqwen import api
 
         with progress_bar() as progress:
-            return str(api.judge(variant, progress=progress, warn=say).record.verdict)
+            judged = api.judge(variant, progress=progress, warn=say).record
+        update_page(variant.folder, newest=True)
+        return Ended(str(judged.verdict), judged.verdict == "pass")
 
-    return _once(asked, "gate", "all items, for the variant's page", gate) == "pass"
-
-
-def _tune(asked: _Asked, variant: Variant) -> None:
-    """Measure which drafts pay, where ten minutes are left for it; what it finds is said, and not served untried."""
-    from slimqwen.host_load import HostBusyError
-    from slimqwen.search.tune import tune_variant
-
-    minutes = min(30.0, 60 * asked.hours_left / 2)
-    if minutes < _LEAST_TUNING:
-        skipped = f"skipped: {minutes:.0f} minutes are left for it, {_LEAST_TUNING:.0f} are needed"
-        asked.journal.steps.setdefault("tune", skipped)
-        say(f"tune: {asked.journal.steps['tune']}")
-        return
-
-    def tune() -> str:
-        from slimqwen.records import store
-        from slimqwen.search.tune.record import Tune
-
-        with progress_bar() as progress:
-            path = tune_variant(variant, None, minutes=minutes, command=command(), progress=progress)
-        record = store.read_record(path, Tune)
-        return f"{record.verdict}: {record.chosen or 'nothing is decided'} ({relative(path)})"
-
-    try:
-        _once(asked, "tune", f"which drafts pay here, {minutes:.0f} minutes", tune)
-    except HostBusyError as error:
-        say(f"tune: not decided: {error}")
+    is_proven = asked.once("proof", "the last gate, on items that no try saw", prove).passed
+    return is_proven and asked.once("gate", "all items, for the variant's page", gate).passed
 
 
 def _time_and_promote(asked: _Asked, variant: Variant) -> bool:
-    """Time the variant in turns with its baseline; promote it if it is faster; say what to serve."""
+    """Time the variant in turns with its baseline; promote it if it gained what it was made for; say what to serve."""
     from slimqwen.evals import promotion
     from slimqwen.host_load import HostBusyError
     from slimqwen.report import choice
     from slimqwen.report.unproven import find_unproven
+    from slimqwen.search.optimise import Ended
 
-    def timing() -> str:
+    def timing() -> Ended:
         from slimqwen.bench import latency
         from slimqwen.bench.workload import Workload, name_workload
 
@@ -331,26 +396,26 @@ def _time_and_promote(asked: _Asked, variant: Variant) -> bool:
             paths = latency.measure_latency(
                 [asked.base, variant], workload, command=command(), progress=progress
             )
-        return (latency.give_verdict(*paths) or "not decided").partition(" Next: ")[0]
+        return Ended((latency.give_verdict(*paths) or "not decided").partition(" Next: ")[0])
 
     try:
-        _once(asked, "timing", f"{asked.base.name} and {variant.name} in turns", timing)
+        timed = asked.once("timing", f"{asked.base.name} and {variant.name} in turns", timing).said
     except HostBusyError as error:
-        say(f"not decided: {error}; the same command goes on")
-    decision = choice.decide_here(variant)
-    if decision.serve == variant.name:
-        unproven = find_unproven(variant.root, variant.name)
+        timed = f"not decided: {error.cause or error}; the same command goes on"
+    decision = choice.decide_here(variant, asked.goal)
+    if is_served := decision.serve == variant.name:
+        asked.begin("promote", variant.name)
         with progress_bar() as progress:
-            promotion.promote_variant(variant, unproven, progress)
-        update_page(variant.folder)
-        asked.end(
-            "promote", f"{variant.name} is promoted; its page: {relative(variant.folder / 'README.md')}"
-        )
+            promotion.promote_variant(variant, find_unproven(variant.root, variant.name), progress)
+        asked.end("promote", Ended(f"{variant.name} is promoted"))
+    update_page(variant.folder, newest=True)
+    say(f"speed: {timed}")
     _say_sizes(asked.base, variant)
-    failed = [each["reason"] for each in asked.journal.tries if each["verdict"] != "pass"]
-    say(f"given up: {'; '.join(failed) or 'nothing'}")
+    taken = [each["taken back"] for each in asked.journal.tries if "taken back" in each]
+    say(f"given up: {'; '.join(taken) or 'nothing'}")
+    say(f"page: {relative(variant.folder / 'README.md')}")
     say(f"serve: `slimqwen serve {decision.serve}`: {decision.reason}")
-    return decision.serve == variant.name
+    return is_served
 
 
 def _say_sizes(base: Variant, variant: Variant) -> None:
@@ -361,18 +426,26 @@ def _say_sizes(base: Variant, variant: Variant) -> None:
 
 
 def _give_up(asked: _Asked, why: str) -> bool:
+    """Say what was tried, and that the base is to be served; returns False."""
+    from slimqwen.search.optimise import describe_try
+
     for each in asked.journal.tries:
-        say(f"{each['variant']}: {each['verdict']}: {each['reason']}")
+        say(describe_try(each))
+    for name, ended in asked.journal.steps.items():
+        if name != "recipe":
+            say(f"{name}: {ended.said}")
     say(f"serve the base: `slimqwen serve {asked.base.name}`: {why}")
     return False
 
 
-def _say_status(journal: "Optimisation", name: str) -> None:
-    if not journal.file.is_file():
+def _say_status(journal: "Optimisation | None", name: str) -> None:
+    from slimqwen.search.optimise import describe_try
+
+    if journal is None:
         raise OptimiseError(f"no optimisation of {name} has begun; `slimqwen optimise {name}` begins one")
     say(f"{name}: at {journal.step or 'its beginning'}; left: {', '.join(journal.left) or 'nothing'}")
     for each in journal.tries:
-        say(f"try {each['variant']}: {each['verdict']}: {each['reason']}")
-    for step, said in journal.steps.items():
-        say(f"{step}: {said}")
+        say(f"try {describe_try(each)}")
+    for step, ended in journal.steps.items():
+        say(f"{step}: {ended.said}")
     say(f"time so far: {journal.seconds / 3600:.1f} hours")

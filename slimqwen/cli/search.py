@@ -104,7 +104,7 @@ def tune(
 
     Each way takes turns with the undrafted server; wrong responses end it. The same command continues.
     """
-    from slimqwen.search.tune import tune_variant
+    from slimqwen.search.tune import apply_chosen, tune_variant
     from slimqwen.variant import DRAFTS_NOTE, scaffold
 
     if load is not None and not re.fullmatch(r"[1-9]\d*(,[1-9]\d*)*", load):
@@ -127,7 +127,8 @@ def tune(
         say(f"{DRAFTS_NOTE}.")
     if apply is None:
         return
-    if not record.lines:
+    folder = apply_chosen(record, variant, apply)
+    if folder is None:
         why = (
             "the verdict is inconclusive"
             if record.chosen is None
@@ -135,8 +136,6 @@ def tune(
         )
         say(f"{apply} was not written: {why}")
         return
-    hypothesis = f"{variant.name} is faster with {record.chosen} and gives the same responses."
-    folder = scaffold.create(apply, variant.name, hypothesis, lines=record.lines, root=variant.root)
     say(f"written: {relative(folder)}; next: `slimqwen gate --variant {apply}`")
     update_page(folder)
 

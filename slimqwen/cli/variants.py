@@ -111,8 +111,14 @@ _BASELINE = "The checkpoint as it is published: what every variant of it has to 
 _OF_GGUF = "The weights of {}: what every variant of them has to beat at equal quality."
 
 
-def create_baseline(name: str, checkpoint: str, hypothesis: str | None, evaluation: str) -> Path:
-    """Write a baseline variant of a folder, GGUF file or hub repository, and print what was found in the checkpoint."""
+def create_baseline(
+    name: str, checkpoint: str, hypothesis: str | None, evaluation: str, command: str = ""
+) -> Path:
+    """Write a baseline variant of a folder, GGUF file or hub repository, and print what was found in the checkpoint.
+
+    Args:
+        command: what continues an interrupted download; empty for `slimqwen variant new`.
+    """
     from slimqwen.models.gguf_file import describe_origin
     from slimqwen.recipe.base_variant import REASONS, CheckpointFacts
     from slimqwen.variant import scaffold
@@ -125,7 +131,7 @@ def create_baseline(name: str, checkpoint: str, hypothesis: str | None, evaluati
     # A path whose parent folder exists is a misspelt folder, not a hub repository.
     is_path = weights.exists() or ("@" not in checkpoint and weights.parent.is_dir())
     if not is_path and re.fullmatch(r"[\w.-]+/[\w.-]+(/.+\.gguf)?(@[0-9a-f]{40})?", checkpoint):
-        weights, source = _download_copy(name, checkpoint)
+        weights, source = _download_copy(name, checkpoint, command)
     elif weights.suffix == ".gguf" and weights.is_file():
         weights = _convert_file(name, weights)
     facts = CheckpointFacts.read(weights)
@@ -150,16 +156,17 @@ def _convert_file(name: str, file: Path) -> Path:
     return weights
 
 
-def _download_copy(name: str, checkpoint: str) -> tuple[Path, dict[str, str]]:
+def _download_copy(name: str, checkpoint: str, command: str) -> tuple[Path, dict[str, str]]:
     """Download owner/name[/file.gguf][@commit] into weights/<name>; return the folder and lines for config.env."""
     silence_hub_client()
     from slimqwen import hub
 
     repository, _, revision = checkpoint.partition("@")
     weights = variants.repository_root() / "weights" / name
-    command = f"`slimqwen variant new --name {name} --checkpoint {checkpoint}`"
+    place = "MODEL" if command else "--checkpoint"
+    command = command or f"`slimqwen variant new --name {name} --checkpoint {checkpoint}`"
     with progress_bar() as progress:
-        asked = hub.Repository(repository, "model", revision or None, command, "--checkpoint")
+        asked = hub.Repository(repository, "model", revision or None, command, place)
         manifest = hub.download_copy(asked, weights, progress)
     return weights, {"SOURCE": repository, "REVISION": str(manifest.facts["revision"])}
 

@@ -6,7 +6,7 @@ from slimqwen.errors import SlimqwenError
 from slimqwen.models.outline import Outline
 from slimqwen.recipe.stage import Fault
 from slimqwen.text.chats import read_chat_templates, require_text_or_chat
-from slimqwen.text.corpus import TextSource, named_corpus_path
+from slimqwen.text.corpus import TextSource, find_named_corpus
 from slimqwen.text.documents import Document, read_documents
 from slimqwen.text.files import CorpusError
 from slimqwen.variant import repository_root
@@ -60,13 +60,13 @@ def inspect_text(
                 f"{templates['default'].file} does not render; remove them, or use a template that renders tools"
             )
     except FileNotFoundError:
-        name, _, base = source.path.stem.partition("-")
-        root = repository_root()
-        is_named = (root / "eval" / "corpora" / f"{name}.yaml").is_file()
-        is_fetched = is_named and source.path == named_corpus_path(name, base, root)
-        cure = f"`slimqwen download --corpus {name} --variant {base}` fetches it"
-        cure = cure if is_fetched else "write the text into that file"
-        yield Fault(f"{source.path}: cannot be read (No such file or directory); {cure}", field, is_fetched)
+        named = find_named_corpus(source.path, repository_root())
+        cure = "write the text into that file"
+        if named:
+            cure = f"`slimqwen download --corpus {named[0]} --variant {named[1]}` fetches it"
+        yield Fault(
+            f"{source.path}: cannot be read (No such file or directory); {cure}", field, named is not None
+        )
     except OSError as error:
         yield Fault(f"{source.path}: cannot be read ({error.strerror}); write the text into that file", field)
     except SlimqwenError as error:

@@ -18,7 +18,7 @@ from slimqwen.recipe import recipe_file, runner
 from slimqwen.recipe.inspection import StageCost, inspect_steps
 from slimqwen.recipe.inspection import lacking_space as lacking_space
 from slimqwen.recipe.recipe_file import Recipe, RecipeError, Step, find_base_variant
-from slimqwen.text.corpus import TextSource, named_corpus_path
+from slimqwen.text.corpus import TextSource, find_named_corpus
 from slimqwen.variant import Variant
 
 
@@ -117,14 +117,10 @@ def list_corpora(variant: Variant) -> list[str]:
     """
     if variant.recipe is None:
         return []
-    base, root = find_base(variant).name, variant.root
-    named = {
-        named_corpus_path(file.stem, base, root): file.stem
-        for file in (root / "eval" / "corpora").glob("*.yaml")
-    }
     recipe = recipe_file.parse_recipe(variant.recipe)
     texts = [value for step in recipe.steps for _, value in step.parameters if isinstance(value, TextSource)]
-    return sorted({named[text.path] for text in texts if text.path in named})
+    found = [find_named_corpus(text.path, variant.root) for text in texts]
+    return sorted({each[0] for each in found if each})
 
 
 def stages_until(variant: Variant, name: str) -> int:

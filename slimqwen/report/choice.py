@@ -5,8 +5,9 @@ hardware, the demo to its own records, `search` to a finalist's proof and modell
 """
 
 from collections.abc import Iterable, Sequence, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Literal
 
 from slimqwen import variant as variants
 from slimqwen.bench.latency import Latency
@@ -20,6 +21,9 @@ from slimqwen.stats.verdict import Verdict
 DEMO = "demo"
 """Folder of the repository for the records of `slimqwen demo`."""
 
+Goal = Literal["speed", "memory"]
+"""What a variant is made for: to be faster than its baseline, or smaller."""
+
 
 @dataclass(frozen=True)
 class Case:
@@ -27,7 +31,8 @@ class Case:
 
     Attributes:
         verdict: joint verdict on what it may lose; None where a check has none.
-        is_faster: whether the whole interval of its speed-up is above 1; None where it was not compared in speed.
+        is_faster: whether the whole interval of its speed-up is above 1; None where it was not compared in speed. For
+            the goal memory, whether its checkpoint is smaller.
         unchecked: checks without a verdict.
         doubts: reasons against it that no verdict holds, such as records of another checkpoint.
     """
@@ -38,6 +43,7 @@ class Case:
     is_faster: bool | None
     unchecked: Sequence[str] = ()
     doubts: Sequence[str] = ()
+    goal: Goal = "speed"
 
 
 @dataclass(frozen=True)
@@ -50,7 +56,10 @@ class Decision:
 
 
 def decide(case: Case) -> Decision:
-    """The rule: a variant is served if no check saw a loss, none is missing, and it is faster by its whole interval."""
+    """The rule: a variant is served if no check saw a loss, none is missing, and it is faster by its whole interval.
+
+    For the goal memory a smaller checkpoint counts in place of speed.
+    """
     variant, baseline = case.variant, case.baseline
     if case.verdict == Verdict.FAIL:
         return Decision(baseline, f"{variant} lost more than a limit allows")
@@ -65,8 +74,10 @@ def decide(case: Case) -> Decision:
     if case.is_faster is None:
         return Decision(baseline, f"not decided: {variant} is as good, but was not timed", is_final=False)
     if not case.is_faster:
-        return Decision(baseline, f"{variant} is as good, but not surely faster here")
-    return Decision(variant, "faster; no check saw a loss beyond its limit")
+        lacking = "not surely faster here" if case.goal == "speed" else "not smaller"
+        return Decision(baseline, f"{variant} is as good, but {lacking}")
+    gain = "faster" if case.goal == "speed" else "smaller"
+    return Decision(variant, f"{gain}; no check saw a loss beyond its limit")
 
 
 def case_of(row: Row) -> Case:
@@ -181,11 +192,17 @@ def advise_here(root: Path, baseline: str) -> list[str]:
     ]
 
 
-def decide_here(variant: variants.Variant) -> Decision:
+def decide_here(variant: variants.Variant, goal: Goal = "speed") -> Decision:
     """What to serve on this machine, a variant or its baseline, by the records of both."""
     here = provenance.hardware_name(provenance.hardware())
-    rows = rows_of(collection.collect(variant.root), variant.name)[0]
-    return decide(case_of(next((row for row in rows if row.hardware == here), rows[0])))
+    records = collection.collect(variant.root)
+    rows = rows_of(records, variant.name)[0]
+    case = case_of(next((row for row in rows if row.hardware == here), rows[0]))
+    if goal == "memory":
+        before = rows_of(records, case.baseline)[0][0].size_bytes
+        is_smaller = bool(rows[0].size_bytes and before and rows[0].size_bytes < before)
+        case = replace(case, goal=goal, is_faster=is_smaller)
+    return decide(case)
 
 
 def judged_by_gate(variant: variants.Variant) -> tuple[Path, Gate] | None:

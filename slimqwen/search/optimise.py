@@ -5,7 +5,8 @@ Each try is judged on the search's side of the items' split, and the last on the
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from typing import Any
 from slimqwen import checkpoint
 from slimqwen import variant as variants
 from slimqwen.checkpoint import draft_head, packing
+from slimqwen.file_lock import take_lock
 from slimqwen.fit.optimised import list_optimised
 from slimqwen.fit.subject import find_subject
 from slimqwen.identity import digest_of
@@ -26,14 +28,16 @@ from slimqwen.recipe.calibration_text import calibration_documents
 from slimqwen.recipe.recipe_file import Step
 from slimqwen.recipe.stages.calibrate import CalibrateParameters
 from slimqwen.records import store
+from slimqwen.records.journal import RunInProgressError
+from slimqwen.report.choice import Goal
 from slimqwen.search.candidate import Candidate, describe_changes
 from slimqwen.search.proof import Finalist
 from slimqwen.stats.verdict import Verdict
 from slimqwen.text.corpus import SELF
 from slimqwen.variant import Variant, scaffold
 
-MOST_TRIES = 3
-"""Recipes that are judged at most."""
+MOST_TRIES = 4
+"""Recipes that are judged at most: the first, and three of which a step was taken back."""
 
 _OF_FIT: Mapping[str, Mapping[str, Any]] = {
     "4-bit MLPs": {"mlp": "W4A16"},
@@ -48,21 +52,30 @@ _TEXT = 512
 """Tokens of the text on which the kinds of a layer are compared."""
 
 
+@dataclass(frozen=True)
+class Ended:
+    """A step that ended: a sentence on it, and whether the next step may follow."""
+
+    said: str
+    passed: bool = True
+
+
 @dataclass
 class Optimisation:
     """What an optimisation has decided so far; a file, replaced after each step, from which it goes on.
 
     Attributes:
-        model: what the user named.
-        steps: names of the steps that ended, with a sentence on each.
+        asked: what decides the result, such as the text and the base's checkpoint; with another one it begins anew.
+        steps: the steps that ended, by name.
         candidate: choices of the present try that are not defaults.
-        tries: variant, verdict and reason of each judged try.
+        tries: variant, verdict and reason of each judged try, and what was taken back after it.
         step: the step that runs; `left` are those after it.
+        seconds: time of all runs so far.
     """
 
     file: Path
-    model: str
-    steps: dict[str, str] = field(default_factory=dict)
+    asked: dict[str, Any]
+    steps: dict[str, Ended] = field(default_factory=dict)
     candidate: dict[str, Any] | None = None
     tries: list[dict[str, str]] = field(default_factory=list)
     step: str = ""
@@ -70,11 +83,44 @@ class Optimisation:
     seconds: float = 0
 
     @classmethod
-    def open(cls, root: Path, base: str, model: str) -> "Optimisation":
-        """The journal of a baseline, new or as it was left."""
-        file = root / ".cache" / "optimise" / f"{base}.json"
-        known = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {"model": model}
+    @contextmanager
+    def held(cls, root: Path, base: str) -> Iterator[None]:
+        """Keep other processes from the journal of a baseline for the length of a `with` block.
+
+        Raises:
+            RunInProgressError: another process has it.
+        """
+        file = cls.path(root, base).with_suffix(".lock")
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with file.open("a+b") as stream:
+            if not take_lock(stream, file):
+                raise RunInProgressError(
+                    f"another process optimises {base}; `slimqwen optimise {base} --status` says where it stands"
+                )
+            yield
+
+    @staticmethod
+    def path(root: Path, base: str) -> Path:
+        """The file of a baseline's journal."""
+        return root / ".cache" / "optimise" / f"{base}.json"
+
+    @classmethod
+    def find(cls, root: Path, base: str) -> "Optimisation | None":
+        """The journal of a baseline as it was left; None if there is none that this version reads."""
+        file = cls.path(root, base)
+        if not file.is_file():
+            return None
+        known = json.loads(file.read_text(encoding="utf-8"))
+        if "asked" not in known:
+            return None
+        known["steps"] = {name: Ended(**ended) for name, ended in known["steps"].items()}
         return cls(file=file, **known)
+
+    @classmethod
+    def open(cls, root: Path, base: str, asked: dict[str, Any]) -> "Optimisation":
+        """The journal of a baseline as it was left if the same was asked, else a new one."""
+        known = cls.find(root, base)
+        return known if known and known.asked == asked else cls(cls.path(root, base), asked)
 
     def write(self) -> None:
         """Replace the file."""
@@ -83,8 +129,14 @@ class Optimisation:
         store.publish(self.file, (json.dumps(content, indent=1) + "\n").encode(), replace=True)
 
 
-def choose_first(base: Variant, corpus: str) -> Candidate:
-    """The first candidate: every optimisation that `fit` lists for the checkpoint."""
+def describe_try(judged: Mapping[str, str]) -> str:
+    """A judged try in a line: its variant, verdict and reason, and what was taken back."""
+    back = f"; taken back: {judged['taken back']}" if "taken back" in judged else ""
+    return f"{judged['variant']}: {judged['verdict']}: {judged['reason']}{back}"
+
+
+def choose_first(base: Variant, corpus: str, goal: Goal = "speed") -> Candidate:
+    """The first candidate: every optimisation that `fit` lists for the checkpoint; for memory no drafts."""
     rows = int(checkpoint.text_config(checkpoint.read_config(base.weights))["vocab_size"])
     choices: dict[str, Any] = {}
     for step in list_optimised(find_subject(base.name, base.root)):
@@ -95,7 +147,7 @@ def choose_first(base: Variant, corpus: str) -> Candidate:
             choices["vocabulary"] = kept / rows
         if step.optimisation == "32k drafted":
             choices |= {"draft_vocabulary": step.outline.text[draft_head.SIZE_KEY] / rows}
-    if "mtp" in choices or "draft_vocabulary" in choices:
+    if goal == "speed" and choices.keys() & {"mtp", "draft_vocabulary"}:
         choices["depth"] = _DEPTH
     absent = _absent_kinds(base)
     return Candidate.from_point({key: value for key, value in choices.items() if key not in absent})
@@ -106,13 +158,26 @@ def _absent_kinds(base: Variant) -> set[str]:
     return {kind for kind in SCALED_WITH if not packing.linears(tensors, kind)}
 
 
-def make_variant(candidate: Candidate, base: Variant, corpus: str, stages: Mapping[str, Any]) -> Variant:
-    """The variant of a candidate, written if it is not there."""
+def make_variant(
+    candidate: Candidate,
+    base: Variant,
+    corpus: str,
+    stages: Mapping[str, Any],
+    evaluation: str | None = None,
+    goal: Goal = "speed",
+) -> Variant:
+    """The variant of a candidate, written if it is not there.
+
+    Args:
+        evaluation: what judges it; None for what judges the base.
+    """
     recipe, lines = candidate.render(base, stages, corpus), candidate.lines(base)
+    lines |= {"EVALUATION": evaluation} if evaluation not in (None, base.evaluation) else {}
     name = f"{base.name}-optimised-{digest_of([recipe, lines])[:6]}"
     if name not in variants.names(base.root):
+        gain = "faster" if goal == "speed" else "smaller"
         hypothesis = (
-            f"{base.name} with {describe_changes(candidate.changes)} is faster and keeps every limit."
+            f"{base.name} with {describe_changes(candidate.changes)} is {gain} and keeps every limit."
         )
         scaffold.create(name, base.name, hypothesis, recipe=recipe, lines=lines, root=base.root)
     return variants.load(name, base.root)
@@ -141,8 +206,7 @@ def take_back(
         return None
     why = " and ".join(sorted(failed))
     if narrow := [kind for kind, scheme in candidate.calibrated.items() if scheme == "W4A16"]:
-        kind, layer = _worst_kind(variant, progress) if len(narrow) > 1 else (narrow[0], None)
-        kind = kind if kind in narrow else narrow[0]
+        kind, layer = _worst_kind(variant, narrow, progress) if len(narrow) > 1 else (narrow[0], None)
         where = f", which has the largest error in layer {layer}" if layer is not None else ""
         wider: dict[str, Any] = {kind: "W8A16"}
         return replace(candidate, **wider), f"{why}: 8 bits for {kind}{where}"
@@ -153,8 +217,8 @@ def take_back(
     return None
 
 
-def _worst_kind(variant: Variant, progress: Progress) -> tuple[str, int | None]:
-    """The kind of linears with the largest error in the layer with the largest error, and that layer."""
+def _worst_kind(variant: Variant, kinds: Sequence[str], progress: Progress) -> tuple[str, int | None]:
+    """Of these kinds of linears the one with the largest error in the layer with the largest error, and that layer."""
     recipe = variant_recipe.read_recipe(variant)
     outcomes = variant_recipe.run_recipe(variant, progress=progress)
     number, calibrated = next(
@@ -169,7 +233,7 @@ def _worst_kind(variant: Variant, progress: Progress) -> tuple[str, int | None]:
     base = variant_recipe.base_folder(recipe.base, variant.root)
     source = outcomes[number - 1].folder if number else base
     ids = _first_tokens(parameters, source)
-    errors = measure_kind_errors(base, layer, parameters.targets.calibrated, parameters.group_size, ids)
+    errors = measure_kind_errors(base, layer, kinds, parameters.group_size, ids)
     return max(errors, key=lambda kind: errors[kind]), layer
 
 

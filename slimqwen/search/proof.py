@@ -6,14 +6,17 @@ gated only on the other items. A finalist must pass every check, so its p-value 
 at or below `sequential.ALPHA`.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 from pydantic import Field
 
 from slimqwen import variant as variants
 from slimqwen.errors import SlimqwenError
 from slimqwen.evals import gate
+from slimqwen.evals.checks import CHECKS
 from slimqwen.evals.gate import Gate
 from slimqwen.processes import Executor, Failure, Result, Task, run_tasks
 from slimqwen.records import store
@@ -23,7 +26,11 @@ from slimqwen.search import SearchError
 from slimqwen.search.measurements import RecordSettings, check_task, gate_task, recipe_task
 from slimqwen.stats import multiplicity
 from slimqwen.stats.sequential import ALPHA
+from slimqwen.stats.verdict import overall
 from slimqwen.variant import Variant
+
+ListTasks = Callable[[Variant, RecordSettings], list[Task]]
+"""Lists the tasks of a finalist in a round; raises a SlimqwenError where they cannot begin."""
 
 
 class Finalist(Block):
@@ -39,7 +46,9 @@ class Finalist(Block):
         "figures; 1 if a check broke down."
     )
     adjusted_p_value: Share = Field(description="p_value adjusted over all finalists by Holm's procedure.")
-    findings: tuple[Finding, ...] = Field(description="Figures on the proof's items; empty without a gate.")
+    findings: tuple[Finding, ...] = Field(
+        description="Figures on the proof's items; without a gate those of the check that failed, if one did."
+    )
     record: RelativePath | None = Field(description="Gate record, <variant>/<file>; null without a gate.")
 
     @property
@@ -59,7 +68,13 @@ class Proof(Block):
 
 
 def prove_finalists(
-    names: Sequence[str], executor: Executor, root: Path, *, command: Sequence[str], side: Side = "proof"
+    names: Sequence[str],
+    executor: Executor,
+    root: Path,
+    *,
+    command: Sequence[str],
+    side: Side = "proof",
+    first_failure_ends: bool = False,
 ) -> Proof:
     """Gate finalists on the proof's items, or on the search's before a proof.
 
@@ -70,6 +85,8 @@ def prove_finalists(
     Args:
         names: the finalists: variants of the repository, each with a baseline and an EVALUATION.
         executor: executor that is not entered yet; this function enters it.
+        first_failure_ends: whether the first check that fails, in the order of `CHECKS`, ends a finalist without a gate
+            record. Fidelity takes seconds where quality takes hours.
 
     Returns:
         The finalists in the order of `names`, each with its adjusted verdict and its record.
@@ -86,66 +103,123 @@ def prove_finalists(
             raise SearchError(f"{each.name} has no baseline to compare with; name variants that have one")
     settings = RecordSettings(tuple(command), split_side=side)
     reasons: dict[str, list[str]] = {each.name: [] for each in finalists}
+    failed: dict[str, Sequence[Finding]] = {}
+    rounds: list[tuple[str, ListTasks]] = [("", _recipe_tasks), ("", _check_tasks), ("", _gate_tasks)]
+    if first_failure_ends:
+        rounds[1:2] = [(check.name, partial(_check_tasks, only=check.name)) for check in CHECKS]
     with executor:
-        for list_tasks in (_recipe_tasks, _check_tasks, _gate_tasks):
-            tasks: dict[str, list[Task]] = {}
-            for each in finalists:
-                if reasons[each.name]:
-                    continue
-                try:
-                    tasks[each.name] = list_tasks(each, settings)
-                except SlimqwenError as error:
-                    reasons[each.name].append(str(error))
-            outcomes = run_tasks([task for of_one in tasks.values() for task in of_one], executor)
-            for name, of_one in tasks.items():
-                ended = [outcomes[task.key] for task in of_one]
-                reasons[name] += dict.fromkeys(one.reason for one in ended if isinstance(one, Failure))
-    gates = [
-        outcome.value if isinstance(outcome := outcomes.get(f"gate of {name}"), Result) else None
-        for name in reasons
-    ]
+        for check, list_tasks in rounds:
+            values = _run_round(list_tasks, finalists, settings, reasons, executor)
+            if check:
+                failed |= _find_failed(check, values, settings, reasons, root)
+    gates: list[Path | None] = [next(iter(values.get(name, ())), None) for name in reasons]
     p_values = [gate.gate_p_value(path) if path else 1.0 for path in gates]
     splits = [store.read_record(path, Gate).split for path in gates if path]
     return Proof(
         alpha=ALPHA,
         proof_share=splits[0].proof_share if splits and splits[0] else None,
-        finalists=tuple(map(_judge_finalist, reasons.items(), gates, p_values, multiplicity.holm(p_values))),
+        finalists=tuple(
+            _judge_finalist(name, reasons[name], failed.get(name, ()), path, p_value, adjusted)
+            for name, path, p_value, adjusted in zip(
+                reasons, gates, p_values, multiplicity.holm(p_values), strict=True
+            )
+        ),
     )
+
+
+def _run_round(
+    list_tasks: ListTasks,
+    finalists: Sequence[Variant],
+    settings: RecordSettings,
+    reasons: Mapping[str, list[str]],
+    executor: Executor,
+) -> dict[str, list[Any]]:
+    """Run the tasks of every finalist for which nothing failed yet; add to `reasons` what fails.
+
+    Returns:
+        The values of a finalist's tasks by its name, where none failed.
+    """
+    tasks: dict[str, list[Task]] = {}
+    for each in finalists:
+        if not reasons[each.name]:
+            try:
+                tasks[each.name] = list_tasks(each, settings)
+            except SlimqwenError as error:
+                reasons[each.name].append(str(error))
+    outcomes = run_tasks([task for of_one in tasks.values() for task in of_one], executor)
+    values: dict[str, list[Any]] = {}
+    for name, of_one in tasks.items():
+        ended = [outcomes[task.key] for task in of_one]
+        reasons[name].extend(dict.fromkeys(one.reason for one in ended if isinstance(one, Failure)))
+        if not reasons[name]:
+            values[name] = [one.value for one in ended if isinstance(one, Result)]
+    return values
+
+
+def _find_failed(
+    check: str,
+    values: Mapping[str, Sequence[Any]],
+    settings: RecordSettings,
+    reasons: Mapping[str, list[str]],
+    root: Path,
+) -> dict[str, list[Finding]]:
+    """Figures of a measured check by finalist, where it failed; adds to `reasons` what failed."""
+    failed: dict[str, list[Finding]] = {}
+    for name, measured in values.items():
+        try:
+            paths = [path for each in measured for path in each.paths]
+            found = list(settings.load_checks(variants.load(name, root))[check].findings(paths))
+        except SlimqwenError as error:
+            reasons[name].append(str(error))
+            continue
+        if overall([each.verdict for each in found]) == Verdict.FAIL:
+            failed[name] = found
+            reasons[name].extend(_name_failures(found))
+    return failed
 
 
 def _recipe_tasks(finalist: Variant, _: RecordSettings) -> list[Task]:
     return [recipe_task(finalist)] if finalist.recipe else []
 
 
-def _check_tasks(finalist: Variant, settings: RecordSettings) -> list[Task]:
+def _check_tasks(finalist: Variant, settings: RecordSettings, only: str = "") -> list[Task]:
     checks = settings.load_checks(finalist)
     for side in next(iter(checks.values())).pair.sides:
         side.require_weights()
-    return [check_task(check, side, settings) for check in checks.values() for side in check.sides]
+    chosen = [checks[only]] if only else checks.values()
+    return [check_task(check, side, settings) for check in chosen for side in check.sides]
 
 
 def _gate_tasks(finalist: Variant, settings: RecordSettings) -> list[Task]:
     return [gate_task(finalist, settings)]
 
 
+def _name_failures(findings: Sequence[Finding]) -> list[str]:
+    return [f"{each.gate}: {each.figure} {each.verdict}" for each in findings if each.verdict != Verdict.PASS]
+
+
 def _judge_finalist(
-    failed: tuple[str, Sequence[str]], path: Path | None, p_value: float, adjusted: float
+    name: str,
+    failures: Sequence[str],
+    failed: Sequence[Finding],
+    path: Path | None,
+    p_value: float,
+    adjusted: float,
 ) -> Finalist:
     """Judge a finalist, which passes if its gate passes and its adjusted p-value is at most ALPHA.
 
     Args:
-        failed: name of the finalist, and the reasons of its tasks that failed.
+        failures: what failed before a gate.
+        failed: figures of a check that failed before a gate.
         path: its gate record; None without one.
     """
-    name, reasons = failed[0], ["; ".join(failed[1])] if failed[1] else []
-    findings: tuple[Finding, ...] = ()
+    reasons = ["; ".join(failures)] if failures else []
+    findings = tuple(failed)
     verdict = Verdict.FAIL
     if path:
         verdict = store.read_record(path, Gate).verdict
         findings = tuple(map(Finding.model_validate, store.read_items(path)))
-        reasons += [
-            f"{each.gate}: {each.figure} {each.verdict}" for each in findings if each.verdict != Verdict.PASS
-        ]
+        reasons += _name_failures(findings)
         if verdict != Verdict.FAIL and (verdict != Verdict.PASS or adjusted > ALPHA):
             verdict = Verdict.INCONCLUSIVE
             reasons.append(f"adjusted p-value {adjusted:.3g} above {ALPHA:g}")

@@ -42,6 +42,16 @@ def named_corpus_path(name: str, base: str, root: Path) -> Path:
     return root / "corpora" / f"{name}-{base.replace('/', '--').replace('@', '--')}.jsonl"
 
 
+def find_named_corpus(path: Path, root: Path) -> tuple[str, str] | None:
+    """The mix of eval/corpora/ and the base whose `named_corpus_path` a path is; None if it is no such path."""
+    names = (file.stem for file in (root / "eval" / "corpora").glob("*.yaml"))
+    for name in sorted(names, key=len, reverse=True):
+        base = path.stem.removeprefix(f"{name}-")
+        if path == named_corpus_path(name, base, root):
+            return name, base
+    return None
+
+
 def _relative_to_recipe(path: Path, info: ValidationInfo) -> Path:
     return Path((info.context or {}).get("folder", Path())) / path
 

@@ -120,8 +120,8 @@ def read_rows(file: Path, columns: Iterable[str]) -> Iterator[TextRow]:
 
     Args:
         file: a file of any format but .txt.
-        columns: names of the columns that a reader may want; others of a parquet file are not read, and the separator
-            of a .csv file is the one by which most of them are found.
+        columns: names of the columns that a reader may want; others of a parquet file are not read, unless there are no
+            names, and the separator of a .csv file is the one by which most of them are found.
 
     Raises:
         CorpusError: the file cannot be read at all.
@@ -324,7 +324,7 @@ def _parquet_rows(stream: IO[bytes], file: Path, columns: Sequence[str]) -> Iter
 
     try:
         table = parquet.ParquetFile(stream)
-        names = [name for name in table.schema_arrow.names if name.lower() in columns]
+        names = [name for name in table.schema_arrow.names if not columns or name.lower() in columns]
         if not names:
             known = ", ".join(table.schema_arrow.names)
             yield TextRow(file, "row", 1, 0, None, f"the columns are {known}; name one of them {columns[0]}")

@@ -32,3 +32,10 @@ def said_by(command: str) -> str:
         result = CliRunner().invoke(app.app, shlex.split(command), catch_exceptions=False)
     assert result.exit_code == 0, result.output
     return str(shown.get())
+
+
+def run_on_one_line(command: str) -> tuple[int, str]:
+    """Exit code of a command, and what it says and its errors, on one line."""
+    with console.console.capture() as shown, console.errors.capture() as faults:
+        result = CliRunner().invoke(app.app, shlex.split(command))
+    return result.exit_code, " ".join(f"{shown.get()} {faults.get()}".split())

@@ -1,15 +1,17 @@
 """What an optimisation decides: the first recipe, the step that a failed check points at, and where it goes on."""
 
-import json
 import shutil
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
 from slimqwen import variant
 from slimqwen.models.layer_error import measure_kind_errors
+from slimqwen.recipe import variant_recipe
 from slimqwen.records.record import Finding
 from slimqwen.search import optimise
 from slimqwen.search.candidate import Candidate
@@ -81,18 +83,23 @@ def test_a_failed_engine_points_at_no_step() -> None:
     assert take_back(FULL, "engine") is None
 
 
-def test_the_kind_with_outliers_has_the_largest_error(tmp_path: Path) -> None:
-    def add_outliers(name: str, tensor: torch.Tensor) -> torch.Tensor:
-        if ".layers.1.mlp.down_proj" in name and not name.startswith("mtp"):
-            tensor = tensor.clone()
-            tensor[:, ::32] *= 60
-        return tensor
-
-    source = tmp_path / "source"
-    shutil.copytree(TINY, source)
-    for file in source.glob("*.safetensors"):
-        tensors = {name: add_outliers(name, tensor) for name, tensor in load_file(file).items()}
+def plant_outliers(folder: Path, layer: int) -> Path:
+    """A fine-tune of tiny with outlier channels in the MLP of one layer: one large weight in each group of 32."""
+    shutil.copytree(TINY, folder)
+    for file in folder.glob("*.safetensors"):
+        tensors = load_file(file)
+        for name, tensor in tensors.items():
+            if f".layers.{layer}.mlp.down_proj" in name and not name.startswith("mtp"):
+                rows = torch.arange(len(tensor))
+                for group in range(0, tensor.shape[1], 32):
+                    # In another channel for each row: no scale of a channel takes them back.
+                    tensor[rows, group + rows % 32] *= 60
         save_file(tensors, file, {"format": "pt"})
+    return folder
+
+
+def test_the_kind_with_outliers_has_the_largest_error(tmp_path: Path) -> None:
+    source = plant_outliers(tmp_path / "source", 1)
     ids = list(range(300, 364))
     kinds = ("mlp", "attention", "linear_attention")
     planted = measure_kind_errors(source, 1, kinds, 32, ids)
@@ -101,11 +108,30 @@ def test_the_kind_with_outliers_has_the_largest_error(tmp_path: Path) -> None:
     assert planted["mlp"] > before["mlp"]
 
 
-def test_a_journal_goes_on_where_it_was_left(tmp_path: Path) -> None:
-    journal = optimise.Optimisation.open(tmp_path, "tiny", "weights/tiny")
-    journal.candidate, journal.steps = {"mlp": "W4A16"}, {"recipe": "done"}
+@pytest.mark.parametrize("layer", [1, 2])
+def test_failed_fidelity_takes_back_the_kind_and_names_the_layer_with_the_planted_outliers(
+    tmp_path: Path, add_variant: Callable[..., Path], layer: int
+) -> None:
+    plant_outliers(tmp_path / "weights" / "planted", layer)
+    add_variant("planted", "VLLM_MODEL=weights/planted\nEVALUATION=tinyworld\n")
+    base = variant.load("planted", tmp_path)
+    candidate = Candidate(mlp="W4A16", attention="W4A16", linear_attention="W4A16")
+    text = {"sequences": 4, "length": 64}
+    stages = {"calibrate": {"scaling": "none", "layer_error_ratio": 9, "corpus": text}}
+    made = optimise.make_variant(candidate, base, "tinyworld", stages)
+    variant_recipe.run_recipe(made)
+    back = optimise.take_back(candidate, judged("fidelity"), made)
+    assert back is not None
+    assert back[1] == f"fidelity: 8 bits for mlp, which has the largest error in layer {layer}"
+    assert back[0] == replace(candidate, mlp="W8A16")
+
+
+def test_a_journal_goes_on_where_it_was_left_if_the_same_is_asked(tmp_path: Path) -> None:
+    asked = {"checkpoint": "1", "text": "self"}
+    journal = optimise.Optimisation.open(tmp_path, "tiny", asked)
+    journal.candidate, journal.steps = {"mlp": "W4A16"}, {"proof": optimise.Ended("fail: it failed", False)}
     journal.write()
-    again = optimise.Optimisation.open(tmp_path, "tiny", "weights/tiny")
-    assert again == journal
-    assert json.loads(again.file.read_text())["model"] == "weights/tiny"
-    assert replace(again, step="x") != journal
+    assert optimise.Optimisation.open(tmp_path, "tiny", asked) == journal
+    assert optimise.Optimisation.find(tmp_path, "tiny") == journal
+    assert optimise.Optimisation.open(tmp_path, "tiny", asked | {"checkpoint": "2"}).steps == {}
+    assert optimise.Optimisation.find(tmp_path, "other") is None

@@ -5,7 +5,6 @@ a row with an item is left out (`slimqwen.text.overlap`). Suites whose data are 
 manifest names them.
 """
 
-import csv
 import itertools
 import json
 import tempfile
@@ -24,7 +23,7 @@ from slimqwen.records.settings import Settings
 from slimqwen.text import chat_styles
 from slimqwen.text.calibration_mix import Public, Source, build_calibration_text
 from slimqwen.text.corpus import named_corpus_path
-from slimqwen.text.files import CorpusError, file_format
+from slimqwen.text.files import CorpusError, file_format, open_bytes
 from slimqwen.text.overlap import Overlap
 from slimqwen.text.tables import is_table, read_rows
 from slimqwen.variant import Variant, making_command
@@ -177,17 +176,10 @@ def _spool(part: Part, folder: Path, tokens: int, scratch: Path) -> Path:
 
 
 def _list_texts(file: Path) -> Iterator[str]:
-    """Every text in the rows of a table, at any depth."""
-    if file_format(file) == ".parquet":
-        from pyarrow import parquet  # type: ignore[import-untyped]
-
-        for batch in parquet.ParquetFile(file).iter_batches():
-            yield from _texts_in(batch.to_pylist())
-    elif file_format(file) in (".csv", ".tsv"):
-        with file.open(encoding="utf-8-sig", newline="") as stream:
-            yield from _texts_in(list(csv.reader(stream)))
-    elif file_format(file) == ".txt":
-        yield file.read_text(encoding="utf-8")
+    """Every text in the rows of a table, at any depth; a .csv or .tsv file whole, whatever its columns are."""
+    if file_format(file) in (".csv", ".tsv"):
+        with open_bytes(file) as stream:
+            yield stream.read().decode(errors="replace")
     else:
         yield from _texts_in([row.content for row in read_rows(file, ())])
 

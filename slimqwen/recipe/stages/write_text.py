@@ -18,6 +18,7 @@ from slimqwen.models.outline import Outline
 from slimqwen.progress import Progress
 from slimqwen.recipe.own_prompts import OwnPrompts, seeds_digest
 from slimqwen.recipe.stage import TORCH_ENVIRONMENT, Facts, Fault, Needs, Parameters, Stage
+from slimqwen.records import store
 from slimqwen.text.corpus import END_OF_TEXT, OWN_TEXT
 
 _LONGEST_PROMPT = 256
@@ -79,7 +80,7 @@ def write_own_text(
                 for ids, answer in zip(asked, answers, strict=True)
             ]
             lines = "".join(json.dumps({"text": text}, ensure_ascii=False) + "\n" for text in texts)
-            _keep(unfinished / f"{len(chunks)}.jsonl", lines)
+            store.publish(unfinished / f"{len(chunks)}.jsonl", lines.encode())
             chunks.append(lines)
             tokens += _count(tokenizer, lines)
     (destination / OWN_TEXT).write_text("".join(chunks), encoding="utf-8")
@@ -92,13 +93,6 @@ def _finished_chunks(folder: Path) -> Iterator[Path]:
     while (file := folder / f"{number}.jsonl").is_file():
         yield file
         number += 1
-
-
-def _keep(file: Path, content: str) -> None:
-    """Write a file so that it is there whole or not at all."""
-    part = file.with_suffix(".part")
-    part.write_text(content, encoding="utf-8")
-    part.replace(file)
 
 
 def _count(tokenizer: Any, lines: str) -> int:

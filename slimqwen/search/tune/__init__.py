@@ -6,6 +6,6 @@ record kind with its table.
 """
 
 from slimqwen.search.tune.record import Tune
-from slimqwen.search.tune.tuner import tune_variant
+from slimqwen.search.tune.tuner import apply_chosen, tune_variant
 
-__all__ = ["Tune", "tune_variant"]
+__all__ = ["Tune", "apply_chosen", "tune_variant"]

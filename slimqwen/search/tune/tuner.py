@@ -49,7 +49,7 @@ from slimqwen.serving.command import ServerCommand
 from slimqwen.serving.errors import ServingError
 from slimqwen.serving.shared_server import ServerLostError, share_server
 from slimqwen.stats.verdict import Verdict
-from slimqwen.variant import Variant
+from slimqwen.variant import Variant, scaffold
 from slimqwen.yaml_file import YamlPart
 
 _LOADS = (1, 4, 16)
@@ -377,3 +377,11 @@ def _choose_arm(contest: Contest) -> Arm | None:
     if not decision.is_final:
         return None
     return fastest if decision.serve == fastest.name else UNDRAFTED
+
+
+def apply_chosen(record: Tune, variant: Variant, name: str) -> Path | None:
+    """Write a variant with the lines of the chosen arm; None if no arm is chosen, or `variant` has these lines."""
+    if not record.lines:
+        return None
+    hypothesis = f"{variant.name} is faster with {record.chosen} and gives the same responses."
+    return scaffold.create(name, variant.name, hypothesis, lines=record.lines, root=variant.root)
