@@ -277,7 +277,7 @@ def _try_recipes(asked: _Asked) -> Variant | None:
                 "reason": found.reason or "every check passes on the search's items",
             }
             back = None
-            if not found.passed:
+            if not found.passed and len(journal.tries) + 1 < optimise.MOST_TRIES:
                 with progress_bar() as progress:
                     back = optimise.take_back(candidate, found, variant, progress)
             if back:
@@ -287,7 +287,7 @@ def _try_recipes(asked: _Asked) -> Variant | None:
             asked.end("recipe", optimise.Ended(optimise.describe_try(judged), found.passed))
         if judged["verdict"] == "pass":
             return variant
-        if "taken back" not in judged or len(journal.tries) >= optimise.MOST_TRIES:
+        if "taken back" not in judged:
             return None
 
 
