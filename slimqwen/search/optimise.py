@@ -172,7 +172,9 @@ def make_variant(
         evaluation: what judges it; None for what judges the base.
     """
     recipe, lines = candidate.render(base, stages, corpus), candidate.lines(base)
-    lines |= {"EVALUATION": evaluation} if evaluation not in (None, base.evaluation) else {}
+    own = base.settings.get("EVALUATION")
+    if evaluation and (own is None or own.value != evaluation):
+        lines["EVALUATION"] = evaluation
     name = f"{base.name}-optimised-{digest_of([recipe, lines])[:6]}"
     if name not in variants.names(base.root):
         gain = "faster" if goal == "speed" else "smaller"

@@ -13,6 +13,7 @@ import pytest
 
 from slimqwen import host_load, variant
 from slimqwen.bench import latency
+from slimqwen.bench.workload import Workload
 from slimqwen.checkpoint.files import carry_all
 from slimqwen.evals import acceptance, engine, fidelity, promotion, quality
 from slimqwen.evals.invocation import Invocation
@@ -123,14 +124,15 @@ class Steps:
         record = record_of(made, "MTP K=2", self.chosen).model_copy(update={"variant": one.name})
         return store.write_record(one.folder, record, [{"arm": "none"}])
 
-    def _time(self, sides: Sequence[Variant], *_: object, **__: object) -> list[Path]:
+    def _time(self, sides: Sequence[Variant], workload: Workload, **_: object) -> list[Path]:
         self.enter("timing", " and ".join(one.name for one in sides))
         self._require_idle()
         started, paths = provenance.utc_now(), []
         template = json.loads(TIMED.read_text())
         items = [json.loads(line) for line in TIMED.with_suffix(".items.jsonl").read_text().splitlines()]
         for one, factor in zip(sides, (1.0, self.factor), strict=True):
-            block = provenance.describe(ServerCommand.resolve(one), ["x"], started)
+            inputs = workload.inputs(self.root)
+            block = provenance.describe(ServerCommand.resolve(one), ["x"], started, datasets=inputs)
             record = template | {"variant": one.name, "run": started, "provenance": block}
             record["interleaved_with"] = [other.name for other in sides if other is not one]
             rows = [
