@@ -6,7 +6,7 @@ import pytest
 
 from slimqwen.recipe.calibration_text import CalibrationText, calibration_documents
 from slimqwen.recipe.stages import prune_vocab
-from slimqwen.text.corpus import TextSource, file_digest, resolve_text
+from slimqwen.text.corpus import TextSource, file_digest, find_named_corpus, named_corpus_path, resolve_text
 from slimqwen.text.files import CorpusError
 from slimqwen.variant import repository_root
 
@@ -56,3 +56,13 @@ def test_a_digest_is_of_the_content_and_of_the_names_in_a_folder(tmp_path):
     )
     with pytest.raises(CorpusError, match=r"none\.txt: cannot be read \(No such file.*put the corpus there"):
         file_digest(tmp_path / "none.txt", "corpus")
+
+
+def test_a_mix_is_found_by_its_path_whatever_its_name_and_that_of_its_base(tmp_path):
+    (tmp_path / "eval" / "corpora").mkdir(parents=True)
+    for name in ("long", "long-mix"):
+        (tmp_path / "eval" / "corpora" / f"{name}.yaml").touch()
+    for found in (("long-mix", "qwen3.5-4b"), ("long", "tiny")):
+        assert find_named_corpus(named_corpus_path(*found, tmp_path), tmp_path) == found
+    for path in ("corpora/other-tiny.jsonl", "long-tiny.jsonl", "corpora/long.jsonl"):
+        assert find_named_corpus(tmp_path / path, tmp_path) is None
