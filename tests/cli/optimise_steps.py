@@ -154,7 +154,7 @@ def make_root(root: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (root / "weights" / "store").mkdir(parents=True)
     (root / "weights" / "tiny").symlink_to(TINY)
     (root / "experiments" / "tiny").mkdir(parents=True)
-    config = (ROOT / "experiments" / "tiny" / "config.env").read_text()
+    config = "VLLM_MODEL=weights/tiny\nVLLM_MAX_MODEL_LEN=256\nVLLM_MAX_NUM_SEQS=1\nEVALUATION=tinyworld\n"
     (root / "experiments" / "tiny" / "config.env").write_text(config)
     claims = {"schema": "measurements/1", "hypothesis": "As it is.", "baseline": None}
     claims |= {"status": "measured", "verdict": None, "records": []}

@@ -120,7 +120,7 @@ class Checks:
                 "verdict": noise,
             }]}  # fmt: skip
         record = {
-            "schema": "fidelity/3", "variant": one.name, "baseline": "tiny", "plan": settings.name,
+            "schema": "fidelity/3", "variant": one.name, "baseline": one.baseline or "tiny", "plan": settings.name,
             "reference": Reference.of(one).as_json(),
             "limits": LIMITS.as_json(), "unchanged": unchanged, "modes": {"single": figures.as_json()},
             "verdicts": {"single": verdicts},
