@@ -48,6 +48,17 @@ def test_a_newer_record_replaces_the_named_one_only_where_that_is_asked_for(repo
     assert readme.read_text() == named
 
 
+def test_a_table_of_a_kind_shows_the_newest_record_of_each_topic(repository, readme, quality):
+    folder = repository / "experiments" / "b"
+    for _ in range(2):
+        newest = record_files.write(folder, quality | {"variant": "b", "suite": "other"}, ITEMS)
+    readme.write_text("# b\n\n<!-- table:quality b -->\n<!-- end -->\n")
+    markdown.update_tables(repository)
+    text = readme.read_text()
+    assert text.count("**Quality of b**") == 2
+    assert f"b/{newest.name}" in text
+
+
 def test_other_pages_than_the_named_are_left_alone(repository, readme):
     readme.write_text(readme.read_text().replace("0.500", "9.999", 1))
     assert markdown.update_tables(repository, []) == []
