@@ -6,7 +6,7 @@ plugin does not open the file and drafts from the full vocabulary. config.json a
 engine can allocate the tensors before it reads them; other readers ignore the key. No tensor's name ends in
 `lm_head.weight`: vLLM would take it for an output head of the target model and untie tied embeddings.
 
-    mtp.draft_head.weight      [rows, hidden], BF16 or F16
+    mtp.draft_head.weight      [rows, hidden], BF16 or F16; or packed as a group of quantization_config says
     mtp.draft_head.token_ids   [rows], I64, ascending: the id that each row stands for
     mtp_draft_vocab_size       rows, in config.json beside `mtp_num_hidden_layers`
 """
@@ -21,9 +21,12 @@ import numpy.typing as npt
 from slimqwen.checkpoint.config import text_config
 from slimqwen.checkpoint.errors import CorruptCheckpointError
 from slimqwen.checkpoint.tensors import UNLISTED, UNLISTED_PREFIX, TensorInfo
+from slimqwen.formats import CARRIERS
 
 FILE, PREFIX = UNLISTED, UNLISTED_PREFIX
+MODULE = PREFIX.removesuffix(".")
 WEIGHT = f"{PREFIX}weight"
+"""Name of the weight if it is not packed."""
 TOKEN_IDS = f"{PREFIX}token_ids"
 SIZE_KEY = "mtp_draft_vocab_size"
 """Key of config.json, in the language model's part: rows of the draft head."""
@@ -33,9 +36,11 @@ def read_token_ids(tensors: Mapping[str, TensorInfo], vocab_size: int) -> npt.ND
     """The token ids of the draft head's rows, or None where the checkpoint has no draft head.
 
     Raises:
-        CorruptCheckpointError: one of the two tensors is missing, or the ids do not fit the rows or `vocab_size`.
+        CorruptCheckpointError: weight or ids are missing, or the ids do not fit the rows or `vocab_size`.
     """
-    weight, ids = tensors.get(WEIGHT), tensors.get(TOKEN_IDS)
+    carriers = (f"{PREFIX}{carrier}" for carrier in CARRIERS)
+    weight = next((tensors[name] for name in carriers if name in tensors), None)
+    ids = tensors.get(TOKEN_IDS)
     if weight is None and ids is None:
         return None
     cure = "make the checkpoint anew with the stage trim_draft_vocab"
@@ -66,7 +71,8 @@ def refuse_lost(folder: Path, config: Mapping[str, Any], names: Collection[str])
         CorruptCheckpointError: config.json announces a draft head, but the checkpoint has an MTP head without one.
     """
     drafts = any(name.startswith("mtp.") for name in names)
-    if drafts and text_config(config).get(SIZE_KEY) and not {WEIGHT, TOKEN_IDS} & set(names):
+    has_head = any(name.startswith(PREFIX) for name in names)
+    if drafts and text_config(config).get(SIZE_KEY) and not has_head:
         raise CorruptCheckpointError(
             f"{folder / FILE} is missing, although config.json announces it ({SIZE_KEY})",
             "copy it from where the folder came from, or remove that key to draft from the full vocabulary",

@@ -3,8 +3,10 @@
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from slimqwen.checkpoint.errors import CorruptCheckpointError
-from slimqwen.checkpoint.tensors import NewTensor, TensorInfo
+from slimqwen.checkpoint.tensors import NewTensor, SelectedRows, TensorInfo, from_ids
 from slimqwen.formats.compressed_tensors import PackedIntegers, matches
 
 if TYPE_CHECKING:
@@ -20,11 +22,12 @@ LINEARS: Mapping[str, str] = {
     "mtp": r"re:^mtp\.(fc|layers\.\d+\.(mlp|self_attn)\.\w+_proj)$",
     "lm_head": r"re:.*lm_head$",
     "embed_tokens": r"re:^(?!mtp\.).*embed_tokens$",
+    "draft_head": r"re:.*draft_head$",
 }
 """Kind of linears that can be packed -> the target of compressed-tensors that matches the names of their modules."""
 
 TABLES = ("embed_tokens", "lm_head")
-"""Kinds with a row for each token; a packed one is tied to no other."""
+"""Kinds with a row for every token; a packed one is tied to no other."""
 
 PACKED = ".weight_packed"
 """End of the name of a packed weight."""
@@ -61,7 +64,11 @@ def tensor_pattern(kind: str) -> str:
 
 
 def rounded_to_nearest(
-    weight: TensorInfo, name: str, bits: int, group_size: int | None, rounding: Rounding | None = None
+    weight: TensorInfo | SelectedRows,
+    name: str,
+    bits: int,
+    group_size: int | None,
+    rounding: Rounding | None = None,
 ) -> dict[str, NewTensor]:
     """The packed tensors of a 16-bit weight, rounded to nearest in blocks of rows of a few MiB.
 
@@ -85,24 +92,18 @@ def rounded_to_nearest(
         for _, block in quantised_blocks(weight, group, bits):
             yield memoryview(block.view(torch.uint8).numpy()).cast("B")
 
-    def shape() -> Iterator[bytes]:
-        yield b"".join(dimension.to_bytes(8, "little") for dimension in weight.shape)
-
-    chunks: Mapping[str, Callable[[], Iterator[bytes | memoryview]]]
-    chunks = {
-        "weight_packed": integers,
-        "weight_scale": scales,
-        "weight_shape": shape,
-    }
+    chunks = {"weight_packed": integers, "weight_scale": scales}
     parts = PackedIntegers(bits, group_size).parts(*weight.shape)
     module = name.removesuffix(".weight")
-    return {
-        f"{module}.{part}": NewTensor(dtypes[0], size, chunks[part]) for part, (size, dtypes) in parts.items()
+    packed = {
+        f"{module}.{part}": NewTensor(parts[part][1][0], parts[part][0], each)
+        for part, each in chunks.items()
     }
+    return packed | {f"{module}.weight_shape": from_ids(np.array(weight.shape))}
 
 
 def quantised_blocks(
-    weight: TensorInfo, group_size: int, bits: int, rounding: Rounding | None = None
+    weight: TensorInfo | SelectedRows, group_size: int, bits: int, rounding: Rounding | None = None
 ) -> Iterator[tuple[Any, Any]]:
     """Yield integers and scales of blocks of rows of a few MiB; rounded to nearest without `rounding`."""
     import torch

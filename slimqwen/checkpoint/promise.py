@@ -19,7 +19,7 @@ Shapes = dict[str, tuple[int, ...]]
 _CACHE_SCALES = (".k_scale", ".v_scale")
 """Ends of the names of the scales of an 8-bit KV cache."""
 
-_PACKABLE = re.compile(r"(?:^|\.)(?:layers\.\d+\..*proj\w*|mtp\.fc|lm_head|embed_tokens)$")
+_PACKABLE = re.compile(r"(?:^|\.)(?:layers\.\d+\..*proj\w*|mtp\.fc|lm_head|embed_tokens|draft_head)$")
 """Linears and tables, of which config.json says how they are stored."""
 
 _EXPERT = re.compile(r"(?P<experts>.+\.experts)\.(?P<linear>gate_up_proj|down_proj)")
@@ -153,6 +153,8 @@ def expected_tensors(folder: Path) -> Parts:
     ]
     drafts = holds_mtp_head(config, stored)
     shapes |= _mtp_shapes(text, shapes) if drafts else {}
+    if drafts and (rows := text.get(draft_head.SIZE_KEY)):
+        shapes[draft_head.WEIGHT] = (rows, text["hidden_size"])
     shapes = dict(_with_single_experts(shapes, stored))
     packable += [
         name.removesuffix(".weight")
@@ -163,9 +165,8 @@ def expected_tensors(folder: Path) -> Parts:
     dtypes = Counter(info.dtype for info in stored.values() if info.dtype in ("BF16", "F16"))
     floating = (*(dtype for dtype, _ in dtypes.most_common(1)), "F32")
     expected: Parts = {name: (shape, floating) for name, shape in shapes.items()}
-    if drafts and (rows := text.get(draft_head.SIZE_KEY)):
-        expected[draft_head.WEIGHT] = ((rows, text["hidden_size"]), floating)
-        expected[draft_head.TOKEN_IDS] = ((rows,), ("I64",))
+    if draft_head.WEIGHT in shapes:
+        expected[draft_head.TOKEN_IDS] = (shapes[draft_head.WEIGHT][:1], ("I64",))
     form = find_format(quantisation(config))
     if form.settings:
         weights = group_parts(stored, form.settings)

@@ -113,6 +113,28 @@ class TensorInfo:
         return NewTensor(self.dtype, shape, lambda: self.chunks(first * length, last * length))
 
 
+@dataclass(frozen=True)
+class SelectedRows:
+    """Some rows of a stored tensor, in ascending order, to be read in blocks like a stored tensor of their own."""
+
+    info: TensorInfo
+    ids: npt.NDArray[np.int64]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Dimensions of the selection."""
+        return (len(self.ids), *self.info.shape[1:])
+
+    @property
+    def file(self) -> Path:
+        """File of the stored tensor."""
+        return self.info.file
+
+    def rows(self, first: int, last: int) -> NewTensor:
+        """Rows of the selection from `first` to before `last`."""
+        return selected_rows(self.info, self.ids[first:last])
+
+
 def selected_rows(info: TensorInfo, rows: npt.NDArray[np.int64]) -> NewTensor:
     """Some rows of a stored tensor, to be written; `rows` ascend, and blocks of the file without any are not read."""
     length = (info.end - info.start) // info.shape[0]

@@ -163,7 +163,8 @@ def describe_elsewhere(folder: Path) -> str:
     Raises:
         CorruptCheckpointError: the checkpoint cannot be read.
     """
-    head = list_tensors(folder).get(draft_head.WEIGHT)
+    tensors = list_tensors(folder)
+    head = tensors.get(draft_head.TOKEN_IDS)
     if not has_mtp_head(folder):
         drafts = "The folder has no MTP head and nothing that needs Slimqwen's plugin of vLLM."
     elif head is None:
@@ -180,6 +181,11 @@ def describe_elsewhere(folder: Path) -> str:
             "Slimqwen's plugin of vLLM. vLLM without the plugin serves this folder without drafts, but ends at the "
             "start with MTP (no module or parameter named 'draft_head'); a checkpoint made anew has the ids in a "
             "file of their own."
+        )
+    if any(name.endswith(".embed_tokens.weight_packed") for name in tensors):
+        drafts += (
+            " The packed embedding needs the plugin, too: vLLM's classes of Qwen3.5 and Llama do not pass it the "
+            "quantisation config (vllm#54304), and loading ends."
         )
     return f"{drafts} On a CPU, vLLM needs the plugin's fixes for any MTP head and for 8-bit weights (W8A16)."
 

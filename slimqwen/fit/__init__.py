@@ -7,6 +7,7 @@
     memory.py        weights, cache and activations of a server on one GPU, and its speed
     verdict.py       whether it fits, and which recipe, load or number of GPUs would make it fit
     waterfall.py     the bytes and the time of a step after each stage of a variant's recipe
+    step_bytes.py    what packing draft head and embedding saves the variants that are to be served
     tables.py        the steps on one GPU, the notes, the tables over GPUs
 
 `slimqwen plan` refines the result with vLLM's own code where the CUDA environment is installed; bytes and blocks agree.

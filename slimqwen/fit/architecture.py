@@ -212,7 +212,7 @@ def read_model(
         body=weights(body),
         head=weights([head]),
         drafter=weights(drafter),
-        draft_head=weights([draft_head.WEIGHT]) if draft_head.WEIGHT in tensors else None,
+        draft_head=weights([draft_head.WEIGHT]) if draft_head.WEIGHT in stored else None,
         tied=head == embedding,
         embedding_bytes=embedding_bytes,
         embedding_row_bytes=embedding_bytes // stored[embedding].carrier.shape[0],

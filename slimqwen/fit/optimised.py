@@ -6,6 +6,8 @@ from pathlib import Path
 
 from slimqwen.checkpoint import packing
 from slimqwen.checkpoint.config import quantisation
+from slimqwen.checkpoint.tensors import find_output_head
+from slimqwen.checkpoint.weights import group_parts
 from slimqwen.fit.architecture import shape_tensors
 from slimqwen.fit.subject import Subject
 from slimqwen.formats import find_format
@@ -13,6 +15,7 @@ from slimqwen.models.outline import Outline
 from slimqwen.models.shape import Packing
 
 _FOUR_BITS = Packing(bits=4, group_size=32)
+_EIGHT_BITS = Packing(bits=8, group_size=32)
 _PUBLISHED_FOUR_BITS = Packing(bits=4, group_size=128)
 _VOCABULARY, _DRAFT_VOCABULARY = 65_536, 32_768
 """Rows of embedding and output head, and of the draft head, that the recipe of qwen3.5-4b-best keeps."""
@@ -60,10 +63,12 @@ def list_optimised(subject: Subject) -> list[Optimised]:
         add("4-bit head", _packed("lm_head"))
         if subject.family.is_calibrated:
             add("4-bit MTP", _packed("mtp"))
+        add("8-bit embedding", _packed("embed_tokens", form=_EIGHT_BITS))
     rows = int(subject.text["vocab_size"])
     # vLLM builds the MTP head of a mixture of experts by a class of its own, which has no draft vocabulary.
     if subject.has_mtp and not subject.family.has_experts and rows > 2 * _DRAFT_VOCABULARY:
         add("32k drafted", lambda outline: outline.with_draft_vocabulary(_DRAFT_VOCABULARY))
+        add("4-bit draft head", _with_packed_draft_head)
     if rows > 2 * _VOCABULARY:
         add("64k tokens", lambda outline: outline.with_vocabulary(_VOCABULARY))
     return steps
@@ -79,6 +84,15 @@ def _packed(*kinds: str, form: Packing = _FOUR_BITS) -> Callable[[Outline], Outl
         return outline.with_packing(dict.fromkeys(found, form)) if found else outline
 
     return pack
+
+
+def _with_packed_draft_head(outline: Outline) -> Outline:
+    """The outline with the draft head packed, if `trim_draft_vocab` can pack it so from the output head."""
+    form = find_format(quantisation(outline.config))
+    weights = group_parts(outline.tensors, form.settings)
+    head = weights[find_output_head(weights)[0]]
+    can_be = head.layout == _FOUR_BITS.layout if head.is_quantised else form.takes_more
+    return _packed("draft_head")(outline) if can_be else outline
 
 
 def name_published(repository: str) -> str:

@@ -62,6 +62,7 @@ _MARKS = {
     "4-bit head": "c",
     "4-bit MTP": "d",
     PUBLISHED_EXPERTS: "e",
+    "8-bit embedding": "f",
 }
 
 
@@ -253,8 +254,8 @@ def shapes_table(root: Path) -> Table:
         columns,
         f"Without drafts, of the first form that fits with {SHAPES_CONTEXT_LEN:,} tokens. No mark: as stored in 16 "
         "bits; a: 4-bit MLPs; b: a and 4-bit attention; c: b (of a mixture e) and a 4-bit output head; d: c and a "
-        "4-bit MTP head; e: published 4-bit experts, as no stage packs them; -: none fits, or only one with a smaller "
-        "vocabulary. Computed, not timed.",
+        "4-bit MTP head; e: published 4-bit experts, as no stage packs them; f: c or d and an 8-bit "
+        "embedding; -: none fits, or only one with a smaller vocabulary. Computed, not timed.",
     )
 
 

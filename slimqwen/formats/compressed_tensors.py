@@ -144,24 +144,22 @@ class CompressedTensors(Format):
                 return ORDERED
         return None
 
-    def needs_gpu(self, module: str) -> bool:
-        """A packed embedding too: CompressedTensorsEmbeddingWNA16Int is a Triton kernel."""
-        return module.endswith("embed_tokens") or super().needs_gpu(module)
-
 
 _CLASSES = frozenset({"Linear", "Embedding"})
+_TABLES = ("embed_tokens", "lm_head", "draft_head")
+"""Last parts of the names of modules with a row for each token, which vLLM does not take for linears."""
 
 
 def matches(entry: str, module: str) -> bool:
-    """Whether an entry of `targets` or `ignore` (a name, class or pattern) matches a linear, embedding or output head.
+    """Whether an entry of `targets` or `ignore` (a name, class or pattern) matches a linear or a table.
 
     Names and patterns match as by compressed_tensors.utils.match.match_name, whose import takes seconds. The class
-    `Linear` does not match the output head, as in vLLM; only its name or a pattern does.
+    `Linear` matches no output head, as in vLLM; only its name or a pattern does.
     """
     if entry.startswith("re:"):
         return re.match(entry[3:], module) is not None
     if entry == "Linear":
-        return module != "lm_head" and not module.endswith("embed_tokens")
+        return not module.endswith(_TABLES)
     return entry == module or (entry == "Embedding" and module.endswith("embed_tokens"))
 
 
@@ -189,7 +187,7 @@ def settings_of(groups: Mapping[str, Any], ignore: Collection[str]) -> dict[str,
     }
 
 
-_ADDED = frozenset({"lm_head", "embed_tokens", "mtp"})
+_ADDED = frozenset({"mtp", *_TABLES})
 """Names of groups that are packed beside the layers."""
 
 
@@ -200,7 +198,7 @@ def with_group(
 
     Args:
         before: quantization_config before the packing; may be empty.
-        kind: name of the group, which is in the names of its modules: `lm_head`, `embed_tokens` or `mtp`.
+        kind: name of the group, which is in the names of its modules: `mtp` or the last part of a table's name.
         group: config group of the newly packed linears, from `config_group`.
         modules: names of the newly packed linears; no entry of `ignore` matches them afterwards.
     """

@@ -371,7 +371,8 @@ def _read_draft_head(folder: Path, config: Any, dtype: torch.dtype) -> DraftHead
     ids = draft_head.read_token_ids(stored, config.vocab_size)
     if ids is None:
         return None
-    return DraftHead(stored[draft_head.WEIGHT].unchanged().read().to(dtype), torch.from_numpy(ids))
+    weight = read_plain(read_weights(folder)[draft_head.WEIGHT])
+    return DraftHead(weight.to(dtype), torch.from_numpy(ids))
 
 
 def _check_head(folder: Path, head: MtpHead, tensors: dict[str, Tensor]) -> None:

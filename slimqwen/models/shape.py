@@ -10,7 +10,7 @@ from slimqwen.checkpoint import draft_head, packing
 from slimqwen.checkpoint.config import text_config, untied
 from slimqwen.checkpoint.packing import UNPACKED_MTP, VISION_TOWER
 from slimqwen.errors import SlimqwenError
-from slimqwen.formats.compressed_tensors import PackedIntegers, config_group, settings_of
+from slimqwen.formats.compressed_tensors import PackedIntegers, config_group, settings_of, with_group
 from slimqwen.formats.format import Layout
 from slimqwen.models.families import FULL_ATTENTION, Family, find_family
 
@@ -135,9 +135,14 @@ def _quantization(quantised: Mapping[str, Packing]) -> dict[str, Any]:
     groups = {
         f"group_{number}": config_group(packing.LINEARS[kind], packed.bits, packed.group_size)
         for number, (kind, packed) in enumerate(quantised.items())
+        if kind != "draft_head"  # a part of the MTP head, whose entry of `ignore` would match it
     }
     ignore = {"mtp": UNPACKED_MTP, "": VISION_TOWER, "lm_head": "lm_head"}
-    return settings_of(groups, [entry for kind, entry in ignore.items() if kind not in quantised])
+    form = settings_of(groups, [entry for kind, entry in ignore.items() if kind not in quantised])
+    if packed := quantised.get("draft_head"):
+        group = config_group(packing.LINEARS["draft_head"], packed.bits, packed.group_size)
+        form = with_group(form, "draft_head", group, [draft_head.MODULE])
+    return form
 
 
 def with_first_experts(tensors: Tensors) -> Tensors:

@@ -14,6 +14,7 @@ from pathlib import Path
 from types import MappingProxyType
 
 from slimqwen.errors import SlimqwenError
+from slimqwen.fit.step_bytes import step_bytes_table
 from slimqwen.fit.tables import shapes_table
 from slimqwen.plan.record import overview_table
 from slimqwen.records import collection, registry, store
@@ -39,6 +40,7 @@ TABLES: Mapping[str, tuple[str, Callable[..., Sequence[Table]]]] = MappingProxyT
         "plans": ("", lambda root: [overview_table(root)]),
         "cells": ("", lambda root: [cells_table(collection.collect(root))]),
         "fit": ("", lambda root: [shapes_table(root)]),
+        "step-bytes": ("", lambda root: [step_bytes_table(root)]),
         "patches": ("", lambda root: [tables.patches_table()]),
         "summary": ("BASELINE VARIANT", lambda root, *names: [tables.summary_table(root, *names)]),
     }

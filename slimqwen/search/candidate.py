@@ -38,7 +38,9 @@ class Candidate:
         rounding: rounding of quantised linears: nearest or gptq.
         head_bits: bits of the output head.
         vocabulary: share of the vocabulary that is kept.
+        embedding_bits: bits of the input embedding.
         draft_vocabulary: share of the kept vocabulary that may be drafted.
+        draft_bits: bits of the draft head, if only a share may be drafted.
         redistillation: whether the MTP head is trained for the changed model.
         depth: tokens drafted at a time (K); 0 for no drafts.
         state_dtype: dtype of recurrent states; auto for the checkpoint's.
@@ -54,7 +56,9 @@ class Candidate:
     rounding: str = "nearest"
     head_bits: int = 16
     vocabulary: float = 1.0
+    embedding_bits: int = 16
     draft_vocabulary: float = 1.0
+    draft_bits: int = 16
     redistillation: bool = False
     depth: int = 0
     state_dtype: str = "auto"
@@ -67,10 +71,13 @@ class Candidate:
         candidate = cls(**dict(point))  # type: ignore[arg-type]
         if not candidate.depth:
             candidate = replace(candidate, mtp="none", draft_vocabulary=1.0, redistillation=False)
+        if candidate.draft_vocabulary == 1:
+            candidate = replace(candidate, draft_bits=16)
         schemes = candidate.calibrated
         if not schemes:
             candidate = replace(candidate, rounding="nearest")
-        if "W4A16" not in (*schemes.values(), candidate.mtp) and candidate.head_bits != 4:
+        packed = candidate.embedding_bits < 16 or 4 in (candidate.head_bits, candidate.draft_bits)
+        if "W4A16" not in (*schemes.values(), candidate.mtp) and not packed:
             candidate = replace(candidate, group_size=32)
         return candidate
 
@@ -111,12 +118,14 @@ class Candidate:
             steps.append(("prune_vocab", {"size": kept_rows}))
         if self.head_bits == 4:
             steps.append(("quantise_lm_head", {"group_size": self.group_size}))
+        if self.embedding_bits < 16:
+            steps.append(("quantise_embedding", {"bits": self.embedding_bits, "group_size": self.group_size}))
         if self.draft_vocabulary < 1 or self.redistillation:
             steps.append(("sample_outputs", {}))
         if self.draft_vocabulary < 1:
-            steps.append(
-                ("trim_draft_vocab", {"size": stored_rows(round(kept_rows * self.draft_vocabulary))})
-            )
+            packed = {"bits": self.draft_bits, "group_size": self.group_size} if self.draft_bits < 16 else {}
+            size = stored_rows(round(kept_rows * self.draft_vocabulary))
+            steps.append(("trim_draft_vocab", {"size": size, **packed}))
         if self.redistillation:
             steps.append(("redistill_mtp", {"rows": "drafted"} if self.draft_vocabulary < 1 else {}))
         steps = [(stage, {**stage_parameters.get(stage, {}), **parameters}) for stage, parameters in steps]

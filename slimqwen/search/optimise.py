@@ -44,6 +44,8 @@ _OF_FIT: Mapping[str, Mapping[str, Any]] = {
     "4-bit attention": {"attention": "W4A16", "linear_attention": "W4A16"},
     "4-bit head": {"head_bits": 4},
     "4-bit MTP": {"mtp": "W4A16"},
+    "8-bit embedding": {"embedding_bits": 8},
+    "4-bit draft head": {"draft_bits": 4},
 }
 """Choices of a candidate by the optimisation's name in `slimqwen fit`; `choose_first` makes those that count rows."""
 
@@ -192,7 +194,7 @@ def take_back(
 
     Drafts change no answer, so acceptance points at them; fidelity and quality point at the weights: first the 4-bit
     kind with the largest error in the worst layer becomes 8-bit, and the next one; then the vocabulary is whole again,
-    then the head is in 16 bits.
+    then the head is in 16 bits, then the embedding.
     """
     failed = {finding.gate for finding in judged.findings if finding.verdict != Verdict.PASS}
     if failed == {"acceptance"} and candidate.depth:
@@ -201,6 +203,8 @@ def take_back(
             return replace(
                 candidate, draft_vocabulary=share
             ), f"acceptance: {share:.0%} of the ids may be drafted"
+        if candidate.draft_bits < candidate.head_bits:
+            return replace(candidate, draft_bits=16), "acceptance: the draft head in 16 bits"
         if candidate.mtp != "none":
             return replace(candidate, mtp="none"), "acceptance: the MTP head stays in 16 bits"
         return None
@@ -216,6 +220,8 @@ def take_back(
         return replace(candidate, vocabulary=1.0), f"{why}: the whole vocabulary"
     if candidate.head_bits == 4:
         return replace(candidate, head_bits=16), f"{why}: the output head in 16 bits"
+    if candidate.embedding_bits < 16:
+        return replace(candidate, embedding_bits=16), f"{why}: the embedding in 16 bits"
     return None
 
 

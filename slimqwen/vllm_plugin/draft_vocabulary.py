@@ -60,7 +60,9 @@ class DraftVocabularyMTP(Qwen3_5MTP):  # type: ignore[misc]  # vLLM is not follo
             return
         # Below `model`, where vLLM's loader looks for the names of the checkpoint. The shared output head stays too.
         # GPUs share the rows; each has all ids, because logits and maxima are gathered from all GPUs.
-        self.model.draft_head = ParallelLMHead(rows, self.config.hidden_size)
+        self.model.draft_head = ParallelLMHead(
+            rows, self.config.hidden_size, quant_config=_packed(vllm_config), prefix=_PREFIX.removesuffix(".")
+        )
         self.model.draft_head.token_ids = torch.nn.Parameter(torch.arange(rows), requires_grad=False)
         self.draft_logits_processor = LogitsProcessor(rows)
         self.secondary_weights = list(_sources(vllm_config))
@@ -87,7 +89,7 @@ class DraftVocabularyMTP(Qwen3_5MTP):  # type: ignore[misc]  # vLLM is not follo
             return loaded
         seen: set[str] = set()
         loaded = super().load_weights(self._checked(weights, seen))
-        missing = sorted(f"{_PREFIX}{part}" for part in ("weight", "token_ids") if part not in seen)
+        missing = sorted(f"{_PREFIX}{part}" for part in self._shapes() if part not in seen)
         if missing:
             raise PluginError(
                 f"config.json announces a draft head, but the checkpoint lacks {' and '.join(missing)}; {_CURE}"
@@ -98,8 +100,7 @@ class DraftVocabularyMTP(Qwen3_5MTP):  # type: ignore[misc]  # vLLM is not follo
         self, weights: Iterable[tuple[str, torch.Tensor]], seen: set[str]
     ) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the tensors, and check those of the draft head."""
-        rows, hidden = getattr(self.config, _SIZE_KEY), self.config.hidden_size
-        shapes = {"weight": (rows, hidden), "token_ids": (rows,)}
+        shapes = self._shapes()
         for name, tensor in weights:
             part = name.removeprefix(_PREFIX)
             if part != name:
@@ -112,6 +113,17 @@ class DraftVocabularyMTP(Qwen3_5MTP):  # type: ignore[misc]  # vLLM is not follo
                 seen.add(part)
             yield name, tensor
 
+    def _shapes(self) -> dict[str, tuple[int, ...]]:
+        """The tensors of the draft head that vLLM has built, packed or not, with the shapes that are stored."""
+        rows = getattr(self.config, _SIZE_KEY)
+        # vLLM pads the rows and shares them among GPUs.
+        return {
+            part: (rows, *tensor.shape[1:])
+            if getattr(tensor, "output_dim", None) == 0
+            else tuple(tensor.shape)
+            for part, tensor in self.model.draft_head.named_parameters()
+        }
+
     def _check_ids(self, name: str, ids: torch.Tensor) -> None:
         size = self.config.vocab_size
         if ids.is_floating_point() or int(ids.min()) < 0 or int(ids.max()) >= size:
@@ -121,6 +133,15 @@ class DraftVocabularyMTP(Qwen3_5MTP):  # type: ignore[misc]  # vLLM is not follo
             )
         if not bool((ids.diff() > 0).all()):
             raise PluginError(f"{name} does not ascend: an id is repeated or out of order; {_CURE}")
+
+
+def _packed(vllm_config: Any) -> Any:
+    """The quantisation config, if it may say of a draft head how it is packed; else None, for a head in 16 bits.
+
+    In other formats vLLM takes every output head to be stored as the model's own is.
+    """
+    config = vllm_config.quant_config
+    return config if config is not None and config.get_name() == "compressed-tensors" else None
 
 
 def _sources(vllm_config: Any) -> Iterator[DefaultModelLoader.Source]:

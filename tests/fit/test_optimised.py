@@ -1,6 +1,7 @@
 """A checkpoint after each optimisation: what it packs, and what is left out."""
 
 import math
+import re
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,10 @@ from slimqwen.plan import shapes
 from tests.zoo.published_forms import PUBLISHED_FORMS
 
 ROOT = variant.repository_root()
-ALL = ["as stored", "4-bit MLPs", "4-bit attention", "4-bit head", "4-bit MTP", "32k drafted", "64k tokens"]
+ALL = [
+    *("as stored", "4-bit MLPs", "4-bit attention", "4-bit head", "4-bit MTP", "8-bit embedding"),
+    *("32k drafted", "4-bit draft head", "64k tokens"),
+]
 
 
 def sizes(step: Optimised) -> Tensors:
@@ -25,11 +29,14 @@ def sizes(step: Optimised) -> Tensors:
     ("model", "steps"),
     [
         ("qwen3.5-4b", ALL),
-        ("qwen3-8b", [*ALL[:4], "64k tokens"]),
-        ("qwen3.5-35b-a3b", ["as stored", "published 4-bit experts", "4-bit head", "64k tokens"]),
+        ("qwen3-8b", [*ALL[:4], "8-bit embedding", "64k tokens"]),
+        (
+            "qwen3.5-35b-a3b",
+            ["as stored", "published 4-bit experts", "4-bit head", "8-bit embedding", "64k tokens"],
+        ),
         ("cyankiwi", ["as stored", *ALL[2:]]),
-        ("tiny", ALL[:5]),
-        ("qwen3.5-4b-best", ["as stored", "4-bit head"]),
+        ("tiny", ALL[:6]),
+        ("qwen3.5-4b-best", ["as stored", "4-bit head", "8-bit embedding"]),
     ],
 )
 def test_each_step_is_one_that_the_checkpoint_lacks(model: str, steps: list[str]):
@@ -37,11 +44,15 @@ def test_each_step_is_one_that_the_checkpoint_lacks(model: str, steps: list[str]
 
 
 def test_the_recipe_of_the_4b_ends_with_the_tensors_of_its_steps():
-    """In another order and with all rows of the output head in 16 bits, as that recipe has no packed head."""
+    """In another order and with embedding and output head in 16 bits, as that recipe keeps them tied."""
     by_name = {step.optimisation: step for step in list_optimised(find_subject("qwen3.5-4b", ROOT))}
     made = shapes.variant_shape(variant.load("qwen3.5-4b-best", ROOT)).tensors
     last = sizes(by_name["64k tokens"])
-    assert {name: each for name, each in last.items() if not name.startswith("lm_head.")} == made
+    tables = re.compile(r"lm_head|embed_tokens|draft_head\.weight")
+    layers = {name: each for name, each in last.items() if not tables.search(name)}
+    assert layers == {name: each for name, each in made.items() if not tables.search(name)}
+    assert last["model.language_model.embed_tokens.weight_packed"] == ("I32", (65536, 2560 // 4))
+    assert last["mtp.draft_head.weight_packed"] == ("I32", (32768, 2560 // 8))
     assert last["lm_head.weight_packed"] == ("I32", (65536, 2560 // 8))
 
 
@@ -79,7 +90,7 @@ def test_nothing_more_is_packed_beside_a_foreign_format(published: str, tmp_path
 def test_a_pruned_vocabulary_keeps_its_rows_everywhere():
     last = list_optimised(find_subject("qwen3.5-9b", ROOT))[-1]
     assert last.outline.config["text_config"]["vocab_size"] == 65536
-    assert sizes(last)["model.language_model.embed_tokens.weight"] == ("BF16", (65536, 4096))
+    assert sizes(last)["model.language_model.embed_tokens.weight_scale"] == ("BF16", (65536, 128))
     assert sizes(last)["lm_head.weight_scale"] == ("BF16", (65536, 128))
     assert sizes(last)["mtp.draft_head.token_ids"] == ("I64", (32768,))
     assert math.prod(sizes(last)["lm_head.weight_shape"][1]) == 2

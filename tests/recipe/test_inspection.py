@@ -70,7 +70,7 @@ def test_twelve_mistakes_in_five_stages_are_named_at_once_each_at_its_line(tmp_p
         10: "has only 8192 tokens, but size is 9024; choose a smaller size",
         12: "broken.jsonl, line 2: not JSON",
         13: "unknown key 'output'; known are corpus, size",
-        15: "group_size 128 does not divide the 192 inputs",
+        15: "group_size 128 does not divide the 192 columns",
         18: "chats.jsonl, line 2: neither a text nor a chat; give",
         19: "tokens: Input should be greater than or equal to 16",
         20: "temperature: Input should be a valid number",
@@ -91,6 +91,9 @@ def test_twelve_mistakes_in_five_stages_are_named_at_once_each_at_its_line(tmp_p
         ("calibrate", {"targets": {"mtp": "W8A16"}}),
         ("prune_vocab", {"size": "50%", "corpus": {"path": "tinyworld", "documents": 20}}),
         ("trim_draft_vocab", {"size": 256}),
+        ("trim_draft_vocab", {"size": 256, "bits": 8}),
+        ("trim_draft_vocab", {"size": 256, "bits": 4, "group_size": 64}),
+        ("quantise_embedding", {}),
     ],
 )
 def test_the_outline_of_an_output_is_what_the_stage_makes(

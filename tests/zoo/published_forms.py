@@ -61,7 +61,9 @@ class PublishedForm:
 
 
 _PACKED = {"calibrate": "is quantised already"}
-_FOREIGN = _PACKED | dict.fromkeys(("calibrate mtp", "quantise_lm_head"), "in the format .*; take the 16-bit")
+_FOREIGN = _PACKED | dict.fromkeys(
+    ("calibrate mtp", "quantise_lm_head", "quantise_embedding"), "in the format .*; take the 16-bit"
+)
 _GPU_ALONE = dict.fromkeys(("serve", "serve with drafts"), "no kernel for .*; serve it on a GPU")
 _PACKED_MTP = {"redistill_mtp": "MTP head is quantised"}
 _NO_MTP = {
@@ -211,8 +213,8 @@ PUBLISHED_FORMS: dict[str, PublishedForm] = {
     "w4a16-embedding": PublishedForm(
         "W4A16, embedding and output head too",
         (untied, compressed_tensors(integers(f"{quantised.LINEARS}|{quantised.EMBEDDING}|{quantised.HEAD}"))),
-        refuses=_PACKED | _GPU_ALONE | {"quantise_lm_head": "packed lm_head already"},
-        on_cpu=False,
+        refuses=_PACKED
+        | {"quantise_lm_head": "packed lm_head already", "quantise_embedding": "has 0 embeddings in 16 bits"},
     ),
     "w8a16": PublishedForm(
         "W8A16 by row", (compressed_tensors(integers(bits=8, group_size=None)),), refuses=_PACKED

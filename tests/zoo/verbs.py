@@ -55,6 +55,7 @@ _RECIPE: Mapping[str, Mapping[str, Any]] = {
     "calibrate": {"layer_error_ratio": 4, "corpus": {**_TEXT, "sequences": 8, "length": 64}},
     "prune_vocab": {"size": 4096, "corpus": {**_TEXT, "documents": 200}},
     "quantise_lm_head": {"rounding": "gptq", "corpus": {**_TEXT, "sequences": 64, "length": 128}},
+    "quantise_embedding": {},
     "sample_outputs": {"texts": 48, "held_out": 16, "tokens": 32, "prompts": {"path": "tinyworld_prompts"}},
     "trim_draft_vocab": {"size": 1024},
     "redistill_mtp": {"depth": 2, "steps": 8, "validate_every": 4},
@@ -182,6 +183,7 @@ QUICK: Mapping[str, Verb] = {
     "serve": serve(drafts=False),
     "serve with drafts": serve(drafts=True),
     "quantise_lm_head": stage("quantise_lm_head"),
+    "quantise_embedding": stage("quantise_embedding"),
     "prune_vocab": stage("prune_vocab", **_PRUNE),
     "trim_draft_vocab": stage("trim_draft_vocab", outputs=True, **_TRIM),
     "calibrate": needs("calibrate", corpus={"path": "tinyworld"}),
@@ -194,6 +196,7 @@ QUICK: Mapping[str, Verb] = {
 
 ASKED: Mapping[str, Verb] = {
     "quantise_lm_head": needs("quantise_lm_head"),
+    "quantise_embedding": needs("quantise_embedding"),
     "prune_vocab": needs("prune_vocab", **_PRUNE),
     "trim_draft_vocab": needs("trim_draft_vocab", **_TRIM),
     "calibrate mtp": needs("calibrate", **_MTP),

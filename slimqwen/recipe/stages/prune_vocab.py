@@ -69,7 +69,7 @@ _REPETITIONS = (
 """Files that repeat tokenizer.json in older forms, with the old ids."""
 
 _ID_KEY = re.compile(r"(token_ids?|suppress_tokens|bad_words_ids)$")
-_TABLE = re.compile(r"(?:^|\.)(?:embed_tokens|lm_head)\.(\w+)$")
+_TABLE = re.compile(r"(?:^|\.)(?:embed_tokens|lm_head|draft_head)\.(?!token_ids)(\w+)$")
 _IMPORTS_BYTES = 300 * 2**20
 _PUBLISHED_TOKENIZER_BYTES = 12 * 2**20
 """Size of Qwen3.5's tokenizer.json, bytes, for an estimate if the file is not here."""
@@ -137,7 +137,8 @@ def prune_vocabulary(
     config = checkpoint.read_config(source)
     rows: int = checkpoint.text_config(config)["vocab_size"]
     stored = list_tensors(source)
-    tables = _tables(source, stored, rows)
+    whole = {name: info for name, info in stored.items() if not name.startswith(draft_head.PREFIX)}
+    tables = _tables(source, whole, rows)
     draft_ids = draft_head.read_token_ids(stored, rows)
     words = vocabulary.read_vocabulary(source / "tokenizer.json")
     if words.rows > rows:
@@ -151,7 +152,9 @@ def prune_vocabulary(
     if draft_ids is not None:
         draft_rows = np.flatnonzero(np.isin(draft_ids, token_ids))
         new_draft_ids = np.searchsorted(token_ids, draft_ids[draft_rows])
-        tables[draft_head.WEIGHT] = lambda _: selected_rows(stored[draft_head.WEIGHT], draft_rows)
+        drafted = {name: info for name, info in stored.items() if name.startswith(draft_head.PREFIX)}
+        for name, prune in _tables(source, drafted, len(draft_ids)).items():
+            tables[name] = lambda _, prune=prune: prune(draft_rows)  # type: ignore[misc]
         tables[draft_head.TOKEN_IDS] = lambda _: from_ids(new_draft_ids)
         config = draft_head.announced(config, len(draft_rows))
 

@@ -175,19 +175,23 @@ def inspect_output_head(outline: Outline, parameters: QuantiseLmHeadParameters) 
     if len(names) > 1:
         yield Fault(f"{outline.name} has a packed lm_head already; remove quantise_lm_head from the recipe")
         return
-    [name] = names
-    info = outline.tensors[name]
-    if info.dtype not in ("BF16", "F16", "F32"):
-        yield Fault(f"{outline.name}: {name} is {info.dtype}; use a base with its output head in 16 bits")
-    if info.shape[1] % parameters.group_size:
-        yield Fault(
-            f"{outline.name}: group_size {parameters.group_size} does not divide the {info.shape[1]} inputs of {name}; "
-            "choose a smaller one",
-            "group_size",
-        )
+    yield from inspect_table(outline, names[0], parameters.group_size)
     if parameters.rounding == "gptq":
         yield from inspect_text(
             outline, "corpus", parameters.corpus, least_documents=parameters.corpus.sequences
+        )
+
+
+def inspect_table(outline: Outline, name: str, group_size: int) -> Iterator[Fault]:
+    """Find faults of a table that is to be packed: numbers that are packed already, columns that make no groups."""
+    info = outline.tensors[name]
+    if info.dtype not in ("BF16", "F16", "F32"):
+        yield Fault(f"{outline.name}: {name} is {info.dtype}; use a base that has it in 16 bits")
+    if info.shape[1] % group_size:
+        yield Fault(
+            f"{outline.name}: group_size {group_size} does not divide the {info.shape[1]} columns of {name}; choose a "
+            "smaller one",
+            "group_size",
         )
 
 

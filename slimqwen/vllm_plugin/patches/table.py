@@ -59,6 +59,8 @@ _ASYNC_LLM = "vllm.v1.engine.async_llm:AsyncLLM"
 _SAVED_GRAPH = "torch._dynamo.aot_compile_types:BundledAOTAutogradSerializableCallable"
 _MTP = "vllm.model_executor.models.qwen3_5_mtp:Qwen3_5MTP"
 _OPENAI = "vllm.entrypoints.openai"
+_EMBEDDING = "vllm.model_executor.layers.vocab_parallel_embedding:VocabParallelEmbedding"
+_LOOKUP = "vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors_embedding"
 
 _ROWS = (
     Patch(
@@ -247,6 +249,19 @@ _ROWS = (
             "vllm.distributed.device_communicators.shm_broadcast:SpinCondition.wait": "ac752911f78d",
         },
         fixed_in="0.33.0",
+    ),
+    Patch(
+        "patches.faults.embedding_config",
+        "Qwen3.5's embedding and its MTP head's get no quantisation config: a packed embedding cannot be loaded",
+        "vllm#54304, vllm#45994, vllm#54463",
+        {f"{_EMBEDDING}.__init__": "7aefa78cea6e"},
+    ),
+    Patch(
+        "patches.cpu.embedding_lookup",
+        "without Triton, the first token that is looked up in a packed embedding ends the engine",
+        "none found, 2026-11-28",
+        {f"{_LOOKUP}:_dequant_gather_triton": "0b56e08d310c"},
+        _CPU,
     ),
     Patch(
         "patches.cpu.aot_load",

@@ -71,7 +71,7 @@ def test_groups_of_linears_that_are_quantised_already_stay(tmp_path: Path) -> No
 
 
 def test_a_group_that_does_not_divide_the_inputs_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(StageError, match="group_size 128 does not divide the 192 inputs"):
+    with pytest.raises(StageError, match="group_size 128 does not divide the 192 columns"):
         quantised(TINY, tmp_path / "packed", group_size=128)
 
 

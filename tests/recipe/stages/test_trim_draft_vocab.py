@@ -27,6 +27,7 @@ from slimqwen.recipe.stages.prune_vocab import VOCAB_MAP
 from slimqwen.recipe.stages.trim_draft_vocab import REPORT, TrimDraftVocabParameters
 from slimqwen.text.corpus import CorpusError
 from tests.checkpoints import TINY, edited_tensors, in_old_layout, stage_output, stored, with_manifest
+from tests.zoo.published_forms import PUBLISHED_FORMS
 
 ROWS = 8192
 ALWAYS_IN = {0, 1, 2, 3, 4}
@@ -35,7 +36,7 @@ ALWAYS_IN = {0, 1, 2, 3, 4}
 OFTEN = list(range(8000, 8100))
 """Ids that the continuations below hold twice; the ids 7000 to 7099 they hold once."""
 
-RECIPE = "description: a test\nbase: tiny\nstages:\n  - trim_draft_vocab:\n      size: 128\n"
+RECIPE = "description: a test\nbase: tiny\nstages:\n  - trim_draft_vocab:\n      size: 128\n      bits: 4\n"
 
 Tensors = dict[str, torch.Tensor]
 
@@ -57,8 +58,9 @@ def source(tmp_path: Path) -> Path:
     return with_outputs(folder, [8000, 8001, 7000, 6000], [*OFTEN, *range(7000, 7100)], OFTEN)
 
 
-def trimmed(source: Path, size: int = 128) -> Path:
-    return stage_output("trim_draft_vocab", source, source.with_name(f"{source.name}-{size}"), size=size)
+def trimmed(source: Path, size: int = 128, **packed: int) -> Path:
+    folder = source.with_name(f"{source.name}-{size}{''.join(f'-{value}' for value in packed.values())}")
+    return stage_output("trim_draft_vocab", source, folder, size=size, **packed)
 
 
 def pruned(source: Path) -> Path:
@@ -232,11 +234,94 @@ def test_rows_of_a_packed_head_are_its_integers_times_their_scales(tmp_path: Pat
     assert not torch.equal(tensors[draft_head.WEIGHT], tensors["model.embed_tokens.weight"][ids])
 
 
+@pytest.mark.parametrize("group_size", [32, 64])
+def test_rows_of_a_packed_head_are_copied_bit_for_bit_and_those_of_a_whole_one_rounded_to_the_same(
+    source: Path, tmp_path: Path, group_size: int
+) -> None:
+    packed = stage_output("quantise_lm_head", source, tmp_path / "packed", group_size=group_size)
+    shutil.copyfile(source / OUTPUTS, packed / OUTPUTS)
+    head = stored(packed)
+    for folder in (packed, source):
+        tensors = stored(trimmed(folder, bits=4, group_size=group_size))
+        ids = tensors[draft_head.TOKEN_IDS]
+        for part in ("weight_packed", "weight_scale"):
+            assert torch.equal(tensors[f"{draft_head.PREFIX}{part}"], head[f"lm_head.{part}"][ids])
+        assert tensors[f"{draft_head.PREFIX}weight_shape"].tolist() == [128, 192]
+        assert draft_head.WEIGHT not in tensors
+
+
+def test_8_bits_have_a_scale_a_row(source: Path) -> None:
+    tensors = stored(trimmed(source, bits=8))
+    whole = tensors["model.embed_tokens.weight"][tensors[draft_head.TOKEN_IDS]].float()
+    scale = tensors[f"{draft_head.PREFIX}weight_scale"].float()
+    assert scale.shape == (128, 1)
+    packed = tensors[f"{draft_head.PREFIX}weight_packed"]
+    integers = unpack_from_int32(packed, 8, torch.Size([128, 192])).float()
+    assert ((integers * scale - whole).abs() <= 0.51 * scale).all()
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_only_the_draft_head_is_packed(source: Path, bits: int) -> None:
+    folder = trimmed(source, bits=bits)
+    form = checkpoint.quantisation(checkpoint.read_config(folder))
+    assert form["config_groups"].keys() == {"draft_head"}
+    checkpoint.check_folder(with_manifest(folder), "no cure")
+    checkpoint.verify(folder, "no cure")
+    steps = [Step(trim_draft_vocab.STAGE, TrimDraftVocabParameters(size=128, bits=bits))]
+    assert variant_recipe.unexplained_by(steps, source, folder) == []
+    assert layout(folder)[0] == list_tensors(source).keys()
+
+
+@pytest.mark.parametrize(
+    ("bits", "group_size", "message"),
+    [
+        (4, 64, "packed as the draft head is to be; set bits to 4 and group_size to 32, or bits to 16"),
+        (8, 32, "packed as the draft head is to be; set bits to 4 and group_size to 32, or bits to 16"),
+    ],
+)
+def test_a_packed_head_gives_rows_of_its_own_packing_alone(
+    source: Path, tmp_path: Path, bits: int, group_size: int, message: str
+) -> None:
+    packed = stage_output("quantise_lm_head", source, tmp_path / "packed")
+    shutil.copyfile(source / OUTPUTS, packed / OUTPUTS)
+    with pytest.raises(StageError, match=message):
+        trimmed(packed, bits=bits, group_size=group_size)
+
+
+@pytest.mark.parametrize(
+    ("published", "bits", "message"),
+    [
+        ("gptq", 4, "in the format gptq, to which no packed draft head can be added; set bits to 16"),
+        ("text", 4, "group_size 128 does not divide the 192 columns of model.embed_tokens.weight"),
+    ],
+)
+def test_what_cannot_be_packed_is_refused_before_the_run(
+    tmp_path: Path, published: str, bits: int, message: str
+) -> None:
+    outline = Outline.read(PUBLISHED_FORMS[published].build(tmp_path / "published"))
+    parameters = TrimDraftVocabParameters(size=128, bits=bits, group_size=128)
+    [fault] = trim_draft_vocab.inspect_trimming(outline, parameters)
+    assert message in fault.text
+
+
 def test_an_untied_head_gives_the_rows_not_the_embedding(source: Path) -> None:
     with edited_tensors(source) as tensors:
         tensors["lm_head.weight"] = -tensors["model.embed_tokens.weight"]
     after = stored(trimmed(source))
     assert torch.equal(after[draft_head.WEIGHT], tensors["lm_head.weight"][after[draft_head.TOKEN_IDS]])
+
+
+def test_pruning_keeps_the_packed_rows_of_the_ids_that_stay(source: Path) -> None:
+    before = trimmed(source, size=512, bits=4)
+    after = pruned(before)
+    new_to_old = torch.tensor(json.loads((after / VOCAB_MAP).read_text())["new_to_old"])
+    old, new = stored(before), stored(after)
+    staying = torch.isin(old[draft_head.TOKEN_IDS], new_to_old)
+    for part in ("weight_packed", "weight_scale"):
+        name = f"{draft_head.PREFIX}{part}"
+        assert torch.equal(new[name], old[name][staying])
+    assert new[f"{draft_head.PREFIX}weight_shape"].tolist() == [int(staying.sum()), 192]
+    checkpoint.verify(with_manifest(after), "no cure")
 
 
 def test_pruning_renumbers_the_draft_head_and_drops_what_it_prunes(source: Path) -> None:

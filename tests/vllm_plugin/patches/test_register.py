@@ -62,8 +62,9 @@ def lines(caplog):
 def test_a_gpu_gets_the_patches_of_every_device_and_no_other(monkeypatch, lines):
     monkeypatch.setattr("vllm.platforms.current_platform", Gpu)
     patches.register()
-    assert replaced() == {"_update_after_schedule", "record_read"}
-    assert lines() == ["3 patches of vLLM 0.32.0: draft_head_class, padded_prompts, notify_mailbox"]
+    assert replaced() == {"_update_after_schedule", "record_read", "__init__"}
+    names = "draft_head_class, padded_prompts, notify_mailbox, embedding_config"
+    assert lines() == [f"4 patches of vLLM 0.32.0: {names}"]
 
 
 @pytest.mark.usefixtures("stock_vllm", "needed")

@@ -1,0 +1,95 @@
+"""What packing the draft head and the embedding saves a variant: bytes of a decode step, and of the weights."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from slimqwen import variant as variants
+from slimqwen.fit import cost
+from slimqwen.fit.architecture import Model, shape_model
+from slimqwen.fit.memory import DRAFT_DEPTH, SPEED_CONTEXT_LEN, ServerSettings
+from slimqwen.fit.subject import find_subject
+from slimqwen.models.shape import Packing, Shape
+from slimqwen.plan import shapes
+from slimqwen.plan.devices import Gpu, read_gpus
+from slimqwen.records.table import Table
+
+_GB = 1e9
+_ROWS = (("qwen3.8-27b-best", "rtx-3090"), ("qwen3.5-9b-best", "rtx-3090"), ("qwen3.5-4b-best", "a10g"))
+"""Variants, and the GPU that each is judged on."""
+
+
+@dataclass(frozen=True)
+class SavedBytes:
+    """A variant with draft head and embedding in 16 bits, and packed; an embedding that is tied stays in 16 bits."""
+
+    variant: str
+    before: Model
+    after: Model
+    gpu: Gpu
+
+    @classmethod
+    def of(cls, variant: str, gpu: Gpu, root: Path) -> "SavedBytes":
+        """The models of a variant, from the dimensions that its recipe gives.
+
+        Raises:
+            ShapeError: the dimensions are not known.
+            FitError: the variant's flags or dtypes cannot be used.
+        """
+        subject = find_subject(variant, root)
+        settings = ServerSettings.of(subject, None, None)
+        shape = shapes.variant_shape(variants.load(variant, root))
+        group = max((packed.group_size or 0 for packed in shape.quantised.values()), default=0) or 32
+        tables = {"draft_head": Packing(bits=4, group_size=group)}
+        if "lm_head" in shape.quantised or not shape.text.get("tie_word_embeddings"):
+            tables["embed_tokens"] = Packing(bits=8, group_size=group)
+        others = {kind: packed for kind, packed in shape.quantised.items() if kind not in tables}
+        whole = replace(shape, quantised=others)
+
+        def model(shape: Shape) -> Model:
+            return shape_model(
+                shape, kv_cache_dtype=settings.kv_cache_dtype, state_dtype=settings.state_dtype
+            )
+
+        return cls(variant, model(whole), model(whole.with_packing(tables)), gpu)
+
+    def step_bytes(self, model: Model) -> int:
+        """Bytes that a decode step of one sequence reads and writes."""
+        return sum(cost.count_part_bytes(model, DRAFT_DEPTH, SPEED_CONTEXT_LEN).values())
+
+    def step_seconds(self, model: Model) -> float:
+        """Shortest time of that step."""
+        return cost.bound_decode_step(model, self.gpu, 1, SPEED_CONTEXT_LEN, DRAFT_DEPTH).seconds
+
+
+def step_bytes_table(root: Path) -> Table:
+    """A row for each variant of `_ROWS`: draft head, step and weights with 16-bit tables and with packed ones."""
+    known = read_gpus(root)
+    rows = [SavedBytes.of(variant, known[gpu], root) for variant, gpu in _ROWS]
+
+    def both(size: Callable[[Model], int]) -> Callable[[SavedBytes], object]:
+        return lambda row: f"{size(row.before) / _GB:.3f} -> {size(row.after) / _GB:.3f}"
+
+    columns: dict[str, Callable[[SavedBytes], object]] = {
+        "variant": lambda row: row.variant,
+        "GPU": lambda row: row.gpu.name,
+        "draft head, GB": both(lambda model: model.draft_output.bytes),
+        f"step, K = {DRAFT_DEPTH}, GB": lambda row: (
+            f"{row.step_bytes(row.before) / _GB:.2f} -> {row.step_bytes(row.after) / _GB:.2f}"
+        ),
+        "step, ms": lambda row: (
+            f"{1e3 * row.step_seconds(row.before):.1f} -> {1e3 * row.step_seconds(row.after):.1f}"
+        ),
+        "faster": lambda row: f"{row.step_seconds(row.before) / row.step_seconds(row.after):.3f}x",
+        "embedding, GB": both(lambda model: 0 if model.tied else model.embedding_bytes),
+        "weights, GB": both(lambda model: model.resident_bytes(DRAFT_DEPTH)),
+    }
+    return Table.from_rows(
+        "A decode step and the weights with draft head and embedding in 16 bits, and with 4 and 8 bits",
+        rows,
+        columns,
+        f"One sequence of {SPEED_CONTEXT_LEN:,} cached tokens. Step = layers + output head + {DRAFT_DEPTH} x (MTP head "
+        "+ draft head) + states and KV cache; a row of the embedding is negligible. Groups are those of the recipe. An "
+        "embedding that is tied to a 16-bit head stays. Computed, not timed.",
+        text_columns=2,
+    )
