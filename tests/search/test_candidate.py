@@ -19,6 +19,7 @@ from tests.search.conftest import ROOT
         ({"group_size": 64, "mlp": "W8A16"}, {"group_size": 32, "mlp": "W8A16"}),
         ({"rounding": "gptq", "head_bits": 4}, {"head_bits": 4}),
         ({"draft_vocabulary": 0.5, "mtp": "W4A16", "redistillation": True}, {}),
+        ({"draft_bits": 4, "depth": 2}, {"depth": 2}),
     ],
 )
 def test_points_that_make_the_same_thing_are_one_candidate(first: dict, second: dict) -> None:
@@ -41,6 +42,18 @@ def test_the_stages_of_the_target_come_before_those_of_its_drafts(ladder: Ladder
     sizes = {stage: parameters["size"] for stage, parameters in steps if "size" in parameters}
     assert sizes == {"prune_vocab": 7936, "trim_draft_vocab": 1984}
     assert candidate.target.steps(ladder.space.settings.stages, 8192) == steps[:3]
+
+
+def test_tables_are_packed_in_the_groups_of_the_candidate() -> None:
+    candidate = Candidate(
+        head_bits=4, embedding_bits=8, draft_vocabulary=0.25, draft_bits=4, depth=3, group_size=64
+    )
+    assert Candidate.from_point(candidate.changes) == candidate
+    steps = dict(candidate.steps({}, 8192))
+    assert steps["quantise_lm_head"] == {"group_size": 64}
+    assert steps["quantise_embedding"] == {"bits": 8, "group_size": 64}
+    assert steps["trim_draft_vocab"] == {"size": 2048, "bits": 4, "group_size": 64}
+    assert "quantise_embedding" in dict(candidate.target.steps({}, 8192))
 
 
 def test_candidates_of_one_target_share_it(ladder: Ladder) -> None:

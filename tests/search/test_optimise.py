@@ -47,7 +47,7 @@ def take_back(candidate: Candidate, *failed: str) -> tuple[Candidate, str] | Non
 def test_fit_chooses_the_first_recipe_for_tiny() -> None:
     chosen = optimise.choose_first(variant.load("tiny"), "self")
     assert chosen.calibrated == dict.fromkeys(("mlp", "attention", "linear_attention"), "W4A16")
-    assert (chosen.head_bits, chosen.mtp, chosen.depth) == (4, "W4A16", 4)
+    assert (chosen.head_bits, chosen.embedding_bits, chosen.mtp, chosen.depth) == (4, 8, "W4A16", 4)
     assert (chosen.vocabulary, chosen.draft_vocabulary) == (1.0, 1.0)
 
 
@@ -73,6 +73,16 @@ def test_fidelity_points_at_the_weights_one_step_at_a_time() -> None:
         "acceptance and fidelity: the whole vocabulary",
         "acceptance and fidelity: the output head in 16 bits",
     ]
+
+
+def test_packed_tables_are_taken_back_too() -> None:
+    candidate = Candidate(draft_vocabulary=1.0, draft_bits=4, embedding_bits=8, depth=4)
+    back = take_back(candidate, "acceptance")
+    assert back == (replace(candidate, draft_bits=16), "acceptance: the draft head in 16 bits")
+    back = take_back(candidate, "quality")
+    assert back == (replace(candidate, embedding_bits=16), "quality: the embedding in 16 bits")
+    # Rows of a packed head lose nothing.
+    assert take_back(replace(candidate, head_bits=4), "acceptance") is None
 
 
 def test_a_failed_engine_points_at_no_step() -> None:
