@@ -22,6 +22,11 @@ A recipe says its text once, as `corpus:` at its top, and a stage may say anothe
   `slimqwen download NAME` fetches for a variant's recipe;
 - a file or folder of texts or chats, relative to the recipe, or the name of a text in eval/texts.
 
+`redistill_mtp` tests a hypothesis. Of three public reports on a head that came with its model two saw no gain, one more
+accepted drafts on its own domain alone. It pays where the head no longer fits: a trimmed vocabulary, a fine-tune, a
+head taken from another checkpoint. A head that is to be packed to 4 bits loses less by `calibrate` with `rounding:
+gptq`, which measures its inputs on what `sample_outputs` wrote; both may be used, training first.
+
 | stage | parameter | default | meaning |
 |---|---|---|---|
 """

@@ -187,8 +187,8 @@ def settings_of(groups: Mapping[str, Any], ignore: Collection[str]) -> dict[str,
     }
 
 
-_ADDED = frozenset({"mtp", *_TABLES})
-"""Names of groups that are packed beside the layers."""
+ADDED = frozenset({"mtp", *_TABLES})
+"""Names of the config groups of what is packed beside the layers, before or after them."""
 
 
 def with_group(
@@ -212,7 +212,7 @@ def with_group(
     targets = [target for each in others.values() for target in each["targets"] if target != "Linear"]
     takes_ours = any(matches(target, module) for target in targets for module in modules)
     groups = {kind: dict(group), **others} if takes_ours else {**others, kind: dict(group)}
-    if groups.keys() <= _ADDED:
+    if groups.keys() <= ADDED:
         # An engine looks up every linear, so those that no target matches are ignored. Not if linears of the layers are
         # packed: vLLM compares a pattern with the name of a fused linear before the names of its parts.
         patterns = [_pattern(target) for each in groups.values() for target in each["targets"]]

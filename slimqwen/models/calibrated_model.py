@@ -8,7 +8,7 @@ from slimqwen.checkpoint import packing
 from slimqwen.checkpoint.config import quantisation, quantised
 from slimqwen.checkpoint.tensors import NewTensor, TensorInfo, from_torch, torch_dtype
 from slimqwen.checkpoint.weights import TEXT_PART, text_name
-from slimqwen.formats.compressed_tensors import METHOD, with_group
+from slimqwen.formats.compressed_tensors import METHOD, matches, with_group
 
 
 @contextmanager
@@ -63,7 +63,7 @@ def with_quantisation(
     scheme = quantisation(config).get("kv_cache_scheme")
     changed = quantised(config, {**quantization, **({"kv_cache_scheme": scheme} if scheme else {})})
     for kind, group in quantisation(config).get("config_groups", {}).items():
-        modules = [module for module in packed if module.startswith(kind)]
+        modules = [module for module in packed if any(matches(target, module) for target in group["targets"])]
         changed = quantised(config, with_group(quantisation(changed), kind, group, modules))
     return changed
 

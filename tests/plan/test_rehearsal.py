@@ -58,23 +58,24 @@ def test_weights_are_those_of_the_checkpoint(cpu_plans):
 
 
 @needs_cpu_build
-def test_one_of_two_devices_holds_half_of_the_linears_of_packed_weights_and_draft_head(
-    add_variant, tmp_path, tmp_path_factory
-):
+def test_one_of_two_devices_holds_half_of_packed_linears_and_tables(add_variant, tmp_path, tmp_path_factory):
     """Two CPUs in place of two GPUs: vLLM's own classes divide, and its loaders take each tensor of the checkpoint."""
     (tmp_path / "weights").mkdir()
-    packed, trimmed = (tmp_path_factory.mktemp("weights") / name for name in ("packed", "trimmed"))
+    packed, trimmed, made = (
+        tmp_path_factory.mktemp("weights") / name for name in ("packed", "trimmed", "made")
+    )
     stage_output(
         "calibrate", PUBLISHED_FORMS["w4a16"].build(tmp_path / "published"), packed, targets={"mtp": "W4A16"}
     )
     write_outputs(packed)
-    stage_output("trim_draft_vocab", packed, trimmed, size=4096)
-    (tmp_path / "weights" / "trimmed").symlink_to(trimmed)
+    stage_output("trim_draft_vocab", packed, trimmed, size=4096, bits=4)
+    stage_output("quantise_embedding", trimmed, made)
+    (tmp_path / "weights" / "made").symlink_to(made)
     add_variant("tiny", (ROOT / "experiments" / "tiny" / "config.env").read_text())
     drafts = (ROOT / "experiments" / "tiny-mtp4" / "config.env").read_text()
     plans = []
     for name, more in (("one", ""), ("two", "VLLM_TENSOR_PARALLEL_SIZE=2\n")):
-        add_variant(name, f"{drafts}VLLM_MODEL=weights/trimmed\n{more}")
+        add_variant(name, f"{drafts}VLLM_MODEL=weights/made\n{more}")
         subject = variant.load(name, tmp_path)
         plans.append(rehearsal.rehearse_variant(subject, None, log=tmp_path / "plan.log"))
     assert [(plan.failed_at, plan.error) for plan in plans] == [(None, None)] * 2

@@ -6,8 +6,9 @@ one decoder layer at a time, as a model of its own, with the hidden states of th
 packed into a file before the next one is loaded. Memory therefore grows with the size of a layer and of the text, not
 of the model. The output is written tensor by tensor from the source: what was not calibrated stays byte for byte.
 
-The MTP head is rounded to nearest: llmcompressor does not know it, and a worse draft costs time, never a response.
-That needs no text, so a recipe may do it after stages that train the head of an already packed checkpoint.
+The MTP head, which llmcompressor does not know, is rounded to nearest, or by GPTQ with its inputs while it drafts on
+the outputs that `sample_outputs` wrote (`slimqwen.models.mtp_rounding`). A worse draft costs time, never a response.
+Neither needs a text of its own, so a recipe may do it after stages that train the head of an already packed checkpoint.
 """
 
 import gc
@@ -28,7 +29,7 @@ from slimqwen.checkpoint.files import carry_side_files
 from slimqwen.checkpoint.tensors import NewTensor, TensorInfo, list_tensors, rewrite, write_tensors
 from slimqwen.checkpoint.weights import text_name
 from slimqwen.formats import find_format
-from slimqwen.formats.compressed_tensors import config_group, with_group
+from slimqwen.formats.compressed_tensors import ADDED, config_group, with_group
 from slimqwen.models.calibrated_model import (
     describe_quantisation,
     pack_layer,
@@ -38,6 +39,7 @@ from slimqwen.models.calibrated_model import (
 from slimqwen.models.families import SCALED_WITH, FamilyError, find_family
 from slimqwen.models.outline import Outline
 from slimqwen.progress import Progress
+from slimqwen.recipe import head_rounding
 from slimqwen.recipe.calibration_text import CalibrationText, calibration_documents, unread
 from slimqwen.recipe.schemes import Targets, config_groups, packing_of
 from slimqwen.recipe.stage import (
@@ -53,9 +55,6 @@ from slimqwen.recipe.stage import (
 )
 from slimqwen.recipe.text_check import inspect_text
 from slimqwen.text.files import CorpusError
-
-_BESIDE = frozenset({"lm_head", "mtp"})
-"""Names of config groups for linears that other steps of a recipe pack, before or after the layers."""
 
 _BATCH = 8
 """Sequences per forward pass."""
@@ -90,7 +89,8 @@ class CalibrateParameters(Parameters):
         group_size: number of 4-bit weights in a row that share a scale.
         scaling: awq, or none, which leaves norms as they are and rounds the weights as stored.
         rounding: nearest, or gptq (Frantar et al., arXiv 2210.17323), in which later columns compensate the error of
-            earlier ones; after AWQ's scales, as in llm-compressor's own Qwen3.5 recipe.
+            earlier ones; after AWQ's scales, as in llm-compressor's own Qwen3.5 recipe. That of the MTP head reads what
+            `sample_outputs` wrote.
         corpus: calibration text.
         layer_error_ratio: largest error of a decoder layer's output that passes, over that of round-to-nearest. AWQ and
             GPTQ start from round-to-nearest, so the ratio is 1 if their searches find nothing.
@@ -104,6 +104,11 @@ class CalibrateParameters(Parameters):
     corpus: CalibrationText = Field(default={})  # type: ignore[assignment]  # validated, as every default
     layer_error_ratio: Annotated[float, Field(gt=0)] = 1.5
     threads: Annotated[int, Field(ge=1)] = 2
+
+    @property
+    def searches_head(self) -> bool:
+        """Whether the MTP head is rounded by GPTQ."""
+        return self.rounding == "gptq" and self.targets.mtp != "none"
 
     @field_validator("corpus", mode="before")
     @classmethod
@@ -143,12 +148,20 @@ def calibrate_weights(
             config = with_quantisation(config, quantization, list_tensors(source))
         if head:
             form = packing_of(parameters.targets.mtp, parameters.group_size)
+            rounded = (
+                head_rounding.round_head(source, form, Path(layers), progress)
+                if parameters.searches_head
+                else {}
+            )
             for name, info in head.items():
-                changed[name] = packing.rounded_to_nearest(info, name, form.bits, form.group_size)
+                changed[name] = packing.rounded_to_nearest(
+                    info, name, form.bits, form.group_size, rounded.get(name)
+                )
             group = config_group(packing.LINEARS["mtp"], form.bits, form.group_size)
             modules = [name.removesuffix(".weight") for name in head]
             config = quantised(config, with_group(checkpoint.quantisation(config), "mtp", group, modules))
         rewrite(source, destination, lambda name, info: changed.get(name), progress)
+        facts |= head_rounding.errors(rounded) if head else {}
     carry_side_files(source, destination)
     write_config(destination, config)
     if names:
@@ -161,9 +174,11 @@ def calibrate_weights(
 
 def needs(outline: Outline, parameters: CalibrateParameters) -> Needs:
     """Needs: disk for the packed layers and the output; memory for a layer with copies, and activations."""
-    if not parameters.targets.calibrated:
+    if not parameters.targets.calibrated and not parameters.searches_head:
         memory = _IMPORTS_BYTES + 8 * packing.BLOCK_BYTES
         return Needs(outline.disk_bytes, memory, 20 * outline.num_weights_of("mtp"))
+    if not parameters.targets.calibrated:
+        return head_rounding.needs(outline, _IMPORTS_BYTES)
     text, corpus = outline.text, parameters.corpus
     hidden, inner, heads = text["hidden_size"], text["intermediate_size"], text["num_attention_heads"]
     tokens = corpus.sequences * corpus.length
@@ -193,7 +208,7 @@ def inspect_calibration(outline: Outline, parameters: CalibrateParameters) -> It
         )
         return
     form = checkpoint.quantisation(outline.config)
-    if parameters.targets.calibrated and set(form.get("config_groups", ["all"] if form else [])) - _BESIDE:
+    if parameters.targets.calibrated and set(form.get("config_groups", ["all"] if form else [])) - ADDED:
         yield Fault(
             f"{outline.name} is quantised already; calibrate needs the 16-bit checkpoint as its base",
             "targets",
@@ -208,6 +223,8 @@ def inspect_calibration(outline: Outline, parameters: CalibrateParameters) -> It
             fault = "a packed MTP head already" if packed else f"no {kind} layers"
             yield Fault(f"{outline.name} has {fault}; remove {kind} from the targets", f"targets.{kind}")
         yield from islice(_inspect_linears(outline, kind, linears, parameters), 1)
+    if parameters.searches_head:
+        yield from head_rounding.inspect(outline)
     if parameters.targets.calibrated:
         tokens = parameters.corpus.sequences * parameters.corpus.length
         yield from inspect_text(outline, "corpus", parameters.corpus, least_bytes=tokens)

@@ -11,6 +11,7 @@ makes a checkpoint worse. Both heads are also measured in vLLM, and the two meas
 
 import gc
 import json
+import shutil
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -26,7 +27,7 @@ from slimqwen.checkpoint.tensors import NewTensor, TensorInfo, from_torch, list_
 from slimqwen.models.outline import Outline, SampledTexts
 from slimqwen.progress import Progress
 from slimqwen.recipe.head_training import POSITIONS, HeadTraining, Training
-from slimqwen.recipe.sampled_outputs import Output, read_outputs
+from slimqwen.recipe.sampled_outputs import OUTPUTS, Output, read_outputs
 from slimqwen.recipe.stage import TORCH_ENVIRONMENT, Facts, Fault, Needs, Stage, StageError, require_fit
 
 CURVE = "redistill_mtp.json"
@@ -131,6 +132,7 @@ def redistill_head(
 
     rewrite(source, destination, change, progress)
     carry_side_files(source, destination)
+    shutil.copyfile(source / OUTPUTS, destination / OUTPUTS)
     write_config(destination, checkpoint.read_config(source))
     served = [
         _served(folder, held_out, parameters.depth, progress)

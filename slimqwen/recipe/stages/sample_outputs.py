@@ -2,8 +2,8 @@
 
 The head has to predict the target's tokens, so it learns from them: in vLLM the target, quantised and pruned as it will
 be served, continues the beginnings of documents (self-distillation as in FastMTP, arXiv 2509.18362). The checkpoint
-passes through unchanged, with `sampled_outputs.jsonl` beside it; of later stages only `trim_draft_vocab` passes that
-file on.
+passes through unchanged, with `sampled_outputs.jsonl` beside it; of later stages only `trim_draft_vocab` and
+`redistill_mtp` pass that file on, since they leave the target as it is.
 
 Speculation is off, the chunks of requests are fixed and every request has its own seed, so the same inputs give the
 same tokens.

@@ -38,6 +38,7 @@ from tests.checkpoints import count_layers_in_memory, edited_tensors, stage_outp
 from tests.identity.coverage_by_keys import every_stage_covered
 from tests.zoo.editable_checkpoint import multimodal, outer, read_editable
 from tests.zoo.published_forms import PUBLISHED_FORMS
+from tests.zoo.verbs import write_outputs
 
 SHAPE = TinyShape(
     vocab_size=512,
@@ -291,6 +292,23 @@ def test_every_kind_has_a_scheme_of_its_own(source: Path, mixed: Path) -> None:
     assert {weight.name for weight in weights if weight.layout and weight.layout.bits == 8} == {
         f"{layers}.3.self_attn.{module}_proj.weight" for module in "qkvo"
     }
+
+
+def test_gptq_rounds_the_mtp_head_on_what_the_model_has_written(
+    source: Path, calibrated: Calibrated, tmp_path: Path
+) -> None:
+    parameters = {"targets": {"mtp": "W4A16"}, "rounding": "gptq"}
+    with pytest.raises(StageError, match="put the stage sample_outputs before, or set rounding to nearest"):
+        calibrate_here(calibrated.folder, tmp_path / "without", **parameters)
+    sampled = shutil.copytree(calibrated.folder, tmp_path / "sampled")
+    write_outputs(sampled)
+    out = calibrate_here(sampled, tmp_path / "out", **parameters)
+    linears = {name for name in stored(source) if name.startswith("mtp.") and "norm" not in name}
+    assert changed(sampled, out) == linears
+    nearest = calibrate_here(sampled, tmp_path / "nearest", targets={"mtp": "W4A16"})
+    one, other = stored(out), stored(nearest)
+    assert torch.equal(one["mtp.fc.weight_scale"], other["mtp.fc.weight_scale"])
+    assert not torch.equal(one["mtp.fc.weight_packed"], other["mtp.fc.weight_packed"])
 
 
 def test_the_mtp_head_alone_is_packed_without_text_on_a_packed_checkpoint(

@@ -1,0 +1,72 @@
+"""GPTQ of the MTP head as a part of the stage `calibrate`: which texts it reads, what it needs, what it finds."""
+
+from collections.abc import Iterator, Mapping
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from slimqwen.models.outline import Outline
+from slimqwen.models.shape import Packing
+from slimqwen.progress import Progress
+from slimqwen.recipe.sampled_outputs import OUTPUTS, read_outputs
+from slimqwen.recipe.stage import Facts, Fault, Needs
+
+if TYPE_CHECKING:
+    from slimqwen.models.gptq import GptqRounding
+
+_TEXTS = 256
+"""Sampled outputs on which the head drafts."""
+
+_DEPTH = 4
+"""Tokens that it drafts at a time (K)."""
+
+_LONGEST = 1024
+"""Assumed tokens of an output with its prompt, if `OUTPUTS` is from elsewhere."""
+
+
+def round_head(
+    source: Path, packed: Packing, folder: Path, progress: Progress
+) -> Mapping[str, "GptqRounding"]:
+    """A rounding for each linear of the MTP head, by the name of its weight.
+
+    Args:
+        packed: how the head is to be packed.
+        folder: a folder for hidden states, beside which nothing else is called head.
+
+    Raises:
+        CorpusError: source has no `OUTPUTS` beside it.
+    """
+    from slimqwen.models.mtp_rounding import round_head
+
+    sampled = (output for output in read_outputs(source) if not output.held_out)
+    texts = [[*output.prompt, *output.continuation] for output in islice(sampled, _TEXTS)]
+    long = [text for text in texts if len(text) > _DEPTH + 1]
+    return round_head(source, long, _DEPTH, packed, folder / "head", progress)
+
+
+def errors(rounded: Mapping[str, "GptqRounding"]) -> Facts:
+    """Relative errors of the linears' outputs on those texts, by GPTQ and rounded to nearest; after the rounding."""
+    if not rounded:
+        return {}
+    found = [rounding.errors for rounding in rounded.values()]
+    return {"head_errors": [each for each, _ in found], "rounded_head_errors": [each for _, each in found]}
+
+
+def needs(outline: Outline, imports_bytes: int) -> Needs:
+    """Needs: disk for hidden states of the texts; memory for embedding, output head, a layer and the moments."""
+    hidden, inner, outputs = outline.text["hidden_size"], outline.text["intermediate_size"], outline.outputs
+    tokens = _TEXTS * (outputs.prompt + outputs.continuation if outputs else _LONGEST)
+    numbers = outline.num_table_weights + 2 * outline.num_layer_weights + 3 * (8 * hidden**2 + inner**2)
+    operations = 2 * tokens * (outline.num_weights + _DEPTH * outline.num_weights_of("mtp"))
+    disk_bytes = outline.disk_bytes + 2 * 4 * tokens * hidden
+    return Needs(disk_bytes, imports_bytes + 4 * numbers, operations, fixed_seconds=25)
+
+
+def inspect(outline: Outline) -> Iterator[Fault]:
+    """Find that there will be no outputs to draft on."""
+    if not (outline.outputs or (outline.folder / OUTPUTS).is_file()):
+        yield Fault(
+            f"{outline.name} has no {OUTPUTS}, on which GPTQ measures the MTP head; put the stage sample_outputs "
+            "before, or set rounding to nearest",
+            "rounding",
+        )
