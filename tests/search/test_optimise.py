@@ -1,6 +1,7 @@
 """What an optimisation decides: the first recipe, the step that a failed check points at, and where it goes on."""
 
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import torch
