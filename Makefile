@@ -18,6 +18,9 @@ install: ## make .venv from the exact lock (PLATFORM=cpu|cuda; default: what thi
 pack: ## what a host without a network lacks, in parts of 40 MB (PLATFORM=cpu|cuda HOST=packages.json GPU=h100 PYTHON_VERSION=3.12 TO=folder)
 	@$(PYTHON) scripts/pack.py $(call option,PLATFORM,--platform) $(call option,HOST,--host) $(call option,GPU,--gpu) $(call option,PYTHON_VERSION,--python-version) $(call option,TO,--to)
 
+package: install ## dist/slimqwen-….whl with all that is shipped: `uv pip install` it, then `slimqwen install`
+	@.venv/bin/python scripts/package.py
+
 demo: install ## the whole pipeline on the embedded model: calibrate, serve, score, time, compare (MODEL=smollm2 DATA=folder: on a real one)
 	@$(RUN) demo $(call option,MODEL,--model) $(call option,DATA,--data)
 

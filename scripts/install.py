@@ -1,5 +1,7 @@
 """Make .venv from the lock file of this machine's platform, with exactly its versions.
 
+As a part of an installed package (`slimqwen install`) it fills the environment of that package instead.
+
 The script uses only the standard library, because it runs before anything is installed.
 """
 
@@ -38,13 +40,18 @@ from package_client import (
 )
 
 ROOT = Path(__file__).resolve().parent.parent
-VENV = ROOT / ".venv"
+IS_PACKAGE = ROOT.name == "shipped"
+VENV = (
+    ROOT.parents[4] if IS_PACKAGE else ROOT / ".venv"
+)  # that of lib/python3.12/site-packages/slimqwen/shipped
+WRITABLE = VENV if IS_PACKAGE else ROOT
 PYTHON = VENV / "bin" / "python"
 STAMP = VENV / "slimqwen-install.json"
+SHOWN = VENV if IS_PACKAGE else VENV.name
 MADE_FOR = VENV / "slimqwen-made-for"
 """File in .venv with its platform, Python and folder, written as soon as the environment is made."""
 
-LOG = ROOT / "logs" / "install.log"
+LOG = WRITABLE / "logs" / "install.log"
 DRIVER = Path("/proc/driver/nvidia/version")
 
 EXTRAS = ("ray",)
@@ -87,7 +94,7 @@ def main() -> int:
             "python": sys.version.split()[0],
             "extras": extras,
             "ingredients": ingredients(platform, extras),
-            "folder": str(ROOT),
+            "folder": str(VENV.parent),
         }
         if read_stamp() != stamp:
             check_machine(platform)
@@ -97,9 +104,9 @@ def main() -> int:
                     unfinished = STAMP.with_suffix(".unfinished")
                     unfinished.write_text(json.dumps(stamp))
                     unfinished.replace(STAMP)
-            print(f"installed for {platform}: .venv (log: {LOG.relative_to(ROOT)})")
+            print(f"installed for {platform}: {SHOWN} (log: {LOG.relative_to(WRITABLE)})")
         else:
-            print(f"environment is up to date ({platform}): .venv")
+            print(f"environment is up to date ({platform}): {SHOWN}")
         return 0
     except InstallError as error:
         code, message = 2, f"error: {error}"
@@ -183,7 +190,7 @@ def check_machine(platform: str) -> None:
             "no Python headers, which torch.compile needs; install them, on Debian with `apt-get install python3-dev`"
         )
     free_gb = shutil.disk_usage(ROOT).free / 1e9
-    if free_gb < NEEDED_GB[platform] and not VENV.exists():
+    if free_gb < NEEDED_GB[platform] and not STAMP.exists():
         raise InstallError(
             f"{free_gb:.1f} GB of disk are free, {NEEDED_GB[platform]} GB are needed; free some"
         )
@@ -208,9 +215,10 @@ def install(platform: str, extras: list[str], source: Path | None = None) -> Non
     if platform == "cpu":
         name_vllm()
         mend_torchvision()
-    client = PackageClient(PYTHON, LOG, None if manifest is None else ROOT)
+    client = PackageClient(PYTHON, LOG, None if manifest is None else WRITABLE)
     client.uv = next(VENV.glob("uv/bin/uv"), None)
-    client.install("slimqwen", "", "--editable", str(ROOT))
+    if not IS_PACKAGE:
+        client.install("slimqwen", "", "--editable", str(ROOT))
     try_import()
 
 
@@ -255,7 +263,7 @@ def fill_from_index(platform: str, extras: list[str]) -> None:
 
 def fill_from_pack(folder: Path, manifest: Mapping[str, Any]) -> None:
     """Install what `make pack` packed, without a network, after every part was checked."""
-    wheels = ROOT / ".cache" / "pack" / "unpacked"
+    wheels = WRITABLE / ".cache" / "pack" / "unpacked"
     pack.unpack(folder, manifest, wheels)
     client = PackageClient(PYTHON, LOG, wheels)
     for wheel in wheels.glob("uv-*.whl"):
@@ -314,7 +322,11 @@ def make_environment(platform: str, manifest: Mapping[str, Any] | None = None) -
         if manifest["host"]
         else " from a pack"
     )
-    made_for = [f"{platform} {sys.version.split()[0]}{kind}", str(ROOT)]
+    made_for = [f"{platform} {sys.version.split()[0]}{kind}", str(VENV.parent)]
+    if IS_PACKAGE:
+        take_environment()
+        MADE_FOR.write_text("\n".join(made_for))
+        return
     if PYTHON.exists() and MADE_FOR.exists() and MADE_FOR.read_text().splitlines() == made_for:
         return
     with_pip = manifest is None or not any(wheel["name"].startswith("uv-") for wheel in manifest["wheels"])
@@ -330,6 +342,18 @@ def make_environment(platform: str, manifest: Mapping[str, Any] | None = None) -
             "this Python lacks the module venv; install it, on Debian with `apt-get install python3-venv`"
         ) from None
     MADE_FOR.write_text("\n".join(made_for))
+
+
+def take_environment() -> None:
+    """Check that the package lies in an environment of its own, and give it a pip if it lacks one, as uv's do."""
+    if not (VENV / "pyvenv.cfg").is_file():
+        raise InstallError(
+            f"slimqwen is installed in {VENV}, which is no virtual environment; make one, for example by `python3 -m "
+            "venv folder`, and install the package there"
+        )
+    has_pip = subprocess.run([PYTHON, "-m", "pip", "--version"], capture_output=True).returncode == 0
+    if not has_pip and run_logged("pip", [str(PYTHON), "-m", "ensurepip"], LOG)[0] != 0:
+        raise InstallError(f"{VENV} has no pip and this Python brings none; install pip into it")
 
 
 def site_packages() -> Path:

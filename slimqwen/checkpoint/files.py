@@ -33,6 +33,9 @@ MANIFEST = "manifest.json"
 CARD = "README.md"
 """The model card: not part of the manifest or the digest, and not copied by a stage to its output."""
 
+CHECKSUMS = "SHA256SUMS"
+"""Checksums of a published folder; not part of the manifest or the digest."""
+
 VOCAB_MAP = "vocab_map.json"
 """The token ids that a pruned vocabulary kept; `slimqwen.recipe.stages.prune_vocab` describes the file."""
 
@@ -252,7 +255,7 @@ def list_files(folder: Path) -> dict[str, Path]:
         path.name: path
         for path in (sorted(folder.iterdir()) if folder.is_dir() else ())
         if path.is_file()
-        and path.name not in (MANIFEST, CARD)
+        and path.name not in (MANIFEST, CARD, CHECKSUMS)
         and not path.name.startswith(".")
         and not _FOREIGN.search(path.name)
         and not (shards and path.suffix == ".safetensors" and path.name not in shards)

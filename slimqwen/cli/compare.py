@@ -21,12 +21,16 @@ def compare_variants(
     items: Annotated[
         bool, typer.Option("--items", help="the items that changed instead, worst first, with both responses")
     ] = False,
+    settings: Annotated[
+        bool,
+        typer.Option("--settings", help="the lines of config.env, stages and parameters that differ instead"),
+    ] = False,
 ) -> None:
     """Say what to serve on this machine; or compare two variants: scores paired by item, latency ratios, size."""
     from slimqwen.report import choice, tables
 
-    if not names and items:
-        raise typer.BadParameter("--items needs a variant, or two")
+    if not names and (items or settings):
+        raise typer.BadParameter(f"--{'items' if items else 'settings'} needs a variant, or two")
     if not names:
         _say_what_to_serve()
         return
@@ -37,6 +41,11 @@ def compare_variants(
         if subjects[0].baseline is None:
             raise typer.BadParameter(f"{names[0]} has no baseline; name the variant to compare it with")
         subjects.insert(0, variants.load(subjects[0].baseline))
+    if settings:
+        from slimqwen.report.settings import settings_table
+
+        console.print(settings_table(*subjects).as_rich())
+        return
     folders = [each.folder for each in subjects]
     if items:
         table = tables.changed_items(*folders)

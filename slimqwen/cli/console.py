@@ -37,6 +37,7 @@ from slimqwen.host import allowed_cpus, physical_cores, user_variables
 from slimqwen.lifeline import ProcessEndsError
 from slimqwen.processes.worker import GARBAGE_THRESHOLD
 from slimqwen.records.fitted_table import FittedTable
+from slimqwen.workspace import WorkspaceError
 
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # for imports of vLLM in this process
 logging.getLogger("vllm").setLevel(logging.ERROR)  # vLLM warns before it reads that variable
@@ -148,7 +149,7 @@ def run_command_line(app: typer.Typer, name: str) -> None:
     if allowed_cpus() < len(os.sched_getaffinity(0)):
         # torch starts a thread for each CPU of the machine, but a container may have the time of only a few CPUs.
         os.environ.setdefault("OMP_NUM_THREADS", str(physical_cores()))
-    os.environ.update(user_variables(os.environ, variant.repository_root()))
+    os.environ.update(user_variables(os.environ, workspace_or_here()))
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # a terminal may be unable to show "…"
@@ -202,6 +203,14 @@ def _flush_output() -> int:
     return 0
 
 
+def workspace_or_here() -> Path:
+    """The workspace, or the working folder where there is none: `slimqwen init` and `--help` need none."""
+    try:
+        return variant.repository_root()
+    except WorkspaceError:
+        return Path.cwd()
+
+
 def show_error(message: str) -> None:
     """Print an expected error on stderr."""
     errors.print(f"error: {from_here(message)}", markup=False)
@@ -213,7 +222,7 @@ def from_here(text: str) -> str:
     The library names files from the root of the repository, or by absolute paths. A user may stand in another folder,
     of his own repository for example, where the first lead nowhere; the others are shorter from the working folder.
     """
-    root = variant.repository_root()
+    root = workspace_or_here()
     with suppress(OSError):  # the working folder is gone
         text = re.sub(rf"(?<![\w./=~-]){re.escape(str(Path.cwd()))}/(?=\w)", "", text)
         if Path.cwd() != root:
@@ -260,7 +269,7 @@ def command() -> list[str]:
 
 def relative(path: Path) -> Path:
     """The path as it is named from the working folder if both lie in the repository, else unchanged."""
-    root = variant.repository_root()
+    root = workspace_or_here()
     both_inside = path.is_relative_to(root) and Path.cwd().is_relative_to(root)
     return Path(os.path.relpath(path)) if both_inside else path
 

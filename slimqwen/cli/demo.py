@@ -11,6 +11,7 @@ import typer
 from slimqwen import variant as variants
 from slimqwen.cli.console import command, console, duration, progress_bar, relative, say
 from slimqwen.cli.downloads import take_data, unpack_checkpoint
+from slimqwen.workspace import create_workspace, find_workspace, is_checkout
 
 if TYPE_CHECKING:
     from slimqwen.evals.checks import Check
@@ -78,7 +79,7 @@ def demo(
     from slimqwen.search import SearchError
 
     subject = MODELS[model]
-    root = variants.repository_root()
+    root = _find_root()
     started = time.monotonic()
     baseline = variants.load(subject.baseline)
     if subject.is_packaged and not baseline.weights.is_dir():
@@ -132,6 +133,15 @@ class DemoRecords:
 
     records: Mapping[str, Sequence[Path]]
     missing: Mapping[str, str]
+
+
+def _find_root() -> Path:
+    """The workspace; an empty working folder becomes one."""
+    here = Path.cwd()
+    if not is_checkout() and find_workspace() is None and not any(here.iterdir()):
+        create_workspace(here)
+        say(f"{here} is a workspace now")
+    return variants.repository_root()
 
 
 def _measure(root: Path, subject: DemoModel, rounds: int) -> DemoRecords:

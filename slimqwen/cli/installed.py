@@ -6,7 +6,7 @@ import platform
 import sys
 from pathlib import Path
 
-from slimqwen.variant import repository_root
+from slimqwen.workspace import installation_root
 
 _STAMP, _MADE_FOR = "slimqwen-install.json", "slimqwen-made-for"  # scripts/install.py writes both
 
@@ -33,7 +33,7 @@ def describe_outdated(environment: Path, program: Path) -> str | None:
         return f"{environment} was made with Python {stamp['python']}, this is {platform.python_version()}"
     if not isinstance(stamp["ingredients"], dict):
         return f"{environment} was made by an earlier scripts/install.py"
-    files = {name: repository_root() / name for name in stamp["ingredients"]}
+    files = {name: installation_root() / name for name in stamp["ingredients"]}
     changed = [
         name
         for name, file in files.items()

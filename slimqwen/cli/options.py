@@ -5,6 +5,7 @@ from typing import Annotated, Literal
 import typer
 
 from slimqwen import variant
+from slimqwen.workspace import list_files
 
 
 def matching_variants(incomplete: str) -> list[str]:
@@ -13,7 +14,7 @@ def matching_variants(incomplete: str) -> list[str]:
 
 
 def _stems(folder: str, incomplete: str) -> list[str]:
-    files = (variant.repository_root() / "eval" / folder).glob(f"{incomplete}*.y*ml")
+    files = list_files(f"eval/{folder}/{incomplete}*.y*ml", variant.repository_root())
     return sorted(file.stem for file in files)
 
 

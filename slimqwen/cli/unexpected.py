@@ -14,8 +14,7 @@ from pathlib import Path
 from types import TracebackType
 
 from slimqwen.errors import explain_os_error
-
-_ROOT = Path(__file__).resolve().parents[2]
+from slimqwen.workspace import WorkspaceError, repository_root
 
 
 def install_hooks() -> None:
@@ -55,8 +54,8 @@ def describe_cause(error: BaseException) -> str:
 def _write_log(error: BaseException) -> Path | None:
     name = f"error-{time.strftime('%Y-%m-%dT%H%M%SZ', time.gmtime())}-{os.getpid()}.log"
     text = "".join(traceback.format_exception(error))
-    for find_folder in (lambda: _ROOT / "logs", tempfile.gettempdir):
-        with contextlib.suppress(OSError):  # gettempdir, too, where no folder is writable
+    for find_folder in (lambda: repository_root() / "logs", tempfile.gettempdir):
+        with contextlib.suppress(OSError, WorkspaceError):  # gettempdir, too, where no folder is writable
             folder = Path(find_folder())
             folder.mkdir(exist_ok=True)
             with (folder / name).open("a", encoding="utf-8", errors="replace") as log:

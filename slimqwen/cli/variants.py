@@ -1,4 +1,4 @@
-"""`slimqwen variant`: lists, creates and promotes variants."""
+"""`slimqwen variant`: lists, creates, removes, promotes and publishes variants."""
 
 import os
 import re
@@ -12,7 +12,7 @@ from slimqwen.cli.console import console, progress_bar, relative, say, silence_h
 from slimqwen.cli.options import VariantOption
 from slimqwen.cli.report import update_page
 
-app = typer.Typer(help="List, create and promote variants.", no_args_is_help=True)
+app = typer.Typer(help="List, create, remove, promote and publish variants.", no_args_is_help=True)
 
 
 @app.command("list")
@@ -169,6 +169,46 @@ def _download_copy(name: str, checkpoint: str, command: str) -> tuple[Path, dict
         asked = hub.Repository(repository, "model", revision or None, command, place)
         manifest = hub.download_copy(asked, weights, progress)
     return weights, {"SOURCE": repository, "REVISION": str(manifest.facts["revision"])}
+
+
+@app.command()
+def remove(
+    name: Annotated[str, typer.Argument(metavar="NAME", help="folder of experiments/")],
+    yes: Annotated[bool, typer.Option("--yes", help="do not ask")] = False,
+) -> None:
+    """Delete a variant that no other needs: its folder, its link in weights/, recipe outputs that nothing else uses."""
+    from slimqwen.recipe import removal
+
+    planned = removal.plan_removal(name, variants.repository_root())
+    for line in planned.describe():
+        say(f"{name}: {line}")
+    if not yes and not typer.confirm("remove it?"):
+        say("nothing was deleted")
+        return
+    freed = removal.remove_variant(planned)
+    say(f"{name} was removed; freed {freed / 1e6:.1f} MB of weights/store")
+
+
+@app.command()
+def publish(
+    variant: VariantOption,
+    to: Annotated[Path, typer.Option(metavar="FOLDER", help="folder to write; it must not exist")],
+    licence: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="licence to state where the base states none, such as apache-2.0"),
+    ] = None,
+) -> None:
+    """Write a variant that passed its gate as a folder for a model hub: weights, card, licence, recipe, checksums."""
+    from slimqwen.evals import publication
+    from slimqwen.evals.model_card import describe_elsewhere
+
+    target = to.expanduser().absolute()
+    with progress_bar() as progress:
+        files = publication.publish_variant(variant, target, licence, progress)
+    size = sum(file.stat().st_size for file in files) / 1e6
+    say(f"{to}: {len(files)} files, {size:,.1f} MB, from {variant.name}")
+    say(f"without Slimqwen: `{publication.served_elsewhere(variant, to)}`. {describe_elsewhere(target)}")
+    say(f"next: `hf upload OWNER/{target.name} {to}`")
 
 
 @app.command()

@@ -22,6 +22,7 @@ from slimqwen.records.split import Split
 from slimqwen.stats import intervals
 from slimqwen.text.documents import read_documents
 from slimqwen.text.text_prefix import Prefix
+from slimqwen.workspace import locate
 from slimqwen.yaml_file import YamlPart
 
 MODES = ("single", "batched")
@@ -103,7 +104,7 @@ class FidelitySettings(Settings):
 
     def inputs(self, root: Path) -> Sequence[Path | YamlPart]:
         """The settings' files and the texts."""
-        return [*super().inputs(root), root / self.texts]
+        return [*super().inputs(root), locate(self.texts, root)]
 
     def read_texts(self, root: Path, split: Split | None = None) -> list[tuple[str, str]]:
         """Read ids (numbers if absent) and contents of all texts of the file, or of one side of the split.
@@ -113,7 +114,7 @@ class FidelitySettings(Settings):
             EvalError: a line has no text, a text is empty, or fewer than two texts are on that side.
         """
         texts = []
-        for number, document in enumerate(read_documents(root / self.texts, "paragraphs"), start=1):
+        for number, document in enumerate(read_documents(locate(self.texts, root), "paragraphs"), start=1):
             if not document.text:
                 raise EvalError(
                     f'{document.location}: no text in this line; write {{"text": …}} or remove the line'
@@ -126,7 +127,7 @@ class FidelitySettings(Settings):
                 if split
                 else ", but fidelity compares at least two; add texts"
             )
-            raise EvalError(f"{root / self.texts}: {len(side_texts)} of {len(texts)} texts{side}")
+            raise EvalError(f"{locate(self.texts, root)}: {len(side_texts)} of {len(texts)} texts{side}")
         return side_texts
 
 

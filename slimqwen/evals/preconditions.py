@@ -25,8 +25,11 @@ def check_preconditions(*sides: Variant) -> None:
     """
     for side in sides:
         side.require_weights()
-        if not os.access(side.folder, os.W_OK):
+        folder = (
+            side.folder if side.folder.is_dir() else side.folder.parent
+        )  # of a shipped variant, made for the record
+        if not os.access(folder, os.W_OK):
             raise EvalError(
-                f"{side.folder} cannot be written, and the record belongs there; make it writable for this user, or "
+                f"{folder} cannot be written, and the record belongs there; make it writable for this user, or "
                 "work in your own clone of the repository"
             )

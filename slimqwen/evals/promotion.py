@@ -67,7 +67,7 @@ def promote_variant(
             f"{variant.name} was rejected; if that no longer holds, set its status in experiments/{variant.name}/"
             "measurements.json to measured first"
         )
-    gate, record = _passing_gate(variant, progress)
+    gate, record = find_passing_gate(variant, progress)
     if unproven and "speed" in unproven:
         raise EvalError(
             f"{variant.name} claims speed: {unproven['speed']}; or take `speed` out of `claims` in experiments/"
@@ -94,7 +94,7 @@ def _is_of_build(path: Path, gated: MeasuredCheckpoint) -> bool:
     return measured is not None and measured.has_recipe_of(gated)
 
 
-def _passing_gate(variant: Variant, progress: Progress) -> tuple[Path, Gate]:
+def find_passing_gate(variant: Variant, progress: Progress) -> tuple[Path, Gate]:
     """Find the newest gate record that fits the variant's present state; an EvalError if it did not pass."""
     command = f"`slimqwen gate --variant {variant.name}`"
     pair, newest = Pair(variant, find_baseline(variant), Invocation((), progress=progress)), ""

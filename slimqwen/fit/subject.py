@@ -23,6 +23,7 @@ from slimqwen.models.shape import Shape, Tensors, with_first_experts
 from slimqwen.plan import shapes
 from slimqwen.progress import silent
 from slimqwen.variant import Variant
+from slimqwen.workspace import list_files, locate
 
 _LAYERS_ALONE = (
     "bake_cache, prune_vocab, and trim_draft_vocab and redistill_mtp where the MTP head is in 16 bits"
@@ -118,7 +119,7 @@ def find_subject(model: str, root: Path) -> Subject:
         FamilyError, UnsupportedFormatError, CorruptCheckpointError, ShapeError, ConfigError: as raised when the
             variant, folder or shape is read.
     """
-    path, shape_file = Path(model), root / shapes.FOLDER / f"{model}.json"
+    path, shape_file = Path(model), locate(shapes.FOLDER / f"{model}.json", root)
     readings: dict[str, Callable[[], Subject]] = {}
     if model in variants.names(root):
         readings["the variant of that name"] = lambda: variant_subject(variants.load(model, root))
@@ -137,7 +138,7 @@ def find_subject(model: str, root: Path) -> Subject:
         raise SubjectError(f"there is no {path.name} in the folder {path.parent}; {hint}")
     if model.count("/") == 1:
         return _of_hub(model)
-    known = ", ".join(sorted(file.stem for file in (root / shapes.FOLDER).glob("*.json")))
+    known = ", ".join(sorted(file.stem for file in list_files(f"{shapes.FOLDER}/*.json", root)))
     raise SubjectError(
         f"{model} is not a variant, folder, config.json, owner/name on the hub, or shape; the shapes are {known}"
     )
@@ -162,7 +163,7 @@ def _with_settings(subject: Subject, variant: Variant) -> Subject:
 
 def _of_file(file: Path, name: str, root: Path) -> Subject:
     """The checkpoint that a config.json promises, or a file of eval/shapes; raises SubjectError for other files."""
-    if file.resolve().parent == (root / shapes.FOLDER).resolve():
+    if file.resolve() == locate(shapes.FOLDER / file.name, root).resolve():
         return _read_shape(root, file.stem, name)
     if file.suffix == ".safetensors":
         raise SubjectError(f"{name} is one file of a checkpoint; name its folder, {file.parent}")

@@ -21,6 +21,7 @@ from slimqwen.plan.resolution import OVERHEAD_GIB
 from slimqwen.plan.shapes import FOLDER
 from slimqwen.records.table import Table
 from slimqwen.vllm_plugin.engine_facts import AttentionLayers
+from slimqwen.workspace import list_files
 
 _GB = 1e9
 
@@ -235,7 +236,9 @@ def _margin(fit: Fit) -> str:
 def shapes_table(root: Path) -> Table:
     """The roofline of every committed 16-bit shape on `TABLE_GPUS`, of the first optimised form that fits."""
     gpus = _table_gpus(root)
-    names = sorted(file.stem for file in (root / FOLDER).glob("*.json") if '"config"' in file.read_text())
+    names = sorted(
+        file.stem for file in list_files(f"{FOLDER}/*.json", root) if '"config"' in file.read_text()
+    )
     cells: dict[str, Mapping[str, str]] = {}
     for name in names:
         subject = find_subject(name, root)

@@ -16,7 +16,7 @@ from slimqwen.image.context import Content, lay_out
 from slimqwen.image.tools import Tool, isolate_by_chroot
 from slimqwen.progress import Progress, silent
 from slimqwen.records import provenance
-from slimqwen.variant import repository_root
+from slimqwen.workspace import installation_root
 
 BOOTSTRAP = "debootstrap"
 """Value of BASE_IMAGE for a base image made on this machine from Debian's archive, without an image registry.
@@ -85,7 +85,7 @@ def build_command(
     tool: Tool, content: Content, *, folder: Path, base: str, tag: str, wheelhouse: Path
 ) -> list[str]:
     """The command that builds an image from the context in `folder`; an empty wheelhouse means a package index."""
-    command, git = content.command, provenance.git_state(repository_root())
+    command, git = content.command, provenance.git_state(installation_root())
     arguments = {
         "BASE_IMAGE": base,
         "PLATFORM": command.platform,

@@ -19,8 +19,9 @@ from slimqwen.progress import Progress, silent
 from slimqwen.records import store
 from slimqwen.serving import baked_cache
 from slimqwen.serving.command import ServerCommand
-from slimqwen.variant import Variant, making_command, repository_root
-from slimqwen.variant.config_env import read_config_env
+from slimqwen.variant import Variant, making_command
+from slimqwen.variant.config_env import config_env, read_config_env
+from slimqwen.workspace import installation_root, locate, relative
 
 ALL_INTERFACES = "0.0.0.0"
 """Address that a server in a container listens on; a container's loopback cannot be reached from outside."""
@@ -89,7 +90,7 @@ def gather(
         slimqwen.checkpoint.MissingCheckpointError, CorruptCheckpointError: no checkpoint, or a damaged one.
         The errors of `ServerCommand.resolve`.
     """
-    root, code = variant.root, repository_root()
+    root, code = variant.root, installation_root()
     if variant.platform and platform and platform != variant.platform:
         raise ImageError(
             f"{variant.name} is served on {variant.platform} only; build it without PLATFORM={platform}"
@@ -102,13 +103,13 @@ def gather(
         cache, cache_folder = read_imported_cache(command, archive), archive.parent
     elif command.cache is not None and (needs_cache or command.cache.usable):
         cache = _baked_cache(command)
-    files = [root / name for name in (trouble.FILE, devices.FILE)]
+    files = [locate(name, root) for name in (trouble.FILE, devices.FILE)]
     for name in variant.lineage:
-        files += [root / "experiments" / name / file for file in ("config.env", "measurements.json")]
+        files += [locate(f"experiments/{name}/{file}", root) for file in ("config.env", "measurements.json")]
     files += store.records(variant.folder, PlanRecord)[:1]  # the plan with which a start is compared
     if isinstance(template := command.flags.get("chat-template"), str) and (root / template).is_file():
         files.append(root / _below_root(root / template, root, "VLLM_CHAT_TEMPLATE"))
-    served = {file.relative_to(root).as_posix(): file for file in files if file.is_file()}
+    served = {relative(file, root).as_posix(): file for file in files if file.is_file()}
     folder = variant.weights.resolve()
     stored = list_files(folder) | {name: folder / name for name in (MANIFEST, CARD)}
     served |= {
@@ -137,7 +138,7 @@ def lay_out(content: Content, folder: Path) -> None:
 
     Files are hard links where the disk allows it and their mode suits an image; others are copied.
     """
-    shutil.copyfile(repository_root() / "Dockerfile", folder / "Dockerfile")
+    shutil.copyfile(installation_root() / "Dockerfile", folder / "Dockerfile")
     for part, files in (("install", content.installed), ("variant", content.served)):
         for name, file in files.items():
             target = folder / part / name
@@ -163,10 +164,10 @@ def _replaced_texts(variant: Variant) -> dict[str, str]:
     texts = {"README.md": "pyproject.toml asks for one.\n"}
     for name in variant.lineage:
         path = f"experiments/{name}/measurements.json"
-        measurements = json.loads((variant.root / path).read_text(encoding="utf-8"))
+        measurements = json.loads(locate(path, variant.root).read_text(encoding="utf-8"))
         # Without the status: a promotion does not change the image.
         texts[path] = json.dumps({key: measurements.get(key) for key in ("hypothesis", "baseline")}) + "\n"
-    own = variant.folder / "config.env"
+    own = config_env(variant.name, variant.root)
     address = read_config_env(own).get("VLLM_HOST") or variant.settings.get("VLLM_HOST")
     file = address.file if address else own
     lines = file.read_text(encoding="utf-8").splitlines()
@@ -196,12 +197,12 @@ def _baked_cache(command: ServerCommand) -> baked_cache.BakedCache:
 
 
 def _below_root(path: Path, root: Path, key: str) -> str:
-    normal_path = Path(os.path.normpath(path))
-    if not normal_path.is_relative_to(root):
+    normal_path = relative(Path(os.path.normpath(path)), root)
+    if normal_path.is_absolute():
         raise ImageError(
             f"{key} is {path}, outside the repository; copy it into weights/ and set {key} to the copy"
         )
-    return normal_path.relative_to(root).as_posix()
+    return normal_path.as_posix()
 
 
 def _link_or_copy(file: Path, target: Path) -> None:

@@ -12,7 +12,7 @@ from slimqwen.checkpoint.files import COMPILE_CACHE, MANIFEST, file_records, sha
 from slimqwen.image import ImageError
 from slimqwen.serving import baked_cache
 from slimqwen.serving.command import ServerCommand
-from slimqwen.variant import repository_root
+from slimqwen.workspace import installation_root
 
 _HOST_FACTS = ("instruction set", "cores", "GPU", "compute capability", "CUDA", "python", "environment")
 """What the serving host is compared with when it starts, and what the image is built to be."""
@@ -77,7 +77,7 @@ LOCKS: Mapping[str, tuple[str, ...]] = MappingProxyType({"cpu": ("cpu", "torch-c
 
 def _facts_of_image(baked: baked_cache.BakedCache, command: ServerCommand) -> dict[str, str]:
     """Facts of the machine that the image will make: versions of the lock, on a host like the cache's."""
-    files = [repository_root() / "requirements" / f"{lock}.txt" for lock in LOCKS[command.platform]]
+    files = [installation_root() / "requirements" / f"{lock}.txt" for lock in LOCKS[command.platform]]
     locks = "\n".join(file.read_text(encoding="utf-8") for file in files)
     # With hashes a pin goes on after its version; uv writes === where an index offers other builds of one version.
     pins = dict(re.findall(r"^([\w.-]+)={2,3}([^=\s]+)", locks, re.MULTILINE))

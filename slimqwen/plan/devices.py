@@ -12,6 +12,7 @@ from slimqwen.errors import SlimqwenError, suggest_name
 from slimqwen.formats.format import Precision
 from slimqwen.records.record import Block
 from slimqwen.records.settings import read_settings
+from slimqwen.workspace import locate
 
 FILE = Path("eval") / "devices.yaml"
 """Relative to the repository."""
@@ -155,7 +156,7 @@ def read_gpus(root: Path) -> dict[str, Gpu]:
     Raises:
         SettingsError: the file is missing or breaks the schema.
     """
-    text = read_settings(root / FILE, root)
+    text = read_settings(locate(FILE, root), root)
     entries = text.validate(dict[str, dict[str, Any]], text.content)
     return text.validate(dict[str, Gpu], {name: {"name": name, **entries[name]} for name in entries})
 

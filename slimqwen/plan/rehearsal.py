@@ -32,6 +32,7 @@ from slimqwen.serving.command import ServerCommand
 from slimqwen.serving.server_log import find_last_cause
 from slimqwen.variant import Variant
 from slimqwen.vllm_plugin import engine_facts
+from slimqwen.workspace import locate
 
 SHARED_BY = "VLLM_TENSOR_PARALLEL_SIZE"
 """Key of config.env: the number of GPUs that share the model."""
@@ -176,7 +177,7 @@ def _with_checkpoint(variant: Variant, folder: Path) -> tuple[Variant, str]:
     shape = shapes.variant_shape(variant)
     # vLLM infers the speculative method from words in the path, so the folder has the checkpoint's own name.
     weights = folder / variant.weights.name
-    shapes.write_shape(shape, weights, variant.root / "weights" / "tiny")
+    shapes.write_shape(shape, weights, locate("weights/tiny", variant.root))
     return variant.with_lines({"VLLM_MODEL": str(weights)}), shape.source
 
 

@@ -23,6 +23,7 @@ from slimqwen.models.shape import IMAGE_PROCESSOR, Packing, Shape, ShapeError
 from slimqwen.progress import Progress, silent
 from slimqwen.recipe import recipe_file
 from slimqwen.variant import Variant
+from slimqwen.workspace import locate
 
 FOLDER = Path("eval") / "shapes"
 """Relative to the repository."""
@@ -50,7 +51,7 @@ def published_shape(root: Path, name: str) -> Shape | None:
     Raises:
         ShapeError: the file does not follow its schema.
     """
-    file = root / FOLDER / f"{name}.json"
+    file = locate(FOLDER / f"{name}.json", root)
     if not file.is_file():
         return None
     try:
@@ -145,7 +146,7 @@ def write_variant_shape(variant: Variant, progress: Progress = silent) -> Path:
     if folder.exists():
         withdraw(folder)
     with publish(folder) as staging:
-        write_shape(shape, staging, variant.root / "weights" / "tiny")
+        write_shape(shape, staging, locate("weights/tiny", variant.root))
         write_config(staging, {**shape.config_json, checkpoint.RANDOM_WEIGHTS: True})
         Manifest(
             stage="shape",

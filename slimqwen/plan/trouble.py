@@ -13,6 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from slimqwen.plan.facts import Plan
 from slimqwen.records.settings import read_settings
+from slimqwen.workspace import locate
 
 FILE = Path("eval") / "known_trouble.yaml"
 """Relative to the repository."""
@@ -183,7 +184,7 @@ def _holds(fact: Any, condition: Any) -> bool:
 
 def read_known_trouble(root: Path) -> list[KnownTrouble]:
     """The known trouble of a repository; a SettingsError where the file cannot be used."""
-    text = read_settings(root / FILE, root)
+    text = read_settings(locate(FILE, root), root)
     return text.validate(list[KnownTrouble], text.content)
 
 

@@ -16,7 +16,8 @@ from typing import Any, Generic, TypeVar
 from slimqwen.records import store
 from slimqwen.records.record import Measurements, Record, VersionedFile
 from slimqwen.records.split import Split, split_of
-from slimqwen.variant import names
+from slimqwen.variant import local_names, names
+from slimqwen.workspace import is_shipped, locate, relative
 
 _VARIANT_FILES = frozenset({"README.md", "config.env", "recipe.yaml", "measurements.json"})
 """Other files than records and items that a folder of experiments/ may have."""
@@ -126,7 +127,7 @@ def collect(root: Path, demo: str = "") -> Collection:
     Args:
         demo: folder of further records, with a folder for each variant; damaged ones of it are left out.
     """
-    reader = _Reader(root, frozenset(names(root)))
+    reader = _Reader(root, frozenset(local_names(root)))
     for path in reader.list_files("experiments"):
         reader.read_experiment(path)
     for path in sorted((root / demo).glob("*/*.json")) if demo else ():
@@ -154,7 +155,7 @@ class _Reader:
     problems: dict[str, str] = field(default_factory=dict)
 
     def location(self, path: Path) -> str:
-        return path.relative_to(self.root).as_posix()
+        return relative(path, self.root).as_posix()
 
     def leave_out(self, path: Path, reason: str) -> None:
         self.problems.setdefault(self.location(path), " ".join(reason.split()))
@@ -173,7 +174,8 @@ class _Reader:
         """Read a file below experiments/."""
         variant, *rest = path.relative_to(self.root / "experiments").parts
         if not rest:
-            self.leave_out(path, "belongs to no variant; move it into the folder of a variant")
+            if variant != ".gitkeep":
+                self.leave_out(path, "belongs to no variant; move it into the folder of a variant")
         elif variant not in self.variants:
             folder = self.root / "experiments" / variant
             self.leave_out(folder, "no config.env, so this is no variant; add config.env, or move the files")
@@ -238,7 +240,7 @@ class _Reader:
 
     def read_claims(self, variant: str) -> None:
         """Read a variant's measurements.json."""
-        path = self.root / "experiments" / variant / "measurements.json"
+        path = locate(f"experiments/{variant}/measurements.json", self.root)
         if not path.exists():
             self.leave_out(
                 path,
@@ -252,11 +254,13 @@ class _Reader:
             self.leave_out(path, f"holds a record of kind {claims.kind}, not measurements")
         elif claims.baseline == variant:
             self.leave_out(path, "its baseline is itself; name an existing variant, or null")
-        elif claims.baseline not in (None, *self.variants):
+        elif claims.baseline not in (None, *names(self.root)):
             self.leave_out(
                 path,
                 f"its baseline {claims.baseline!r} is no variant of experiments/; name an existing variant, or null",
             )
+        elif is_shipped(path, self.root):  # with what was measured elsewhere: its records are not here
+            self.measurements[variant] = claims.model_copy(update={"records": ()})
         else:
             self.measurements[variant] = claims
 

@@ -35,6 +35,7 @@ from slimqwen.serving.command import ServerCommand
 from slimqwen.serving.gpu import all_gpus
 from slimqwen.text.corpus import text_digest
 from slimqwen.variant import Variant, names
+from slimqwen.workspace import MADE_OF, MARKER, installation_root
 from slimqwen.yaml_file import YamlPart
 
 _PACKAGES = (
@@ -145,7 +146,7 @@ def _circumstances(root: Path, command: Sequence[str], started: str) -> dict[str
         "command": shell_command(command, root),
         "started": started,
         "ended": utc_now(),
-        "git": git_state(root),
+        **_git_states(root),
         "threads": _threads({}),
         "packages": package_versions(),
         "hardware": hardware(),
@@ -220,14 +221,16 @@ def _paths(value: Any, root: Path, name: str = "") -> Iterator[tuple[str, Path]]
 
 
 def portable(value: Any, root: Path) -> Any:
-    """`value` with paths in the repository made relative to it, and other absolute paths cut to their last part."""
+    """`value` with paths in the workspace or the installation from its top, others by their last part."""
     if isinstance(value, Mapping):
         return {key: portable(item, root) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [portable(item, root) for item in value]
     if not isinstance(value, str | Path):
         return value
-    relative = str(value).replace(f"{root}/", "").replace(str(root), ".")
+    relative = str(value)
+    for top in (root, installation_root()):
+        relative = relative.replace(f"{top}/", "").replace(str(top), ".")
     return f".../{Path(relative).name}" if relative.startswith("/") else relative
 
 
@@ -251,8 +254,19 @@ def redacted(environment: Mapping[str, str]) -> dict[str, str]:
     }
 
 
+def _git_states(root: Path) -> dict[str, Git]:
+    if (root / MARKER).is_file():
+        return {"git": git_state(installation_root()), "workspace": git_state(root)}
+    return {"git": git_state(root)}
+
+
 def git_state(root: Path) -> Git:
-    """The commit, and whether files other than records and Markdown differ from it; both None outside a checkout."""
+    """The commit, and whether files other than records and Markdown differ from it; both None outside a checkout.
+
+    An installed package states the commit that it was made of.
+    """
+    if (made_of := root / MADE_OF).is_file():
+        return Git(commit=made_of.read_text(encoding="utf-8").strip() or None, dirty=False)
     try:
         commit = run_git(root, "rev-parse", "HEAD").strip()
         changes = run_git(root, "status", "--porcelain", "--", ".", *_NOT_CODE).strip()
@@ -289,15 +303,19 @@ def tracked_files(root: Path, *patterns: str) -> frozenset[str] | None:
 def shipped_variants(root: Path) -> list[str]:
     """Variants whose config.env git tracks, sorted; all variants where `root` is no checkout.
 
-    Tables in tracked pages are of these, so that a user's own variants change no tracked file.
+    Tables in tracked pages are of these, so that a user's own variants change no tracked file. A workspace beside the
+    checkout has none: what it tracks is a user's own.
     """
+    if root != installation_root() and (root / MARKER).is_file():
+        return []
     tracked = tracked_files(root, ":(glob)experiments/*/config.env")
     return [name for name in names(root) if tracked is None or f"experiments/{name}/config.env" in tracked]
 
 
 def own_variants(root: Path) -> frozenset[str]:
-    """The user's own variants: those that are not shipped."""
-    return frozenset(names(root)) - frozenset(shipped_variants(root))
+    """The user's own variants: those of the workspace that are not shipped with it."""
+    here = {file.parent.name for file in root.glob("experiments/*/config.env")}
+    return frozenset(here) - frozenset(shipped_variants(root))
 
 
 def package_versions() -> dict[str, str]:

@@ -152,6 +152,9 @@ class Provenance(Block):
     started: Utc
     ended: Utc
     git: Git
+    workspace: Git | None = Field(
+        default=None, description="State of the workspace; absent where that is the checkout itself."
+    )
     threads: Positive | None = Field(
         description="OpenMP threads of the engine, or of the measuring process where that is the engine; null where "
         "nothing set them."

@@ -13,6 +13,7 @@ from slimqwen.records.store import AnyRecord
 from slimqwen.serving.command import ServerCommand
 from slimqwen.text.corpus import text_digest
 from slimqwen.variant import Variant
+from slimqwen.workspace import locate
 from slimqwen.yaml_file import YamlPart
 
 
@@ -110,7 +111,7 @@ def changed_data(block: Provenance, root: Path, files: Iterable[Path | YamlPart]
     return sorted(present.keys() - block.datasets.keys()) + [
         name
         for name, digest in block.datasets.items()
-        if _digest_now(present.get(name, root / name)) != digest
+        if _digest_now(present.get(name, locate(name, root))) != digest
     ]
 
 

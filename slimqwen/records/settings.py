@@ -16,6 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from slimqwen.errors import SlimqwenError
 from slimqwen.text.tables import find_table, is_text
 from slimqwen.variant import Variant
+from slimqwen.workspace import list_files, locate, relative
 from slimqwen.yaml_file import YamlPart, YamlText, read_yaml
 
 # Settings were once called a plan, which now means a prediction of vLLM; records keep the old name.
@@ -59,10 +60,10 @@ class Settings(BaseModel):
         Raises:
             SettingsError: the file or its section is missing, or fields are missing or wrong.
         """
-        file = root / "eval" / cls.folder / f"{name}.yaml"
+        file = locate(f"eval/{cls.folder}/{name}.yaml", root)
         if cls.own_file and not file.is_file() and (root / OWN / name).is_dir():
             return cls._load_own(name, root)
-        known = sorted(path.stem for path in file.parent.glob("*.yaml"))
+        known = [path.stem for path in list_files(f"eval/{cls.folder}/*.yaml", root)]
         missing = "does not exist"
         if cls.own_file:
             known += sorted(path.name for path in (root / OWN).glob("*/"))
@@ -73,7 +74,7 @@ class Settings(BaseModel):
     @classmethod
     def _load_own(cls, name: str, root: Path) -> Self:
         """Read the settings of eval/own/<name>/: fields that its file sets, and all others from eval/own.yaml."""
-        file, own = root / f"{OWN}.yaml", root / OWN / name / f"{cls.own_file}.yaml"
+        file, own = locate(f"{OWN}.yaml", root), root / OWN / name / f"{cls.own_file}.yaml"
         text = read_settings(file, root).part(cls.own_file)
         filled = re.sub(r"\bNAME\b", name, json.dumps(text.content))
         if not (own.parent / "texts.jsonl").exists():  # the texts may have another format
@@ -103,17 +104,17 @@ class Settings(BaseModel):
 
     def files(self, root: Path) -> list[Path]:
         """The YAML files that these settings come from; for an own evaluation eval/own.yaml, then its own file."""
-        file = root / "eval" / self.folder / f"{self.name}.yaml"
+        file = locate(f"eval/{self.folder}/{self.name}.yaml", root)
         if file.is_file() or not self.own_file:
             return [file]
         own = root / OWN / self.name / f"{self.own_file}.yaml"
-        return [root / f"{OWN}.yaml", *([own] if own.is_file() else [])]
+        return [locate(f"{OWN}.yaml", root), *([own] if own.is_file() else [])]
 
     def inputs(self, root: Path) -> Sequence[Path | YamlPart]:
         """All that a measurement with these settings reads: its section of their files, and texts that they name."""
         if not self.section:
             return [*self.files(root)]
-        own = root / f"{OWN}.yaml"
+        own = locate(f"{OWN}.yaml", root)
         parts = [
             YamlPart(file, (self.own_file, self.section) if file == own else (self.section,))
             for file in self.files(root)
@@ -145,6 +146,6 @@ def read_settings(file: Path, root: Path, *, missing: str = "") -> YamlText:
     Raises:
         SettingsError: the file is missing, or is not YAML.
     """
-    shown = file.relative_to(root)
+    shown = relative(file, root)
     missing = missing or f"is missing; `git checkout {shown}` restores it"
     return read_yaml(file, shown=shown, error=SettingsError, missing=missing)

@@ -23,6 +23,7 @@ from slimqwen.records import schemas
 from slimqwen.records.record import Items, Measurements, Provenance, Record, ServedRecord, VersionedFile
 from slimqwen.records.split import split_of
 from slimqwen.text.files import CorpusError, read_json_lines
+from slimqwen.workspace import locate
 
 AnyRecord = TypeVar("AnyRecord", bound=Record)
 
@@ -73,6 +74,8 @@ def read_measurements(folder: Path) -> Measurements:
         RecordError: the file cannot be read or is invalid; the message names file and fault.
     """
     path = folder / "measurements.json"
+    if not path.is_file() and folder.parent.name == "experiments":
+        path = locate(f"experiments/{folder.name}/measurements.json", folder.parents[1])
     claims = validate(parse(path), short_path(path))
     if not isinstance(claims, Measurements):
         raise RecordError(f"{short_path(path)}: a record of kind {claims.kind}, not measurements; {_RESTORE}")

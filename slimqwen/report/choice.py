@@ -173,7 +173,7 @@ def measuring_command(row: Row, kind: str) -> str:
 def collect_choices(root: Path) -> list[Choice]:
     """Apply `choose_variants` to the records of a repository; the user's own variants come first."""
     records = collection.collect(root, demo=DEMO)
-    rows = [row for name in variants.names(root) for row in rows_of(records, name)[0]]
+    rows = [row for name in variants.local_names(root) for row in rows_of(records, name)[0]]
     return put_own_first(choose_variants(rows), rows, provenance.own_variants(root))
 
 
@@ -226,7 +226,7 @@ def list_other_builds(subjects: Iterable[variants.Variant]) -> list[str]:
 def list_unjudged(root: Path) -> list[str]:
     """Names of variants that have a baseline and a checkpoint here, but no gate record; the user's own come first."""
     own = provenance.own_variants(root)
-    names = sorted(variants.names(root), key=lambda name: (name not in own, name))
+    names = sorted(variants.local_names(root), key=lambda name: (name not in own, name))
     loaded = (variants.load(name, root) for name in names)
     made = (one for one in loaded if one.baseline and one.weights.is_dir())
     return [one.name for one in made if not any(store.records(one.folder, Gate))]

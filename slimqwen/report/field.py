@@ -25,6 +25,7 @@ from slimqwen.records.collection import Collection, Problem, StoredRecord
 from slimqwen.records.field_report import FieldCard, FieldReport, FieldRow, FieldStart
 from slimqwen.records.record import Hardware
 from slimqwen.vllm_plugin import engine_facts
+from slimqwen.workspace import list_files
 
 FOLDER = Path("eval") / "field"
 """Relative to the repository."""
@@ -152,7 +153,7 @@ def _row(records: Collection, entry: StoredRecord[Latency], name: str, device: D
 
 def _shipped_workloads(root: Path) -> set[str]:
     tracked = provenance.tracked_files(root, "eval/workloads/*.yaml")
-    files = (root / "eval" / "workloads").glob("*.yaml")
+    files = list_files("eval/workloads/*.yaml", root)
     return {file.stem for file in files if tracked is None or f"eval/workloads/{file.name}" in tracked}
 
 

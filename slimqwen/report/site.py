@@ -52,7 +52,7 @@ def build_page(root: Path, destination: Path, progress: Progress = silent) -> Si
     records = collection.collect(root, demo=DEMO)
     problems = {problem.location: problem for problem in records.problems}
     own = provenance.own_variants(root)
-    names = sorted(variants.names(root), key=lambda name: (name not in own, name))
+    names = sorted(variants.local_names(root), key=lambda name: (name not in own, name))
     rows: list[Row] = []
     for done, name in enumerate(names):
         progress("pair the records", done, len(names))

@@ -85,7 +85,7 @@ def variants_table(root: Path, *, with_weights: bool = False) -> Table:
         SlimqwenError: a variant or a record cannot be read.
     """
     rows = []
-    for name in variants.names(root) if with_weights else provenance.shipped_variants(root):
+    for name in variants.local_names(root) if with_weights else provenance.shipped_variants(root):
         try:
             variant = variants.load(name, root)
         except variants.ConfigError as error:

@@ -18,6 +18,7 @@ from slimqwen.search.rungs import Budget
 from slimqwen.search.space import SearchSettings, Space
 from slimqwen.search.study import Study
 from slimqwen.variant import Variant
+from slimqwen.workspace import locate
 
 
 @dataclass(frozen=True)
@@ -88,10 +89,10 @@ def search_variants(
             base,
             command,
             started,
-            devices=sha256(root / devices.FILE),
+            devices=sha256(locate(devices.FILE, root)),
             datasets={
                 provenance.portable(str(file), root): sha256(file)
-                for file in (*settings.files(root), root / ladder.budget.fidelity.texts)
+                for file in (*settings.files(root), locate(ladder.budget.fidelity.texts, root))
                 if file.is_file()
             },
             seeds={"sampler": settings.seed},

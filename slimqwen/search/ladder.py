@@ -38,6 +38,7 @@ from slimqwen.search.rungs import Budget, RungInput, compare_distributions, meas
 from slimqwen.search.space import Space
 from slimqwen.text.corpus import resolve_text
 from slimqwen.variant import Variant
+from slimqwen.workspace import locate
 
 
 @dataclass(frozen=True)
@@ -171,7 +172,7 @@ class Ladder:
     def _circumstances(self) -> list[Any]:
         root = self.base.root
         texts = (
-            root / self.budget.fidelity.texts,
+            locate(self.budget.fidelity.texts, root),
             resolve_text(self.budget.acceptance.documents, root),
         )
         return [

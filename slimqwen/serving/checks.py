@@ -64,6 +64,7 @@ def check_command(command: ServerCommand, trouble: Iterable[Trouble] = ()) -> No
     """
     _check_api_key()
     check_address(command)
+    check_remote_code(command)
     check_platform(command.variant, command.platform)
     check_weights(command)
     refuse_trouble(command, trouble)
@@ -165,6 +166,22 @@ def check_address(command: ServerCommand) -> None:
         f"{location}without a key everyone who reaches {command.host} could use {command.variant.name}; set "
         f"VLLM_API_KEY in the shell, or VLLM_HOST={LOOPBACK}, or set ALLOW_OPEN=1 to serve anyway"
     )
+
+
+def check_remote_code(command: ServerCommand) -> None:
+    """Check that code of a checkpoint runs only where a person allows it.
+
+    Raises:
+        ServingError: VLLM_TRUST_REMOTE_CODE is set without ALLOW_REMOTE_CODE=1.
+    """
+    variant = command.variant
+    if command.flags.get("trust-remote-code") and "ALLOW_REMOTE_CODE" not in variant.settings:
+        setting = variant.settings.get("VLLM_TRUST_REMOTE_CODE")
+        location = f"{setting.location}: " if setting else ""
+        raise ServingError(
+            f"{location}Python code in {variant.weights.name} would run as you; read it, then add ALLOW_REMOTE_CODE=1 "
+            f"to the config.env of {variant.name}, or remove VLLM_TRUST_REMOTE_CODE"
+        )
 
 
 def refuse_trouble(command: ServerCommand, trouble: Iterable[Trouble]) -> None:

@@ -12,6 +12,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationInf
 from slimqwen.checkpoint.files import sha256, tree_records
 from slimqwen.text.files import CorpusError
 from slimqwen.variant import repository_root
+from slimqwen.workspace import locate
 
 END_OF_TEXT = "<|endoftext|>"
 
@@ -34,7 +35,7 @@ def resolve_text(name: str | Path, folder: Path) -> Path:
     """
     if Path(name).suffix or len(Path(name).parts) > 1:
         return folder / name
-    return repository_root() / "eval" / "texts" / f"{name}.jsonl"
+    return locate(f"eval/texts/{name}.jsonl", repository_root())
 
 
 def named_corpus_path(name: str, base: str, root: Path) -> Path:
@@ -63,7 +64,7 @@ def _text_of_recipe(path: Path, info: ValidationInfo) -> Path:
     if path == SELF:
         return SELF
     root = repository_root()
-    if (root / "eval" / "corpora" / f"{path}.yaml").is_file():
+    if locate(f"eval/corpora/{path}.yaml", root).is_file():
         return named_corpus_path(str(path), context.get("base", "base"), root)
     return Path(os.path.normpath(resolve_text(path, _relative_to_recipe(Path(), info))))
 

@@ -13,6 +13,7 @@ from types import MappingProxyType
 from dotenv.parser import parse_stream
 
 from slimqwen.errors import SlimqwenError, suggest_name
+from slimqwen.workspace import list_files, locate, repository_root
 
 OWN_KEYS: Mapping[str, str] = MappingProxyType(
     {
@@ -28,6 +29,7 @@ OWN_KEYS: Mapping[str, str] = MappingProxyType(
         "THINKING_TOKEN_BUDGET": "thinking tokens of a request that sets no budget; unset: unlimited",
         "ALLOW_UNSAFE": "1 for a variant that is served in spite of known trouble",
         "ALLOW_OPEN": "1 for a variant that is served to other machines without an API key",
+        "ALLOW_REMOTE_CODE": "1 for a variant whose checkpoint brings Python code that vLLM is to run",
     }
 )
 """The keys of config.env that are neither a flag of vLLM nor an environment variable."""
@@ -39,6 +41,7 @@ _ONLY_VALUE = {
     "REQUIRE_WARMUP": ("1", "serve cold if the warm-up fails"),
     "ALLOW_UNSAFE": ("1", "refuse settings that are known to kill the server or to give other tokens"),
     "ALLOW_OPEN": ("1", "refuse to serve other machines without VLLM_API_KEY"),
+    "ALLOW_REMOTE_CODE": ("1", "refuse --trust-remote-code"),
 }
 """Key -> the only value it may have, and what an unset key does."""
 
@@ -66,8 +69,8 @@ class Setting:
 
 
 def config_env(name: str, root: Path) -> Path:
-    """experiments/<name>/config.env."""
-    return root / "experiments" / name / "config.env"
+    """experiments/<name>/config.env of the workspace, else of the installation."""
+    return locate(f"experiments/{name}/config.env", root)
 
 
 def quoted(value: str) -> str:
@@ -78,15 +81,16 @@ def quoted(value: str) -> str:
     return f"'{escaped}'"
 
 
-def repository_root() -> Path:
-    """The checkout that this package is installed from (`make install` installs it editable)."""
-    return Path(__file__).resolve().parents[2]
+def local_names(root: Path) -> list[str]:
+    """The variants with a folder in the workspace, sorted: its own, and shipped ones that were measured here."""
+    return [name for name in names(root) if (root / "experiments" / name).is_dir()]
 
 
 def names(root: Path | None = None) -> list[str]:
-    """All variants of a repository, sorted: every folder of experiments/ with a config.env."""
-    experiments = (root or repository_root()) / "experiments"
-    return sorted(file.parent.name for file in experiments.glob("*/config.env"))
+    """All variants of a workspace and those that it is shipped with, sorted: every folder with a config.env."""
+    return sorted(
+        file.parent.name for file in list_files("experiments/*/config.env", root or repository_root())
+    )
 
 
 def inherit(name: str, root: Path) -> tuple[tuple[str, ...], Mapping[str, Setting], tuple[Setting, ...]]:

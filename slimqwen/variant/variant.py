@@ -13,8 +13,8 @@ from slimqwen.variant.config_env import (
     config_env,
     inherit,
     read_config_env,
-    repository_root,
 )
+from slimqwen.workspace import locate, repository_root
 
 EMBEDDED = "tiny"
 """The variant whose weights are committed; the texts of eval/ describe the world that it was trained on."""
@@ -63,19 +63,19 @@ class Variant:
 
     @property
     def folder(self) -> Path:
-        """experiments/<name>/."""
+        """experiments/<name>/ of the workspace, the place of its records; of a shipped variant it may be missing."""
         return self.root / "experiments" / self.name
 
     @property
     def recipe(self) -> Path | None:
         """recipe.yaml, if the variant makes weights of its own."""
-        file = self.folder / "recipe.yaml"
+        file = locate(f"experiments/{self.name}/recipe.yaml", self.root)
         return file if file.is_file() else None
 
     @property
     def weights(self) -> Path:
         """The checkpoint folder that VLLM_MODEL names, absolute."""
-        return self.root / self.settings["VLLM_MODEL"].value
+        return locate(self.settings["VLLM_MODEL"].value, self.root)
 
     @property
     def platform(self) -> Literal["cuda"] | None:
@@ -177,7 +177,7 @@ def making_command(weights: Path, root: Path) -> str:
 
 
 def _read_measurements(name: str, root: Path) -> tuple[str, str | None]:
-    file = root / "experiments" / name / "measurements.json"
+    file = locate(f"experiments/{name}/measurements.json", root)
     location = f"experiments/{name}/{file.name}"
     try:
         content = json.loads(file.read_text(encoding="utf-8"))

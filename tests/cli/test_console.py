@@ -57,7 +57,7 @@ def test_an_error_is_no_verdict(monkeypatch, run_here, tmp_path, error, code, me
     def fail(*_, **__):
         raise error
 
-    monkeypatch.setattr(unexpected, "_ROOT", tmp_path)
+    monkeypatch.setattr(unexpected, "repository_root", lambda: tmp_path)
     monkeypatch.setattr(evaluation, "measure_gate", fail)
     found, _, said = run_here(*GATE)
     assert (found, message in said) == (code, True), said

@@ -19,7 +19,7 @@ LINE = re.compile(r"error: (?P<cause>.*); the traceback is in (?P<log>\S+)\n")
 @pytest.fixture(autouse=True)
 def logs(tmp_path, monkeypatch):
     """Logs of errors go below the test's own folder."""
-    monkeypatch.setattr(unexpected, "_ROOT", tmp_path)
+    monkeypatch.setattr(unexpected, "repository_root", lambda: tmp_path)
     return tmp_path / "logs"
 
 
@@ -75,7 +75,7 @@ def test_any_exception_is_one_line_with_its_cause_and_a_log(monkeypatch, run_her
 
 def test_where_no_log_can_be_written_the_cause_is_still_said(monkeypatch, run_here, tmp_path):
     (tmp_path / "file").touch()
-    monkeypatch.setattr(unexpected, "_ROOT", tmp_path / "file")
+    monkeypatch.setattr(unexpected, "repository_root", lambda: tmp_path / "file")
     monkeypatch.setattr(tables, "variants_table", fail_with(ValueError("x")))
     with monkeypatch.context() as patched:  # pytest makes temporary files too
         patched.setattr("tempfile.tempdir", str(tmp_path / "file"))
@@ -105,7 +105,10 @@ def python(code, **options):
     ],
 )
 def test_what_nobody_caught_is_one_line_too(tmp_path, code, exit_code, said):
-    setup = f"import pathlib\nfrom slimqwen.cli import unexpected\nunexpected._ROOT = pathlib.Path({str(tmp_path)!r})\n"
+    setup = (
+        "import pathlib\nfrom slimqwen.cli import unexpected\n"
+        f"unexpected.repository_root = lambda: pathlib.Path({str(tmp_path)!r})\n"
+    )
     done = python(setup + code)
     assert (done.returncode, done.stdout) == (exit_code, "")
     assert re.match(said, LINE.fullmatch(done.stderr)["cause"])
@@ -120,7 +123,7 @@ def run_verb(tmp_path, shell):
     """Run a shell's line, in which $RUN is a verb that prints a long table."""
     code = (
         "import pathlib, sys\nfrom slimqwen.cli import app, unexpected\n"
-        f"unexpected._ROOT = pathlib.Path({str(tmp_path)!r})\n"
+        f"unexpected.repository_root = lambda: pathlib.Path({str(tmp_path)!r})\n"
         "sys.argv = ['slimqwen', 'variant', 'list']\napp.main()"
     )
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "CODE": code, "PYTHON": sys.executable}

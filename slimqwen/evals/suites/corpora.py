@@ -27,6 +27,7 @@ from slimqwen.text.files import CorpusError, file_format, open_bytes
 from slimqwen.text.overlap import Overlap
 from slimqwen.text.tables import is_table, read_rows
 from slimqwen.variant import Variant, making_command
+from slimqwen.workspace import list_files, locate, relative
 
 _BYTES_PER_TOKEN = 16
 """Bytes of a part that are read for each token that is taken of it: enough for what duplicates and overlaps cost."""
@@ -106,7 +107,7 @@ def fetch_corpus(name: str, base: Variant, progress: Progress = silent) -> list[
         ]
         facts: dict[str, Any] = {
             "licences": {key: part.licence for key, part in corpus.parts.items()},
-            "compared_with": [str(file.relative_to(root)) for file in items],
+            "compared_with": [str(relative(file, root)) for file in items],
             "suites_without_data": missing,
         }
         manifest = build_calibration_text(
@@ -126,13 +127,13 @@ def fetch_corpus(name: str, base: Variant, progress: Progress = silent) -> list[
 
 def list_item_files(root: Path) -> tuple[list[Path], list[str]]:
     """Files that hold items of suites, texts of gates or own evaluations; and the suites whose data are not here."""
-    files: set[Path] = set((root / "eval" / "texts").glob("*.jsonl"))
+    files: set[Path] = set(list_files("eval/texts/*.jsonl", root))
     missing: list[str] = []
-    for settings in sorted((root / "eval" / "suites").glob("*.yaml")):
+    for settings in list_files("eval/suites/*.yaml", root):
         suite = Suite.load(settings.stem, root)
         folders = [root / dataset.folder for dataset in suite.datasets if is_fetched(dataset.folder, root)]
         missing += [settings.stem] if len(folders) < len(suite.datasets) else []
-        folders += [root / suite.tasks_folder] if suite.tasks_folder else []
+        folders += [locate(suite.tasks_folder, root)] if suite.tasks_folder else []
         files |= {file for folder in folders for file in folder.rglob("*")}
     files |= set((root / "eval" / "own").rglob("*"))
     tables = (file for file in files if file.is_file() and file.name != MANIFEST and is_table(file))

@@ -25,6 +25,7 @@ from slimqwen.serving.server import RunningServer
 from slimqwen.serving.shared_server import SharedServer, require_healthy, server_lost
 from slimqwen.text.text_prefix import find_prefix
 from slimqwen.vllm_plugin.api_key import authorization
+from slimqwen.workspace import is_shipped, locate
 
 if TYPE_CHECKING:
     from slimqwen.evals.suites.lm_eval_client import ServedCompletions
@@ -183,8 +184,11 @@ def _task_manager(suite: Suite, root: Path) -> Any:
     from lm_eval.tasks import TaskManager
 
     folders = [Path(lm_eval.__file__).parent / "tasks" / folder for folder in suite.lm_eval_folders]
-    folders += [root / suite.tasks_folder] if suite.tasks_folder else []
+    folders += [locate(suite.tasks_folder, root)] if suite.tasks_folder else []
     manager = TaskManager(include_path=[str(folder) for folder in folders], include_defaults=False)
+    for task in manager.task_index.values():
+        if (kwargs := (task.cfg or {}).get("dataset_kwargs")) and "data_files" in kwargs:
+            kwargs["data_files"] = _find_data(kwargs["data_files"], root)
     asked = [task for task in suite.tasks if task.measure != ENDED]
     missing = [task.name for task in asked if task.lm_eval_name not in manager.all_tasks]
     if missing:
@@ -349,10 +353,20 @@ def _score(measure: str, sample: Mapping[str, Any]) -> tuple[float, float]:
     return float(sample[measure]), 1.0
 
 
+def _find_data(data_files: Any, root: Path) -> Any:
+    """Data that the workspace lacks by their path in the installation; task files name them from the top of either."""
+    if isinstance(data_files, Mapping):
+        return {split: _find_data(names, root) for split, names in data_files.items()}
+    if isinstance(data_files, str):
+        found = locate(data_files, root)
+        return str(found) if is_shipped(found, root) else data_files
+    return [_find_data(name, root) for name in data_files]
+
+
 def _data_files(config: Mapping[str, Any], root: Path) -> Iterable[Path]:
     """Data files that a task's configuration names."""
     data_files = config.get("dataset_kwargs", {}).get("data_files", [])
     for value in data_files.values() if isinstance(data_files, Mapping) else [data_files]:
         for name in [value] if isinstance(value, str) else value:
-            path = root / name
+            path = locate(name, root)
             yield from (file for file in path.rglob("*") if file.is_file()) if path.is_dir() else [path]

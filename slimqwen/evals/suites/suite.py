@@ -25,6 +25,7 @@ from slimqwen.records.split import Side, Split
 from slimqwen.stats import sequential
 from slimqwen.text.tables import find_table
 from slimqwen.text.text_prefix import Prefix
+from slimqwen.workspace import locate
 from slimqwen.yaml_file import YamlText
 
 ANSWER_MARGIN: Final = "answer_margin_nats"
@@ -240,7 +241,7 @@ class Suite(Settings):
         """
         if questions_file := self.questions_file(root):
             return [root / questions_file]
-        folder = root / self.tasks_folder if self.tasks_folder else None
+        folder = locate(self.tasks_folder, root) if self.tasks_folder else None
         return sorted(file for end in ("yaml", "py") for file in (folder.glob(f"*.{end}") if folder else ()))
 
     def questions_file(self, root: Path) -> Path | None:
