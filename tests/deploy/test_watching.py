@@ -94,6 +94,7 @@ def test_the_units_command_starts_the_variant_with_the_key_of_the_file(tmp_path)
     program.chmod(0o755)
     said = subprocess.run(
         ["/bin/sh", "-c", command.replace("/opt/slimqwen/bin/slimqwen", str(program)), "serve", "mine"],
-        env={"CREDENTIALS_DIRECTORY": str(tmp_path), "PATH": "/usr/bin:/bin"}, capture_output=True, text=True, check=True,
+        env={"CREDENTIALS_DIRECTORY": str(tmp_path), "PATH": "/usr/bin:/bin"},
+        capture_output=True, text=True, check=True,
     )  # fmt: skip
     assert said.stdout == "sesame|serve mine\n"
