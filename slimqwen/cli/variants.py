@@ -11,6 +11,7 @@ from slimqwen import variant as variants
 from slimqwen.cli.console import console, progress_bar, relative, say, silence_hub_client
 from slimqwen.cli.options import VariantOption
 from slimqwen.cli.report import update_page
+from slimqwen.errors import SlimqwenError
 
 app = typer.Typer(help="List, create, remove, promote and publish variants.", no_args_is_help=True)
 
@@ -177,7 +178,7 @@ def remove(
     yes: Annotated[bool, typer.Option("--yes", help="do not ask")] = False,
 ) -> None:
     """Delete a variant that no other needs: its folder, its link in weights/, recipe outputs that nothing else uses."""
-    from slimqwen.recipe import removal
+    from slimqwen.recipe import removal, variant_recipe
 
     planned = removal.plan_removal(name, variants.repository_root())
     for line in planned.describe():
@@ -185,8 +186,14 @@ def remove(
     if not yes and not typer.confirm("remove it?"):
         say("nothing was deleted")
         return
-    freed = removal.remove_variant(planned)
-    say(f"{name} was removed; freed {freed / 1e6:.1f} MB of weights/store")
+    removal.remove_variant(planned)
+    say(f"{name} was removed")
+    try:
+        freed = variant_recipe.clean(planned.root)
+    except SlimqwenError as error:  # a recipe is running, or the checkpoint of another variant is damaged
+        say(f"nothing was freed of weights/store: {error}; `slimqwen recipe clean` does it later")
+    else:
+        say(f"freed {freed / 1e6:.1f} MB of weights/store")
 
 
 @app.command()

@@ -12,7 +12,6 @@ import yaml
 from slimqwen import variant as variants
 from slimqwen.checkpoint.files import bytes_on_disk
 from slimqwen.errors import SlimqwenError
-from slimqwen.recipe import variant_recipe
 from slimqwen.recipe.recipe_file import find_base_variant
 from slimqwen.records.provenance import tracked_files
 from slimqwen.variant.config_env import read_config_env
@@ -110,12 +109,8 @@ def list_users(name: str, root: Path) -> dict[str, str]:
     return users
 
 
-def remove_variant(removal: Removal) -> int:
-    """Delete what a removal names, and the outputs of recipes that nothing uses any more; returns the bytes freed.
-
-    Raises:
-        RecipeError: a recipe is running, which may use outputs; the variant is removed all the same.
-    """
+def remove_variant(removal: Removal) -> None:
+    """Delete the folder and the link that a removal names; `variant_recipe.clean` then frees what nothing else uses."""
     scratch = removal.root / ".cache"
     scratch.mkdir(exist_ok=True)
     hidden = scratch / f"removed-{removal.folder.name}.{secrets.token_hex(4)}"
@@ -123,7 +118,6 @@ def remove_variant(removal: Removal) -> int:
     if removal.link:
         removal.link.unlink()
     shutil.rmtree(hidden)
-    return variant_recipe.clean(removal.root)
 
 
 def _read(file: Path, parse: Callable[[str], object]) -> dict[str, object]:

@@ -7,7 +7,7 @@ import yaml
 from huggingface_hub import ModelCard
 
 from slimqwen import checkpoint
-from slimqwen.checkpoint.files import COMPILE_CACHE, MANIFEST
+from slimqwen.checkpoint.files import COMPILE_CACHE, MANIFEST, carry_all
 from slimqwen.errors import SlimqwenError
 from slimqwen.evals import EvalError
 from slimqwen.evals.publication import publish_variant, served_elsewhere
@@ -63,11 +63,12 @@ def test_a_base_without_licence_is_refused_until_one_is_stated(judged, tmp_path)
 
 
 def test_a_base_for_non_commercial_use_is_refused_until_one_is_stated(judged, tmp_path):
-    (judged.root / "weights" / "tiny").unlink()
-    (judged.root / "weights" / "tiny").mkdir()
-    (judged.root / "weights" / "tiny" / "README.md").write_text(
-        f"---\n{yaml.safe_dump({'license': 'cc-by-nc-4.0'})}---\n"
-    )
+    tiny = judged.root / "weights" / "tiny"
+    original = tiny.resolve()
+    tiny.unlink()
+    tiny.mkdir()
+    carry_all(original, tiny)
+    (tiny / "README.md").write_text(f"---\n{yaml.safe_dump({'license': 'cc-by-nc-4.0'})}---\n")
     with pytest.raises(EvalError, match=r"has the licence cc-by-nc-4\.0"):
         publish_variant(judged, tmp_path / "small")
 

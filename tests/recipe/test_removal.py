@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from slimqwen.recipe import removal
+from slimqwen.checkpoint.files import Manifest, file_records
+from slimqwen.recipe import removal, variant_recipe
 from slimqwen.recipe.removal import RemovalError, plan_removal, remove_variant
 from slimqwen.workspace import create_workspace
 
@@ -18,6 +19,10 @@ def root(tmp_path: Path) -> Path:
     output = tmp_path / "weights" / "store" / "0123456789abcdef"
     output.mkdir(parents=True)
     (output / "model.safetensors").write_bytes(bytes(1000))
+    Manifest(
+        stage="calibrate", key=output.name, ingredients={}, files=file_records(output), wall_seconds=1,
+        peak_memory_bytes=1, versions={},
+    ).write(output)  # fmt: skip
     (tmp_path / "weights" / "old").symlink_to(output)
     return tmp_path
 
@@ -39,7 +44,8 @@ def test_it_deletes_the_folder_the_link_and_the_outputs_that_nothing_else_uses(r
         == "deletes 2 files of experiments/old, 2 of which git does not hold: config.env, measurements.json"
     )
     assert said[1].startswith("deletes weights/old, and the outputs")
-    assert remove_variant(planned) >= 1000
+    remove_variant(planned)
+    assert variant_recipe.clean(root) >= 1000
     left = [path.name for path in (root / "experiments").iterdir()]
     assert left == [".gitkeep"]
     assert not (root / "weights" / "old").is_symlink()
