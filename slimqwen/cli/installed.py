@@ -1,10 +1,12 @@
-"""Whether .venv still is what `make install` would make of this checkout."""
+"""Whether .venv still is what `make install` would make of this checkout; and how it is filled."""
 
 import hashlib
 import json
+import os
 import platform
 import sys
 from pathlib import Path
+from typing import NoReturn
 
 from slimqwen.workspace import installation_root
 
@@ -40,6 +42,18 @@ def describe_outdated(environment: Path, program: Path) -> str | None:
         if file.is_file() and hashlib.sha256(file.read_bytes()).hexdigest() != stamp["ingredients"][name]
     ]
     return f"{environment} was made before {', '.join(changed)} changed" if changed else None
+
+
+def become_installer(options: list[str]) -> NoReturn:
+    """Become scripts/install.py, which fills the environment of this package from outside it.
+
+    Args:
+        options: command-line options of that script.
+    """
+    script = installation_root() / "scripts" / "install.py"
+    # The Python that made the environment: the one in it would replace its own packages.
+    python = getattr(sys, "_base_executable", sys.executable)
+    os.execv(python, [python, str(script), *options])
 
 
 def outdated() -> str | None:

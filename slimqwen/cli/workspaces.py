@@ -1,12 +1,13 @@
-"""`slimqwen init`: makes a folder a workspace."""
+"""`slimqwen init` makes a folder a workspace, `slimqwen install` fills the environment of an installed package."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
 from slimqwen import workspace
 from slimqwen.cli.console import say
+from slimqwen.cli.installed import become_installer
 
 
 def init(
@@ -16,3 +17,21 @@ def init(
     for file in workspace.create_workspace(folder.expanduser()):
         say(f"written: {file}")
     say(f"next: `cd {folder}`, then `slimqwen variant new --name base --checkpoint FOLDER`")
+
+
+def install(
+    platform: Annotated[
+        Literal["cpu", "cuda"] | None,
+        typer.Option(help="by default cuda if an NVIDIA GPU is found, else cpu"),
+    ] = None,
+    extras: Annotated[
+        list[str] | None, typer.Option(metavar="ray", help="an optional part to add; may be repeated")
+    ] = None,
+    source: Annotated[
+        Path | None,
+        typer.Option("--from", metavar="FOLDER", help="folder of `make pack`: no network is used"),
+    ] = None,
+) -> None:
+    """Put the pinned packages into the environment of this package; in a checkout the same as `make install`."""
+    options = [*(["--platform", platform] if platform else []), *(["--from", str(source)] if source else [])]
+    become_installer([*options, *(["--extras", *extras] if extras else [])])
