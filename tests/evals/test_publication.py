@@ -11,13 +11,13 @@ from slimqwen.checkpoint.files import COMPILE_CACHE, MANIFEST, carry_all
 from slimqwen.errors import SlimqwenError
 from slimqwen.evals import EvalError
 from slimqwen.evals.publication import publish_variant, served_elsewhere
-from tests.evals.test_promotion import gated, one  # noqa: F401  (a fixture)
+from tests.evals.recipe_made import gated
 
 pytestmark = pytest.mark.usefixtures("stamps")
 
 
 @pytest.fixture
-def judged(one):  # noqa: F811
+def judged(one):
     """A variant whose gate passed, with a compile cache in its checkpoint."""
     for name in COMPILE_CACHE:
         (one.weights / name).write_bytes(b"{}")
@@ -73,7 +73,7 @@ def test_a_base_for_non_commercial_use_is_refused_until_one_is_stated(judged, tm
         publish_variant(judged, tmp_path / "small")
 
 
-def test_what_was_not_judged_and_what_no_recipe_made_is_refused(one, tmp_path):  # noqa: F811
+def test_what_was_not_judged_and_what_no_recipe_made_is_refused(one, tmp_path):
     with pytest.raises(EvalError, match="no gate record fits small"):
         publish_variant(one, tmp_path / "small", "mit")
     (one.folder / "recipe.yaml").unlink()
