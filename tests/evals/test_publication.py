@@ -17,12 +17,12 @@ pytestmark = pytest.mark.usefixtures("stamps")
 
 
 @pytest.fixture
-def judged(one):
+def judged(made):
     """A variant whose gate passed, with a compile cache in its checkpoint."""
     for name in COMPILE_CACHE:
-        (one.weights / name).write_bytes(b"{}")
-    gated(one)
-    return one
+        (made.weights / name).write_bytes(b"{}")
+    gated(made)
+    return made
 
 
 def test_the_folder_is_the_judged_checkpoint_without_what_is_for_one_machine(judged, tmp_path):
@@ -73,12 +73,12 @@ def test_a_base_for_non_commercial_use_is_refused_until_one_is_stated(judged, tm
         publish_variant(judged, tmp_path / "small")
 
 
-def test_what_was_not_judged_and_what_no_recipe_made_is_refused(one, tmp_path):
+def test_what_was_not_judged_and_what_no_recipe_made_is_refused(made, tmp_path):
     with pytest.raises(EvalError, match="no gate record fits small"):
-        publish_variant(one, tmp_path / "small", "mit")
-    (one.folder / "recipe.yaml").unlink()
+        publish_variant(made, tmp_path / "small", "mit")
+    (made.folder / "recipe.yaml").unlink()
     with pytest.raises(EvalError, match="no recipe made small"):
-        publish_variant(one, tmp_path / "small", "mit")
+        publish_variant(made, tmp_path / "small", "mit")
 
 
 def test_a_folder_that_exists_is_never_touched(judged, tmp_path):
