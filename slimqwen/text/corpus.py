@@ -12,7 +12,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationInf
 from slimqwen.checkpoint.files import sha256, tree_records
 from slimqwen.text.files import CorpusError
 from slimqwen.variant import repository_root
-from slimqwen.workspace import locate
+from slimqwen.workspace import list_files, locate
 
 END_OF_TEXT = "<|endoftext|>"
 
@@ -45,7 +45,7 @@ def named_corpus_path(name: str, base: str, root: Path) -> Path:
 
 def find_named_corpus(path: Path, root: Path) -> tuple[str, str] | None:
     """The mix of eval/corpora/ and the base whose `named_corpus_path` a path is; None if it is no such path."""
-    names = (file.stem for file in (root / "eval" / "corpora").glob("*.yaml"))
+    names = (file.stem for file in list_files("eval/corpora/*.yaml", root))
     for name in sorted(names, key=len, reverse=True):
         base = path.stem.removeprefix(f"{name}-")
         if path == named_corpus_path(name, base, root):
