@@ -37,6 +37,11 @@ def is_checkout() -> bool:
     return installation_root().name != "shipped"
 
 
+def name_installer(text: str) -> str:
+    """A message whose `make install` is `slimqwen install` in an installed package."""
+    return text if is_checkout() else text.replace("make install", "slimqwen install")
+
+
 def repository_root() -> Path:
     """The workspace: the nearest folder above the working folder that is one, else $SLIMQWEN_HOME, else the checkout.
 

@@ -190,3 +190,9 @@ def test_the_makefile_has_the_verbs_of_the_checkouts_and_nothing_of_its_environm
         ["make", "-n", "gate", "VARIANT=mine"], cwd=own, capture_output=True, text=True, check=True
     ).stdout
     assert planned.strip() == "slimqwen gate --variant mine"
+
+
+def test_an_installed_package_is_repaired_by_its_own_command(monkeypatch):
+    assert workspace.name_installer("x; run `make install`") == "x; run `make install`"
+    monkeypatch.setattr(workspace, "installation_root", lambda: Path("/x/slimqwen/shipped"))
+    assert workspace.name_installer("x; run `make install`") == "x; run `slimqwen install`"

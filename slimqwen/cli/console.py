@@ -37,7 +37,7 @@ from slimqwen.host import allowed_cpus, physical_cores, user_variables
 from slimqwen.lifeline import ProcessEndsError
 from slimqwen.processes.worker import GARBAGE_THRESHOLD
 from slimqwen.records.fitted_table import FittedTable
-from slimqwen.workspace import WorkspaceError
+from slimqwen.workspace import WorkspaceError, name_installer
 
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # for imports of vLLM in this process
 logging.getLogger("vllm").setLevel(logging.ERROR)  # vLLM warns before it reads that variable
@@ -154,7 +154,7 @@ def run_command_line(app: typer.Typer, name: str) -> None:
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # a terminal may be unable to show "…"
     if reason := outdated():
-        errors.print(f"warning: {reason}; run `make install`", markup=False)
+        errors.print(name_installer(f"warning: {reason}; run `make install`"), markup=False)
     try:
         code = app(prog_name=name, standalone_mode=False)
     except SlimqwenError as error:
@@ -213,7 +213,7 @@ def workspace_or_here() -> Path:
 
 def show_error(message: str) -> None:
     """Print an expected error on stderr."""
-    errors.print(f"error: {from_here(message)}", markup=False)
+    errors.print(name_installer(f"error: {from_here(message)}"), markup=False)
 
 
 def from_here(text: str) -> str:

@@ -14,7 +14,7 @@ from pathlib import Path
 from types import TracebackType
 
 from slimqwen.errors import explain_os_error
-from slimqwen.workspace import WorkspaceError, repository_root
+from slimqwen.workspace import WorkspaceError, name_installer, repository_root
 
 
 def install_hooks() -> None:
@@ -66,5 +66,5 @@ def _write_log(error: BaseException) -> Path | None:
 
 def _print(line: str) -> None:
     with contextlib.suppress(OSError, ValueError):  # the terminal is gone
-        sys.stderr.write(f"{line}\n")
+        sys.stderr.write(f"{name_installer(line)}\n")
         sys.stderr.flush()
