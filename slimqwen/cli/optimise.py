@@ -1,13 +1,13 @@
 """`slimqwen optimise`: from a model's name to the fastest server that is proven as good, in one resumable line."""
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from slimqwen import host
 from slimqwen import variant as variants
 from slimqwen.cli.baselines import find_base, name_of, name_served, serve_with
 from slimqwen.cli.console import command, console, progress_bar, relative, say, silence_hub_client
@@ -17,6 +17,7 @@ from slimqwen.errors import SlimqwenError
 from slimqwen.variant import Variant
 
 if TYPE_CHECKING:
+    from slimqwen.progress import Progress
     from slimqwen.report.choice import Goal
     from slimqwen.search.candidate import Candidate
     from slimqwen.search.optimise import Ended, Optimisation
@@ -25,6 +26,9 @@ if TYPE_CHECKING:
 _STEPS = ("recipe", "tune", "proof", "gate", "timing", "promote")
 _LEAST_TUNING, _MOST_TUNING = 10.0, 30.0
 """Minutes below which drafts are not tuned, and most that are spent on it."""
+
+
+_NOTED_S = 60.0
 
 
 class OptimiseError(SlimqwenError):
@@ -84,6 +88,21 @@ class _Asked:
             self.end(name, make())
         return self.journal.steps[name]
 
+    @contextmanager
+    def progress(self) -> "Iterator[Progress]":
+        """Progress bars; the journal gets the time each minute, so that a kill loses no more of it."""
+        noted = time.monotonic()
+        with progress_bar() as show:
+
+            def watch(activity: str, done: float, total: float) -> None:
+                nonlocal noted
+                if time.monotonic() - noted > _NOTED_S:
+                    noted = time.monotonic()
+                    self.note()
+                show(activity, done, total)
+
+            yield watch
+
     def note(self) -> None:
         """Write the journal, with the time so far."""
         self.journal.seconds = self.begun + time.monotonic() - self.started
@@ -133,7 +152,7 @@ def optimise(
     After Ctrl-C or the loss of the machine the same command continues. Exit code 0: a variant is proven as good and
     faster, 1: serve the base, 3: error.
     """
-    from slimqwen.search.optimise import Optimisation
+    from slimqwen.search.optimise import Optimisation, list_deciding
 
     silence_hub_client()
     root = variants.repository_root()
@@ -146,7 +165,9 @@ def optimise(
     judged_by = evaluation or base.evaluation
     text = name_text(corpus, base.folder)
     with Optimisation.held(root, base.name):
-        journal = Optimisation.open(root, base.name, _list_deciding(base, text, judged_by, goal))
+        with progress_bar() as progress:
+            deciding = list_deciding(base, text, judged_by, goal, progress)
+        journal = Optimisation.open(root, base.name, deciding)
         asked = _Asked(base, text, judged_by, goal, hours, journal, time.monotonic(), journal.seconds)
         _announce(asked, gpu, disk)
         if not yes and not journal.step:
@@ -156,18 +177,6 @@ def optimise(
         finally:
             asked.note()
     raise typer.Exit(0 if is_served else 1)
-
-
-def _list_deciding(base: Variant, text: str, evaluation: str, goal: "Goal") -> dict[str, Any]:
-    """What decides an optimisation: with another value it begins anew."""
-    from slimqwen import checkpoint
-    from slimqwen.text.corpus import text_digest
-
-    files = {text: base.folder / text, evaluation: base.root / "eval" / "own" / evaluation}
-    digests = {name: text_digest(path) for name, path in files.items() if path.exists()}
-    with progress_bar() as progress:
-        weights = checkpoint.digest(base.weights, progress)
-    return {"checkpoint": weights, "text": text, "evaluation": evaluation, "goal": goal, "files": digests}
 
 
 def _announce(asked: _Asked, gpu: str | None, disk: float | None) -> None:
@@ -230,16 +239,8 @@ def _present(asked: _Asked) -> "tuple[Candidate, Variant]":
             f"fit names no optimisation of {base.name} that a stage makes; `slimqwen tune {base.name}` finds its drafts"
         )
     candidate = Candidate(**journal.candidate)
-    made = optimise.make_variant(candidate, base, asked.text, _stages(), asked.evaluation, asked.goal)
+    made = optimise.make_variant(candidate, base, asked.text, asked.evaluation, asked.goal)
     return candidate, made
-
-
-def _stages() -> Mapping[str, Any]:
-    """Parameters of stages: more text where a GPU reads it."""
-    sequences = (
-        {"sequences": 256, "length": 2048} if host.detect() == "cuda" else {"sequences": 64, "length": 256}
-    )
-    return {"calibrate": {"corpus": sequences}, "sample_outputs": {"texts": 1024, "tokens": 96}}
 
 
 def _run(asked: _Asked) -> bool:
@@ -278,7 +279,7 @@ def _try_recipes(asked: _Asked) -> Variant | None:
             }
             back = None
             if not found.passed and len(journal.tries) + 1 < optimise.MOST_TRIES:
-                with progress_bar() as progress:
+                with asked.progress() as progress:
                     back = optimise.take_back(candidate, found, variant, progress)
             if back:
                 journal.candidate = back[0].changes
@@ -299,7 +300,7 @@ def _fetch(asked: _Asked) -> None:
 
     base = asked.base
     suite = Suite.load(asked.evaluation, base.root)
-    with progress_bar() as progress:
+    with asked.progress() as progress:
         if suite.datasets or suite.nltk:
             datasets.fetch_datasets(suite.datasets, suite.nltk, base.root, progress)
         for name in variant_recipe.list_corpora(_present(asked)[1]):
@@ -312,7 +313,7 @@ def _judge(asked: _Asked, variant: Variant, side: Literal["search", "proof"]) ->
     from slimqwen.search.proof import prove_finalists
 
     root, is_try = asked.base.root, side == "search"
-    with progress_bar() as progress:
+    with asked.progress() as progress:
         # One task at a time, on all CPUs: a record of fewer threads does not hold for the gate, which has them all.
         executor = LocalExecutor(root, progress, warm=True, width=1)
         proof = prove_finalists(
@@ -338,7 +339,7 @@ def _tune(asked: _Asked, variant: Variant) -> Variant:
         from slimqwen.search.tune import Tune, apply_chosen, tune_variant
 
         try:
-            with progress_bar() as progress:
+            with asked.progress() as progress:
                 path = tune_variant(variant, None, minutes=minutes, command=command(), progress=progress)
         except HostBusyError as error:
             return Ended(
@@ -370,7 +371,7 @@ def _prove(asked: _Asked, variant: Variant) -> bool:
     def gate() -> Ended:
         from slimqwen import api
 
-        with progress_bar() as progress:
+        with asked.progress() as progress:
             judged = api.judge(variant, progress=progress, warn=say).record
         update_page(variant.folder, newest=True)
         return Ended(str(judged.verdict), judged.verdict == "pass")
@@ -381,6 +382,7 @@ def _prove(asked: _Asked, variant: Variant) -> bool:
 
 def _time_and_promote(asked: _Asked, variant: Variant) -> bool:
     """Time the variant in turns with its baseline; promote it if it gained what it was made for; say what to serve."""
+    from slimqwen.checkpoint.files import bytes_on_disk
     from slimqwen.evals import promotion
     from slimqwen.host_load import HostBusyError
     from slimqwen.report import choice
@@ -392,7 +394,7 @@ def _time_and_promote(asked: _Asked, variant: Variant) -> bool:
         from slimqwen.bench.workload import Workload, name_workload
 
         workload = Workload.load(name_workload(variant), variant.root)
-        with progress_bar() as progress:
+        with asked.progress() as progress:
             paths = latency.measure_latency(
                 [asked.base, variant], workload, command=command(), progress=progress
             )
@@ -405,12 +407,13 @@ def _time_and_promote(asked: _Asked, variant: Variant) -> bool:
     decision = choice.decide_here(variant, asked.goal)
     if is_served := decision.serve == variant.name:
         asked.begin("promote", variant.name)
-        with progress_bar() as progress:
+        with asked.progress() as progress:
             promotion.promote_variant(variant, find_unproven(variant.root, variant.name), progress)
         asked.end("promote", Ended(f"{variant.name} is promoted"))
     update_page(variant.folder, newest=True)
     say(f"speed: {timed}")
-    _say_sizes(asked.base, variant)
+    before, after = (bytes_on_disk(one.weights) / 1e6 for one in (asked.base, variant))
+    say(f"size: {after:,.1f} MB, that of {asked.base.name} is {before:,.1f} MB")
     taken = [each["taken back"] for each in asked.journal.tries if "taken back" in each]
     say(f"given up: {'; '.join(taken) or 'nothing'}")
     say(f"page: {relative(variant.folder / 'README.md')}")
@@ -418,34 +421,26 @@ def _time_and_promote(asked: _Asked, variant: Variant) -> bool:
     return is_served
 
 
-def _say_sizes(base: Variant, variant: Variant) -> None:
-    from slimqwen.checkpoint.files import bytes_on_disk
-
-    before, after = bytes_on_disk(base.weights), bytes_on_disk(variant.weights)
-    say(f"size: {after / 1e6:,.1f} MB, that of {base.name} is {before / 1e6:,.1f} MB")
-
-
 def _give_up(asked: _Asked, why: str) -> bool:
     """Say what was tried, and that the base is to be served; returns False."""
-    from slimqwen.search.optimise import describe_try
-
-    for each in asked.journal.tries:
-        say(describe_try(each))
-    for name, ended in asked.journal.steps.items():
-        if name != "recipe":
-            say(f"{name}: {ended.said}")
+    _say_steps(asked.journal)
     say(f"serve the base: `slimqwen serve {asked.base.name}`: {why}")
     return False
 
 
 def _say_status(journal: "Optimisation | None", name: str) -> None:
-    from slimqwen.search.optimise import describe_try
-
     if journal is None:
         raise OptimiseError(f"no optimisation of {name} has begun; `slimqwen optimise {name}` begins one")
     say(f"{name}: at {journal.step or 'its beginning'}; left: {', '.join(journal.left) or 'nothing'}")
+    _say_steps(journal)
+    say(f"time so far: {journal.seconds / 3600:.1f} hours")
+
+
+def _say_steps(journal: "Optimisation") -> None:
+    from slimqwen.search.optimise import describe_try
+
     for each in journal.tries:
         say(f"try {describe_try(each)}")
-    for step, ended in journal.steps.items():
-        say(f"{step}: {ended.said}")
-    say(f"time so far: {journal.seconds / 3600:.1f} hours")
+    for name, ended in journal.steps.items():
+        if name != "recipe":
+            say(f"{name}: {ended.said}")

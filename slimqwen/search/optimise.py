@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from slimqwen import checkpoint
+from slimqwen import checkpoint, host
 from slimqwen import variant as variants
 from slimqwen.checkpoint import draft_head, packing
 from slimqwen.file_lock import take_lock
@@ -33,7 +33,7 @@ from slimqwen.report.choice import Goal
 from slimqwen.search.candidate import Candidate, describe_changes
 from slimqwen.search.proof import Finalist
 from slimqwen.stats.verdict import Verdict
-from slimqwen.text.corpus import SELF
+from slimqwen.text.corpus import SELF, text_digest
 from slimqwen.variant import Variant, scaffold
 
 MOST_TRIES = 4
@@ -48,6 +48,15 @@ _OF_FIT: Mapping[str, Mapping[str, Any]] = {
     "4-bit draft head": {"draft_bits": 4},
 }
 """Choices of a candidate by the optimisation's name in `slimqwen fit`; `choose_first` makes those that count rows."""
+
+_STAGES: Mapping[str, Mapping[str, Any]] = {
+    platform: {"calibrate": {"corpus": corpus}, "sample_outputs": {"texts": 1024, "tokens": 96}}
+    for platform, corpus in {
+        "cuda": {"sequences": 256, "length": 2048},
+        "cpu": {"sequences": 64, "length": 256},
+    }.items()
+}
+"""Parameters of stages by platform: more text where a GPU reads it."""
 
 _DEPTH = 4
 _TEXT = 512
@@ -131,6 +140,16 @@ class Optimisation:
         store.publish(self.file, (json.dumps(content, indent=1) + "\n").encode(), replace=True)
 
 
+def list_deciding(
+    base: Variant, text: str, evaluation: str, goal: Goal, progress: Progress = silent
+) -> dict[str, Any]:
+    """What decides an optimisation, for its journal."""
+    files = {text: base.folder / text, evaluation: base.root / "eval" / "own" / evaluation}
+    digests = {name: text_digest(path) for name, path in files.items() if path.exists()}
+    weights = checkpoint.digest(base.weights, progress)
+    return {"checkpoint": weights, "text": text, "evaluation": evaluation, "goal": goal, "files": digests}
+
+
 def describe_try(judged: Mapping[str, str]) -> str:
     """A judged try in a line: its variant, verdict and reason, and what was taken back."""
     back = f"; taken back: {judged['taken back']}" if "taken back" in judged else ""
@@ -164,15 +183,17 @@ def make_variant(
     candidate: Candidate,
     base: Variant,
     corpus: str,
-    stages: Mapping[str, Any],
     evaluation: str | None = None,
     goal: Goal = "speed",
+    stages: Mapping[str, Any] | None = None,
 ) -> Variant:
     """The variant of a candidate, written if it is not there.
 
     Args:
         evaluation: what judges it; None for what judges the base.
+        stages: parameters of stages; None for `_STAGES` of this machine.
     """
+    stages = stages or _STAGES[host.detect()]
     recipe, lines = candidate.render(base, stages, corpus), candidate.lines(base)
     own = base.settings.get("EVALUATION")
     if evaluation and (own is None or own.value != evaluation):

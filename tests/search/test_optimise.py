@@ -1,14 +1,17 @@
 """What an optimisation decides: the first recipe, the step that a failed check points at, and where it goes on."""
 
 import shutil
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
 from slimqwen import variant
 from slimqwen.models.layer_error import measure_kind_errors
+from slimqwen.recipe import variant_recipe
 from slimqwen.records.record import Finding
 from slimqwen.search import optimise
 from slimqwen.search.candidate import Candidate
@@ -113,6 +116,24 @@ def test_the_kind_with_outliers_has_the_largest_error(tmp_path: Path) -> None:
     assert max(planted, key=lambda kind: planted[kind]) == "mlp"
     before = measure_kind_errors(TINY, 1, kinds, 32, ids)
     assert planted["mlp"] > before["mlp"]
+
+
+@pytest.mark.parametrize("layer", [1, 2])
+def test_failed_fidelity_takes_back_the_kind_and_names_the_layer_with_the_planted_outliers(
+    tmp_path: Path, add_variant: Callable[..., Path], layer: int
+) -> None:
+    plant_outliers(tmp_path / "weights" / "planted", layer)
+    add_variant("planted", "VLLM_MODEL=weights/planted\nEVALUATION=tinyworld\n")
+    base = variant.load("planted", tmp_path)
+    candidate = Candidate(mlp="W4A16", attention="W4A16", linear_attention="W4A16")
+    text = {"sequences": 4, "length": 64}
+    stages = {"calibrate": {"scaling": "none", "layer_error_ratio": 9, "corpus": text}}
+    made = optimise.make_variant(candidate, base, "tinyworld", stages=stages)
+    variant_recipe.run_recipe(made)
+    back = optimise.take_back(candidate, judged("fidelity"), made)
+    assert back is not None
+    assert back[1] == f"fidelity: 8 bits for mlp, which has the largest error in layer {layer}"
+    assert back[0] == replace(candidate, mlp="W8A16")
 
 
 def test_a_journal_goes_on_where_it_was_left_if_the_same_is_asked(tmp_path: Path) -> None:

@@ -1,11 +1,14 @@
 """A public mix: fetched from a hub, without duplicates and without what a suite asks, counted for its base."""
 
+import csv
 import json
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
+import pyarrow
 import pytest
+from pyarrow import parquet
 
 from slimqwen import variant
 from slimqwen.evals.suites import corpora
@@ -105,3 +108,27 @@ def test_the_shipped_mix_covers_what_it_names() -> None:
     assert sum(part.share for part in mix.parts.values()) == pytest.approx(1)
     assert len(mix.parts["languages"].where["language_code"]) == 12
     assert all(part.licence for part in mix.parts.values())
+
+
+@pytest.mark.parametrize("name", ["asked.csv", "asked.tsv", "asked.parquet", "asked.json"])
+def test_an_item_is_found_in_every_kind_of_file_whatever_its_columns(
+    hub: Hub, base: variant.Variant, name: str
+) -> None:
+    item = "On which, of all days, does the ferry, the old one, leave, if at all, for Bergen, in winter, at noon?"
+    asked = [{"role": "user", "content": item}, {"role": "assistant", "content": "On none."}]
+    with (hub.folder / "chats.jsonl").open("a") as chats:
+        chats.write(lines({"messages": asked}))
+    file = base.root / "eval" / "own" / "mine" / name
+    file.parent.mkdir(parents=True)
+    if file.suffix == ".parquet":
+        parquet.write_table(pyarrow.Table.from_pylist([{"what is asked": item}]), file)
+    elif file.suffix == ".json":
+        file.write_text(json.dumps([{"what is asked": {"first": [item]}}]))
+    else:
+        cells = [["1", item], ["2", "another", "and more"]]
+        with file.open("w", newline="") as stream:
+            csv.writer(stream, delimiter="," if file.suffix == ".csv" else "\t").writerows(cells)
+    corpora.fetch_corpus("general", base)
+    text = (base.root / "corpora" / "general-tiny.jsonl").read_text()
+    assert "question 1 of many" in text
+    assert "On none." not in text
