@@ -5,7 +5,6 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
@@ -118,11 +117,11 @@ def test_the_kind_with_outliers_has_the_largest_error(tmp_path: Path) -> None:
     assert planted["mlp"] > before["mlp"]
 
 
-@pytest.mark.parametrize("layer", [1, 2])
 def test_failed_fidelity_takes_back_the_kind_and_names_the_layer_with_the_planted_outliers(
-    tmp_path: Path, add_variant: Callable[..., Path], layer: int
+    tmp_path: Path, add_variant: Callable[..., Path]
 ) -> None:
-    plant_outliers(tmp_path / "weights" / "planted", layer)
+    # Without outliers it is the Gated DeltaNet of this layer.
+    plant_outliers(tmp_path / "weights" / "planted", 2)
     add_variant("planted", "VLLM_MODEL=weights/planted\nEVALUATION=tinyworld\n")
     base = variant.load("planted", tmp_path)
     candidate = Candidate(mlp="W4A16", attention="W4A16", linear_attention="W4A16")
@@ -132,7 +131,7 @@ def test_failed_fidelity_takes_back_the_kind_and_names_the_layer_with_the_plante
     variant_recipe.run_recipe(made)
     back = optimise.take_back(candidate, judged("fidelity"), made)
     assert back is not None
-    assert back[1] == f"fidelity: 8 bits for mlp, which has the largest error in layer {layer}"
+    assert back[1] == "fidelity: 8 bits for mlp, which has the largest error in layer 2"
     assert back[0] == replace(candidate, mlp="W8A16")
 
 
