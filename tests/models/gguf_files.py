@@ -2,6 +2,7 @@
 
 import inspect
 import json
+import random
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from transformers.convert_slow_tokenizer import TikTokenConverter
 from transformers.models.qwen2.tokenization_qwen2 import PRETOKENIZE_REGEX
 
 from slimqwen.checkpoint import read_config
+from slimqwen.models.gguf_file import GgufFile, make_checkpoint
 from tests.checkpoints import stored
 from tests.models.test_vocabulary import CORPUS, END, START
 
@@ -124,3 +126,29 @@ def _add_tokenizer(writer: gguf.GGUFWriter, tokenizer: Tokenizer, rule: str, row
     writer.add_bos_token_id(tokenizer.token_to_id(START))
     writer.add_eos_token_id(tokenizer.token_to_id(END))
     writer.add_chat_template("{{ messages[0].content }}")
+
+
+def text_of(chance: random.Random) -> str:
+    """Words, numbers, marks and characters of many scripts, in any order."""
+    pieces = [
+        *" ".join(CORPUS).split(" "),
+        *("0", "12", "1984", " ", "\n\n", "\t", "'ll", "e\u0301", "\u0930\u094d"),
+    ]
+    pieces += [
+        END,
+        START,
+        MARK,
+        END[:-1],
+        chr(chance.randrange(1, 0xD800)),
+        chr(chance.randrange(0x10000, 0x1FFFF)),
+    ]
+    return chance.choice(("", " ")).join(chance.choices(pieces, k=12))
+
+
+TEXTS = [text_of(random.Random(seed)) for seed in range(1000)]
+
+
+def converted(file: Path) -> Path:
+    """The checkpoint of a GGUF file, beside it."""
+    make_checkpoint(GgufFile(file), target := file.with_suffix(""))
+    return target

@@ -1,7 +1,6 @@
 """Checkpoints of GGUF files: the weights, settings and ids that the file stands for, and what is refused."""
 
 import importlib.util
-import random
 from pathlib import Path
 
 import gguf
@@ -24,37 +23,10 @@ from slimqwen.models.vocabulary import (
     select_tokens,
 )
 from tests.checkpoints import stored
-from tests.models.gguf_files import MARK, RULES, original_tokenizer, write_gguf
-from tests.models.test_vocabulary import CORPUS, END, START
+from tests.models.gguf_files import RULES, TEXTS, converted, original_tokenizer, write_gguf
 from tests.zoo.published_forms import PUBLISHED_FORMS
 
 FAMILIES = ("llama", "qwen2", "qwen3")
-
-
-def text_of(chance: random.Random) -> str:
-    """Words, numbers, marks and characters of many scripts, in any order."""
-    pieces = [
-        *" ".join(CORPUS).split(" "),
-        *("0", "12", "1984", " ", "\n\n", "\t", "'ll", "e\u0301", "\u0930\u094d"),
-    ]
-    pieces += [
-        END,
-        START,
-        MARK,
-        END[:-1],
-        chr(chance.randrange(1, 0xD800)),
-        chr(chance.randrange(0x10000, 0x1FFFF)),
-    ]
-    return chance.choice(("", " ")).join(chance.choices(pieces, k=12))
-
-
-TEXTS = [text_of(random.Random(seed)) for seed in range(1000)]
-
-
-def converted(file: Path) -> Path:
-    """The checkpoint of a GGUF file, beside it."""
-    make_checkpoint(GgufFile(file), target := file.with_suffix(""))
-    return target
 
 
 @pytest.fixture
@@ -98,25 +70,6 @@ def test_a_file_in_16_bits_gives_the_checkpoint_back(published: Path, tmp_path: 
         "intermediate_size",
     ):
         assert config[key] == original[key]
-
-
-@pytest.mark.parametrize(
-    ("published", "rule"),
-    [("llama", "llama-bpe"), ("llama", "smollm"), ("llama", "gpt-2"), ("qwen2", "qwen2"), ("qwen3", "qwen2")],
-    indirect=["published"],
-)
-def test_a_thousand_texts_have_the_ids_of_the_original(published: Path, tmp_path: Path, rule: str) -> None:
-    original = original_tokenizer(rule)
-    made = AutoTokenizer.from_pretrained(
-        converted(write_gguf(published, tmp_path / "m.gguf", original, rule, "Q8_0"))
-    )
-    for text in TEXTS:
-        assert made(text)["input_ids"] == original.encode(text).ids
-        assert made.decode(made(text)["input_ids"]) == original.decode(
-            original.encode(text).ids, skip_special_tokens=False
-        )
-    assert (made.bos_token, made.eos_token) == (START, END)
-    assert made.apply_chat_template([{"role": "user", "content": "hi"}], tokenize=False) == "hi"
 
 
 @pytest.mark.parametrize("published", ["llama"], indirect=True)

@@ -19,7 +19,6 @@ SHARE_GPT = {"conversations": [{"from": "human", "value": ASKED}, {"from": "gpt"
 OPENAI = {"messages": [{"role": "user", "content": ASKED}, {"role": "assistant", "content": "Nula."}]}
 ALPACA = {"instruction": ASKED, "input": "", "output": "Nula."}
 CHAT = OPENAI["messages"]
-WEATHER = {"name": "weather", "parameters": {"type": "object", "properties": {}}}
 
 
 def json_lines(*rows):
@@ -74,54 +73,6 @@ def test_chats_of_every_style_and_format_are_read(tmp_path, name, content, is_fo
         CHAT,
         CHAT,
     ]
-
-
-@pytest.mark.parametrize(
-    ("row", "messages", "tools"),
-    [
-        (
-            {
-                "conversations": [
-                    {"from": "system", "value": "Be brief."},
-                    {"from": "human", "value": "Rain?"},
-                    {"from": "function_call", "value": '{"name": "weather", "arguments": {"days": 1}}'},
-                    {"from": "observation", "value": "dry"},
-                    {"from": "gpt", "value": "No."},
-                ],
-                "tools": json.dumps([WEATHER]),
-            },
-            [
-                {"role": "system", "content": "Be brief."},
-                {"role": "user", "content": "Rain?"},
-                {
-                    "role": "assistant",
-                    "content": "",
-                    "tool_calls": [
-                        {"type": "function", "function": {"name": "weather", "arguments": {"days": 1}}}
-                    ],
-                },
-                {"role": "tool", "content": "dry"},
-                {"role": "assistant", "content": "No."},
-            ],
-            [{"type": "function", "function": WEATHER}],
-        ),
-        ({"system": "Be brief.", "conversations": CHAT}, [{"role": "system", "content": "Be brief."}, *CHAT], None),
-        (
-            {"instruction": "Add.", "input": "1 + 1", "output": "2", "history": [["Hello", "Hi"]], "text": "x"},
-            [
-                {"role": "user", "content": "Hello"},
-                {"role": "assistant", "content": "Hi"},
-                {"role": "user", "content": "Add.\n\n1 + 1"},
-                {"role": "assistant", "content": "2"},
-            ],
-            None,
-        ),
-    ],
-)  # fmt: skip
-def test_tools_systems_and_earlier_turns_become_openais(tmp_path, row, messages, tools):
-    (tmp_path / "a.jsonl").write_bytes(json_lines(row))
-    (document,) = read_documents(tmp_path / "a.jsonl")
-    assert (document.messages, document.tools) == (messages, tools)
 
 
 def test_what_was_understood_is_one_line(tmp_path):
