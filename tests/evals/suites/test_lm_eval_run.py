@@ -149,17 +149,6 @@ def test_thoughts_that_the_limit_cut_are_no_response_where_the_template_thinks(
         assert {item.output for item in items if item.output is not None} == {output}
 
 
-def test_a_template_without_a_thinking_switch_is_named(small_suite, add_served, stand_in):
-    one = add_served("tiny", stand_in())
-    suite = facts_alone(small_suite, thinking=True).model_copy(update={"chat_template": True})
-    with pytest.raises(EvalError, match="weights/tiny has no chat template"):
-        score(suite, one, limit=2)
-    template = "{% for m in messages %}Q {{ m.content }}{% endfor %} A"
-    (one.server.weights / "chat_template.jinja").write_text(template)
-    with pytest.raises(EvalError, match="weights/tiny ignores enable_thinking"):
-        score(suite, one, limit=2)
-
-
 @pytest.mark.parametrize("thinking", [True, False])
 def test_a_task_that_switches_thinking_is_rendered_so(small_suite, add_served, stand_in, thinking):
     server = stand_in()

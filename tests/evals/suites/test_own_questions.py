@@ -119,20 +119,6 @@ def test_a_question_that_the_context_cannot_hold_is_an_error(serve, own):
         own_questions.ask_questions(Suite.load("mine", one.variant.root), one, limit=None)
 
 
-def test_a_template_that_cannot_do_what_suite_yaml_says_is_named(serve, own):
-    one, _ = serve()
-    (own / "suite.yaml").write_text("thinking: false\n")
-    template = one.server.weights / "chat_template.jinja"
-    template.write_text(TEMPLATE.partition("{% if")[0])
-    with pytest.raises(
-        EvalError, match="ignores enable_thinking, which the suite mine sets; remove `thinking`"
-    ):
-        own_questions.ask_questions(Suite.load("mine", one.variant.root), one, limit=2)
-    template.unlink()
-    with pytest.raises(EvalError, match="has no chat template, which the suite mine needs"):
-        own_questions.ask_questions(Suite.load("mine", one.variant.root), one, limit=2)
-
-
 def test_thoughts_are_no_part_of_a_response_where_the_template_switches_them_on(serve, own):
     one, server = serve()
     (own / "suite.yaml").write_text("thinking: true\n")
