@@ -11,8 +11,10 @@ THINKS = QUESTION + "{% if enable_thinking is not defined or enable_thinking %}<
 
 
 @pytest.fixture
-def resolve(small_suite, add_served, stand_in):
+def resolve(small_suite, add_served, stand_in, tmp_path):
     one = add_served("tiny", stand_in())
+    (tmp_path / "eval" / "suites").mkdir(parents=True, exist_ok=True)
+    (tmp_path / "eval" / "suites" / "small.yaml").touch()
 
     def resolve(suite_says, server_says, template):
         file = one.server.weights / "chat_template.jinja"
