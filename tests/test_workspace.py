@@ -1,5 +1,6 @@
 """The workspace: where it is found, what it takes from the installation, and what `slimqwen init` writes."""
 
+import contextlib
 import os
 import re
 import shutil
@@ -8,7 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from slimqwen import variant, workspace
+from slimqwen import checkpoint, variant, workspace
+from slimqwen.checkpoint import hashes
+from slimqwen.evals.suites import lm_eval_run
 from slimqwen.evals.suites.suite import Suite
 from slimqwen.plan import devices, shapes
 from slimqwen.records import provenance
@@ -196,3 +199,33 @@ def test_an_installed_package_is_repaired_by_its_own_command(monkeypatch):
     assert workspace.name_installer("x; run `make install`") == "x; run `make install`"
     monkeypatch.setattr(workspace, "installation_root", lambda: Path("/x/slimqwen/shipped"))
     assert workspace.name_installer("x; run `make install`") == "x; run `slimqwen install`"
+
+
+def test_tasks_whose_data_the_workspace_lacks_read_that_of_the_installation(own):
+    suite = Suite.load("tinyworld", own)
+    config = {"dataset_kwargs": {"data_files": {"test": "eval/tasks/tinyworld/facts.jsonl"}, "field": "a"}}
+    here = str(CHECKOUT / "eval" / "tasks" / "tinyworld" / "facts.jsonl")
+    assert lm_eval_run._locate_data(config, own) == {
+        "dataset_kwargs": {"data_files": {"test": here}, "field": "a"}
+    }
+    assert lm_eval_run._locate_data(config, CHECKOUT) == {}
+    assert lm_eval_run._locate_data({}, own) == {}
+    with contextlib.chdir(own):
+        manager = lm_eval_run._task_manager(suite, own)
+        (task, *_) = suite.tasks
+        loaded = lm_eval_run._load_tasks(manager, suite, task, own)
+    (only,) = loaded.values()
+    assert len(only.eval_docs) == 1000
+
+
+def test_hashes_of_what_is_installed_are_kept_in_the_users_cache(tmp_path, monkeypatch):
+    shipped = tmp_path / "slimqwen" / "shipped"
+    monkeypatch.setattr(workspace, "installation_root", lambda: shipped)
+    monkeypatch.setattr(hashes, "installation_root", lambda: shipped)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    weights = shipped / "weights" / "tiny"
+    shutil.copytree(CHECKOUT / "weights" / "tiny", weights)
+    before = sorted(path.name for path in weights.iterdir())
+    checkpoint.digest(weights)
+    assert sorted(path.name for path in weights.iterdir()) == before
+    assert list((tmp_path / "cache").rglob("*.json"))

@@ -19,6 +19,7 @@ from typing import NamedTuple
 from pydantic import BaseModel, ConfigDict
 
 from slimqwen.progress import Progress
+from slimqwen.workspace import installation_root, is_checkout
 
 _FILE = ".hashes.json"
 _CHUNK_BYTES = 16 * 2**20
@@ -129,7 +130,8 @@ def _keep(
     kept = {name: [*key, records[name].sha256] for name, key in keys.items() if _Key.of(files[name]) == key}
     _of_this_process.update({keys[name]: records[name].sha256 for name in kept})
     content = json.dumps(kept, indent=1)
-    for place in (folder / _FILE, _in_users_cache(folder)):
+    is_installed = not is_checkout() and folder.resolve().is_relative_to(installation_root())
+    for place in (*(() if is_installed else (folder / _FILE,)), _in_users_cache(folder)):
         staged = place.with_name(f"{place.name}.{secrets.token_hex(4)}")
         try:
             if place.parent != folder:

@@ -151,7 +151,7 @@ def clean(root: Path) -> int:
         RecipeError: a recipe is running, or a variant's recipe cannot be used.
     """
     keep: list[str] = []
-    for name in variants.names(root):
+    for name in variants.local_names(root):
         variant = variants.load(name, root)
         keep += _named_entries(variant)
         if variant.recipe is None:

@@ -89,7 +89,7 @@ def run_suite(
                 ended = next(run for run in runs if run.task.name == task.responses_of)
                 runs.append(score_endings(task, ended, suite.settings_of(task)))
                 continue
-            lm_eval_tasks = _load_tasks(manager, suite, task)
+            lm_eval_tasks = _load_tasks(manager, suite, task, root)
             count = suite.items_planned(task) if limit == AUTO else limit
             item_numbers = _select_items(lm_eval_tasks, suite, count, split)
             client.begin_task(
@@ -186,9 +186,6 @@ def _task_manager(suite: Suite, root: Path) -> Any:
     folders = [Path(lm_eval.__file__).parent / "tasks" / folder for folder in suite.lm_eval_folders]
     folders += [locate(suite.tasks_folder, root)] if suite.tasks_folder else []
     manager = TaskManager(include_path=[str(folder) for folder in folders], include_defaults=False)
-    for task in manager.task_index.values():
-        if (kwargs := (task.cfg or {}).get("dataset_kwargs")) and "data_files" in kwargs:
-            kwargs["data_files"] = _find_data(kwargs["data_files"], root)
     asked = [task for task in suite.tasks if task.measure != ENDED]
     missing = [task.name for task in asked if task.lm_eval_name not in manager.all_tasks]
     if missing:
@@ -233,13 +230,16 @@ def _make_client(
     return client
 
 
-def _load_tasks(manager: Any, suite: Suite, task: SuiteTask) -> dict[str, Any]:
+def _load_tasks(manager: Any, suite: Suite, task: SuiteTask, root: Path) -> dict[str, Any]:
     """Load the lm-eval tasks that a task of the suite consists of, by name."""
     name = task.lm_eval_name
     names = manager.task_index[name].cfg["task"] if name in manager.all_groups else [name]
     # lm-eval applies overrides only to members of a group.
     scoring = _STATED_CHOICE if task.scored_by else {}
-    members = [{"task": member, **task.overrides, **scoring} for member in names]
+    members = [
+        {"task": member, **_locate_data(manager.task_index[member].cfg, root), **task.overrides, **scoring}
+        for member in names
+    ]
     loaded = manager.load([{"group": f"{suite.name} {task.name}", "task": members}])
     lm_eval_tasks: dict[str, Any] = dict(sorted(loaded["tasks"].items()))
     for lm_eval_task in lm_eval_tasks.values():
@@ -353,14 +353,27 @@ def _score(measure: str, sample: Mapping[str, Any]) -> tuple[float, float]:
     return float(sample[measure]), 1.0
 
 
-def _find_data(data_files: Any, root: Path) -> Any:
-    """Data that the workspace lacks by their path in the installation; task files name them from the top of either."""
+def _locate_data(config: Mapping[str, Any], root: Path) -> dict[str, Any]:
+    """The part of a task's configuration that says where its data lies in the installation; empty if in the workspace.
+
+    Task files name their data from the top of either.
+    """
+    kwargs = config.get("dataset_kwargs") or {}
+    located = _locate(kwargs.get("data_files", []), root)
+    return (
+        {"dataset_kwargs": {**kwargs, "data_files": located}}
+        if located != kwargs.get("data_files", [])
+        else {}
+    )
+
+
+def _locate(data_files: Any, root: Path) -> Any:
     if isinstance(data_files, Mapping):
-        return {split: _find_data(names, root) for split, names in data_files.items()}
+        return {split: _locate(names, root) for split, names in data_files.items()}
     if isinstance(data_files, str):
         found = locate(data_files, root)
         return str(found) if is_shipped(found, root) else data_files
-    return [_find_data(name, root) for name in data_files]
+    return [_locate(name, root) for name in data_files]
 
 
 def _data_files(config: Mapping[str, Any], root: Path) -> Iterable[Path]:
