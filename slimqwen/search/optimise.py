@@ -19,13 +19,12 @@ from slimqwen.fit.optimised import list_optimised
 from slimqwen.fit.subject import find_subject
 from slimqwen.identity import digest_of
 from slimqwen.models.families import SCALED_WITH
-from slimqwen.models.layer_error import measure_kind_errors
+from slimqwen.models.layer_error import measure_kind_divergences
 from slimqwen.models.outline import Outline
 from slimqwen.models.vocabulary import read_tokenizer
 from slimqwen.progress import Progress, silent
-from slimqwen.recipe import runner, variant_recipe
+from slimqwen.recipe import variant_recipe
 from slimqwen.recipe.calibration_text import calibration_documents
-from slimqwen.recipe.recipe_file import Step
 from slimqwen.recipe.stages.calibrate import CalibrateParameters
 from slimqwen.records import store
 from slimqwen.records.journal import RunInProgressError
@@ -214,8 +213,8 @@ def take_back(
     """The candidate without the step that a failed check points at, and why; None if nothing is left to take back.
 
     Drafts change no answer, so acceptance points at them; fidelity and quality point at the weights: first the 4-bit
-    kind with the largest error in the worst layer becomes 8-bit, and the next one; then the vocabulary is whole again,
-    then the head is in 16 bits, then the embedding.
+    kind whose rounding alone costs most becomes 8-bit, the output head 16-bit, and the next one; then the vocabulary is
+    whole again, then the embedding is in 16 bits.
     """
     failed = {finding.gate for finding in judged.findings if finding.verdict != Verdict.PASS}
     if failed == {"acceptance"} and candidate.depth:
@@ -232,44 +231,33 @@ def take_back(
     if not failed & {"fidelity", "quality"}:
         return None
     why = " and ".join(sorted(failed))
-    if narrow := [kind for kind, scheme in candidate.calibrated.items() if scheme == "W4A16"]:
-        kind, layer = _worst_kind(variant, narrow, progress) if len(narrow) > 1 else (narrow[0], None)
-        where = f", which has the largest error in layer {layer}" if layer is not None else ""
+    narrow = [kind for kind, scheme in candidate.calibrated.items() if scheme == "W4A16"]
+    narrow += ["lm_head"] if candidate.head_bits == 4 else []
+    if narrow:
+        kind, cost = _find_costliest(variant, narrow, progress) if len(narrow) > 1 else (narrow[0], "")
+        if kind == "lm_head":
+            return replace(candidate, head_bits=16), f"{why}: the output head in 16 bits{cost}"
         wider: dict[str, Any] = {kind: "W8A16"}
-        return replace(candidate, **wider), f"{why}: 8 bits for {kind}{where}"
+        return replace(candidate, **wider), f"{why}: 8 bits for {kind}{cost}"
     if candidate.vocabulary < 1:
         return replace(candidate, vocabulary=1.0), f"{why}: the whole vocabulary"
-    if candidate.head_bits == 4:
-        return replace(candidate, head_bits=16), f"{why}: the output head in 16 bits"
     if candidate.embedding_bits < 16:
         return replace(candidate, embedding_bits=16), f"{why}: the embedding in 16 bits"
     return None
 
 
-def _worst_kind(variant: Variant, kinds: Sequence[str], progress: Progress) -> tuple[str, int | None]:
-    """Of these kinds of linears the one with the largest error in the layer with the largest error, and that layer."""
+def _find_costliest(variant: Variant, kinds: Sequence[str], progress: Progress) -> tuple[str, str]:
+    """Of these 4-bit kinds the one whose rounding alone changes the distributions most, and what it costs."""
     recipe = variant_recipe.read_recipe(variant)
     outcomes = variant_recipe.run_recipe(variant, progress=progress)
-    number, calibrated = next(
-        (at, each)
-        for at, each in enumerate(outcomes)
-        if each.stage == "calibrate" and "layers" in each.manifest.facts
-    )
-    layer = _worst_layer(calibrated)
-    step: Step = recipe.steps[number]
+    number, step = next((at, each) for at, each in enumerate(recipe.steps) if each.stage.name == "calibrate")
     parameters = step.parameters
     assert isinstance(parameters, CalibrateParameters)
     base = variant_recipe.base_folder(recipe.base, variant.root)
-    source = outcomes[number - 1].folder if number else base
-    ids = _first_tokens(parameters, source)
-    errors = measure_kind_errors(base, layer, kinds, parameters.group_size, ids)
-    return max(errors, key=lambda kind: errors[kind]), layer
-
-
-def _worst_layer(calibrated: runner.Outcome) -> int:
-    facts: Mapping[str, Any] = calibrated.manifest.facts
-    errors: Sequence[float] = facts["layer_errors"]
-    return int(facts["layers"][max(range(len(errors)), key=lambda at: errors[at])])
+    ids = _first_tokens(parameters, outcomes[number - 1].folder if number else base)
+    costs = measure_kind_divergences(base, kinds, parameters.group_size, ids)
+    kind = max(costs, key=lambda each: costs[each])
+    return kind, f", which costs most ({costs[kind]:.4f} nats a token)"
 
 
 def _first_tokens(parameters: CalibrateParameters, source: Path) -> list[int]:

@@ -154,14 +154,14 @@ def test_a_failing_check_ends_a_try_before_the_checks_behind_it(steps: Steps) ->
 def test_a_model_with_outliers_passes_at_the_second_try_by_the_step_that_the_check_named(
     steps: Steps, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # Which kind and layer it is: tests/search/test_optimise.py, on planted outliers and a checkpoint that is made.
-    monkeypatch.setattr(search, "_worst_kind", lambda *_: ("mlp", 1))
+    # Which kind it is: tests/search/test_optimise.py, on planted outliers and a checkpoint that is made.
+    monkeypatch.setattr(search, "_find_costliest", lambda *_: ("mlp", ", which costs most"))
     steps.failing = lambda check, one: check == "fidelity" and "mlp W4A16" in one.hypothesis
     code, said = run("optimise tiny --yes")
     assert code == 0, said
     first, second = journal_of(steps).tries
     assert (first["verdict"], second["verdict"]) == ("fail", "pass")
-    assert first["taken back"] == "fidelity: 8 bits for mlp, which has the largest error in layer 1"
+    assert first["taken back"] == "fidelity: 8 bits for mlp, which costs most"
     assert "mlp W8A16" in variant.load(second["variant"]).hypothesis
     assert [line for line in steps.done if first["variant"] in line][1:] == [
         f"recipe: fidelity of {first['variant']}"
