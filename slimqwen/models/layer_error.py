@@ -100,8 +100,8 @@ def measure_kind_divergences(
 ) -> dict[str, float]:
     """Divergence of the next-token distributions of a text where one kind alone is rounded to 4 bits, nats a token.
 
-    The error of a layer does not show what it does to the distributions: the Gated DeltaNet of the small model, with the
-    largest error of a layer, cost a fiftieth of the divergence, and its 4-bit output head has no layer.
+    The error of a layer does not show what it does to the distributions: Gated DeltaNet of the small model, with the
+    largest error of a layer, cost a fiftieth of the divergence, and the output head has no layer.
 
     Args:
         original: checkpoint that is not quantised.
