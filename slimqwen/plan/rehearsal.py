@@ -1,11 +1,12 @@
 """Rehearsals: vLLM's start-up of a variant on a device, up to its first kernel.
 
-`python -m slimqwen.plan.rehearsal FILE` is a process that sees the device. It reads a request from standard input and
-writes its answer to the file, both as JSON objects.
+`python -m slimqwen.plan.rehearsal DESCRIPTOR` is a process that sees the device. It reads a request from standard
+input, and writes the answer for each variant as a line to the file with that descriptor, all as JSON objects.
 """
 
 import contextlib
 import hashlib
+import importlib
 import importlib.metadata
 import logging
 import os
@@ -13,7 +14,7 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -42,12 +43,18 @@ class RehearsalError(SlimqwenError):
     """A rehearsal ended without an answer."""
 
 
+class _Subject(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    variant: str
+    lines: dict[str, str]  # lines of config.env whose values may differ from the file's
+
+
 class _Request(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     root: Path
-    variant: str
-    lines: dict[str, str]  # lines of config.env whose values may differ from the file's
+    subjects: tuple[_Subject, ...]
     gpu: Gpu | None
     gpus: int  # number of GPUs that share the model
 
@@ -63,25 +70,58 @@ def rehearse_variant(variant: Variant, gpu: Gpu | None, *, log: Path) -> Plan:
         RehearsalError: the process ended without an answer, for instance because the installed torch is built for
             the other kind of device.
     """
-    lines = {key: variant.settings[key].value for key in ("VLLM_MODEL", SHARED_BY) if key in variant.settings}
-    shared = lines.get(SHARED_BY, "")
-    gpus = int(shared) if shared.isdigit() else 1  # vLLM itself refuses any other value
-    request = _Request(root=variant.root, variant=variant.name, lines=lines, gpu=gpu, gpus=gpus)
+    (plan,) = rehearse_variants([variant], gpu, log=log)
+    return plan
+
+
+def rehearse_variants(variants: Sequence[Variant], gpu: Gpu | None, *, log: Path) -> Iterator[Plan]:
+    """Rehearse variants of a repository on a device, one after the other; arguments and errors as `rehearse_variant`.
+
+    They are forks of one process, and but the first need no time to import vLLM.
+    """
+    settings = [each.settings for each in variants]
+    shared = {lines[SHARED_BY].value if SHARED_BY in lines else "" for lines in settings}
+    assert len(shared) == 1, f"the variants are to be shared by the same number of GPUs, not {shared}"
+    (number,) = shared
+    request = _Request(
+        root=variants[0].root,
+        subjects=tuple(
+            _Subject(
+                variant=each.name,
+                lines={key: lines[key].value for key in ("VLLM_MODEL", SHARED_BY) if key in lines},
+            )
+            for each, lines in zip(variants, settings, strict=True)
+        ),
+        gpu=gpu,
+        gpus=int(number) if number.isdigit() else 1,  # vLLM itself refuses any other value
+    )
     log.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile("r", prefix="slimqwen-plan-") as answer, log.open("w") as output:
-        subprocess.run(
-            [sys.executable, "-m", "slimqwen.plan.rehearsal", answer.name],
-            input=request.model_dump_json(),
+    made = 0
+    receiving, sending = os.pipe()
+    with log.open("w") as output, os.fdopen(receiving, encoding="utf-8") as answers:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "slimqwen.plan.rehearsal", str(sending)],
+            stdin=subprocess.PIPE,
             stdout=output,
             stderr=subprocess.STDOUT,
             text=True,
+            pass_fds=[sending],
         )
-        text = answer.read()
-    if not text:
+        os.close(sending)
+        try:
+            assert process.stdin is not None
+            with contextlib.suppress(BrokenPipeError), process.stdin as requests:
+                requests.write(request.model_dump_json())
+            for line in answers:
+                made += 1
+                yield Plan.model_validate_json(line)
+        finally:
+            process.kill()
+            process.wait()
+    if made < len(variants):
         raise RehearsalError(
             find_last_cause(log) or f"the rehearsal ended without a result; {log} has its output"
         )
-    return Plan.model_validate_json(text)
 
 
 def decisive_flags(command: ServerCommand) -> dict[str, str]:
@@ -101,7 +141,7 @@ def digest_inputs(variant: Variant, gpu: Gpu | None) -> dict[str, str]:
 
 
 def main() -> None:
-    """Read a request from standard input, and write the answer to the file that the command's argument names."""
+    """Read a request from standard input, and write the answers into the folder that the command's argument names."""
     request = _Request.model_validate_json(sys.stdin.read())
     try:
         if request.gpu is None:
@@ -110,16 +150,37 @@ def main() -> None:
             simulated_gpu.simulate_gpu(request.gpu, request.gpus)
     except SlimqwenError as error:
         sys.exit(f"error: {error}")
-    Path(sys.argv[1]).write_text(_rehearse(request).model_dump_json())
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(0)  # skips vLLM's clean-up, which needs a real GPU
+    # Without this, importing Humming starts two builds in processes that outlive the rehearsal.
+    os.environ["HUMMING_DISABLE_PARALLEL_BUILD"] = "1"
+    with (
+        os.fdopen(int(sys.argv[1]), "w", encoding="utf-8") as answers,
+        tempfile.TemporaryFile("w+") as imported,
+    ):
+        for number, subject in enumerate(request.subjects):
+            if number == 1:
+                imported.seek(0)
+                _import(imported.read().split())
+            if os.fork() == 0:
+                answers.write(_rehearse(subject, request).model_dump_json() + "\n")
+                imported.write("\n".join(sys.modules) if number == 0 else "")
+                for file in (answers, imported, sys.stdout, sys.stderr):
+                    file.flush()
+                os._exit(0)  # skips vLLM's clean-up, which needs a real GPU
+            os.wait()
+    os._exit(0)
 
 
-def _rehearse(request: _Request) -> Plan:
+def _import(modules: Sequence[str]) -> None:
+    """Import what the first rehearsal did; what it made itself, such as modules of generated code, it makes again."""
+    for module in modules:
+        with contextlib.suppress(Exception):
+            importlib.import_module(module)
+
+
+def _rehearse(subject: _Subject, request: _Request) -> Plan:
     """Take the variant through vLLM's start-up, up to the first kernel."""
     facts: dict[str, Any] = {
-        "variant": request.variant,
+        "variant": subject.variant,
         "gpu": request.gpu.name if request.gpu else CPU,
         "compute_capability": request.gpu.compute_capability if request.gpu else None,
         "planned": datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
@@ -129,16 +190,14 @@ def _rehearse(request: _Request) -> Plan:
     step = "configuration"
     with _blocked_network(), tempfile.TemporaryDirectory(prefix="slimqwen-plan-") as folder:
         try:
-            variant = variants.load(request.variant, request.root).with_lines(request.lines)
+            variant = variants.load(subject.variant, request.root).with_lines(subject.lines)
             facts["inputs"] = digest_inputs(variant, request.gpu)
             variant, facts["checkpoint"] = _with_checkpoint(variant, Path(folder))
             command = ServerCommand.resolve(variant, platform="cpu" if request.gpu is None else "cuda")
             facts["flags"] = decisive_flags(command)
             environment = command.process_environment()
             os.environ.clear()
-            os.environ.update(environment)
-            # Without this, importing Humming starts two builds in processes that outlive the rehearsal.
-            os.environ["HUMMING_DISABLE_PARALLEL_BUILD"] = "1"
+            os.environ.update(environment, HUMMING_DISABLE_PARALLEL_BUILD="1")
             config = resolution.make_engine_config(command.argv[3:])
             facts["engine"] = EngineConfig(**engine_facts.config_facts(config))
             step = "model"
@@ -163,7 +222,7 @@ def _rehearse(request: _Request) -> Plan:
         except Exception as error:  # any refusal by vLLM is an answer
             facts["failed_at"] = step
             facts["error"] = " ".join(f"{type(error).__name__}: {error}".split())[:1000]
-            logging.getLogger(__name__).exception("rehearsal of %s", request.variant)
+            logging.getLogger(__name__).exception("rehearsal of %s", subject.variant)
     return Plan(**facts)
 
 

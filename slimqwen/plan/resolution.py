@@ -194,10 +194,11 @@ def lay_out_kv_cache(config: Any, parameter_bytes: int, device_bytes: int | None
     shortest_with_hit = None
     if cache.enable_prefix_caching:
         # The last token is always computed. A draft model that reads the target's hidden states needs those of the last
-        # whole block of a hit, so vLLM computes that block again.
+        # whole block of a hit: vLLM computes it again, or, from 0.33 on, has the token after a block in its hash.
         speculation = config.speculative_config
-        recomputes = speculation is not None and speculation.use_eagle_block_drop()
-        shortest_with_hit = (2 if recomputes else 1) * alignment + 1
+        proof = getattr(config, "num_hash_lookahead_tokens", 0)
+        recomputes = speculation is not None and speculation.use_eagle_block_drop() and not proof
+        shortest_with_hit = (2 if recomputes else 1) * alignment + max(1, proof)
     facts = KvCache(
         available_bytes=available,
         block_size=cache.block_size,

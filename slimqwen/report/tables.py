@@ -364,5 +364,6 @@ def patches_table() -> Table:
         "changes or relies on",
         "file of slimqwen/vllm_plugin",
     )
-    title = f"Patches of vLLM {' and '.join(KNOWN_VERSIONS)}"
+    versions = (f"{' and '.join(known)} ({device})" for device, known in KNOWN_VERSIONS.items())
+    title = f"Patches of vLLM {', '.join(versions)}"
     return Table(title, columns, tuple(rows), text_columns=len(columns))

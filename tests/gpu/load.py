@@ -2,6 +2,7 @@
 
 import subprocess
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 from slimqwen import variant as variants
@@ -12,6 +13,7 @@ from slimqwen.serving.command import ServerCommand
 from slimqwen.serving.http_client import open_client
 from slimqwen.serving.server import RunningServer, free_port, run_server
 from slimqwen.serving.shared_server import require_healthy
+from slimqwen.variant import Variant
 from tests.gpu.plans import with_random_weights
 from tests.gpu.steps import Here
 
@@ -30,11 +32,7 @@ def run(here: Here) -> str:
 def send_burst(here: Here) -> dict[str, Any]:
     """Send short prompts at once, then one that fills the context, to a server at its own memory utilisation."""
     count = 64 if here.gpu else 8
-    subject = (
-        with_random_weights("qwen3.5-4b-best", here.root)
-        if here.gpu
-        else variants.load("tiny-mtp4", here.root)
-    )
+    subject = with_random_weights("qwen3.5-4b-best", here.root) if here.gpu else rehearsed(here.root)
     command = ServerCommand.resolve(subject, port=free_port())
     with run_server(command, log=here.root / "logs" / "gpu-check-burst.log") as server:
         with ThreadPoolExecutor(count) as clients:
@@ -53,6 +51,11 @@ def send_burst(here: Here) -> dict[str, Any]:
         "line": f"{answered}{memory}",
         "gpu_gib": [at_burst, at_end],
     }
+
+
+def rehearsed(root: Path) -> Variant:
+    """The embedded model with drafts and a short context, by which the lengths of all requests go."""
+    return variants.load("tiny-mtp4", root).with_lines({"VLLM_MAX_MODEL_LEN": "640"})
 
 
 def ask(server: RunningServer, number: int, length: int) -> int:
@@ -79,7 +82,8 @@ def used_memory_gib() -> float:
 
 def tune(here: Here) -> dict[str, Any]:
     """`tune` of the embedded model, whose drafts are real: for ten minutes in all, over as many runs as that takes."""
-    subject = variants.load("tiny-mtp4", here.root).with_lines({"VLLM_PORT": str(free_port())})
+    subject = variants.load("tiny-mtp4", here.root) if here.gpu else rehearsed(here.root)
+    subject = subject.with_lines({"VLLM_PORT": str(free_port())})
     if here.gpu:
         subject = subject.with_lines({"VLLM_GPU_MEMORY_UTILIZATION": "0.3"})
     minutes = _MINUTES if here.gpu else 0.02  # a rehearsal takes one turn

@@ -15,6 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from slimqwen import variant as variants
 from slimqwen.checkpoint.config import write_config
 from slimqwen.checkpoint.tensors import NewTensor, from_torch, write_tensors
 from slimqwen.models.outline import Outline
@@ -39,7 +40,7 @@ EXTRA = {"calibrate": "llmcompressor", "quantise_lm_head": "llmcompressor", "red
 LAYERS = {"qwen3.5-4b": (16, 2048), "qwen3.5-27b": (4, 2048)}
 """Shape whose layers are calibrated -> sequences and their length, tokens."""
 
-REHEARSED_LAYERS = {"qwen3.5-0.8b": (1, 32)}
+REHEARSED_LAYERS = {"tiny": (1, 32)}
 
 _DIVERGENCE_RATIO = 1.25
 """The GPU's output may lie so many times as far from the original as the CPU's; both search with their own rounding."""
@@ -221,10 +222,14 @@ def measure_divergences(
     return {"nats": nats}
 
 
+def shape_of(name: str, root: Path) -> Shape:
+    """A shape of eval/shapes, or of a variant."""
+    return shapes.published_shape(root, name) or shapes.variant_shape(variants.load(name, root))
+
+
 def two_layers(name: str, root: Path) -> Shape:
-    """A shape of eval/shapes with one layer of each kind of attention, a small vocabulary and no MTP head."""
-    shape = shapes.published_shape(root, name)
-    assert shape is not None
+    """A shape with one layer of each kind of attention, a small vocabulary and no MTP head."""
+    shape = shape_of(name, root)
     text = {
         **shape.text,
         "num_hidden_layers": 2,
@@ -298,10 +303,8 @@ def time_calibration(here: Here, name: str, source: Path, text: tuple[int, int])
     found = run_apart(calibrate_layers, source, destination, text, log, gpu=here.gpu is not None)
     parameters = calibration_of(text)
     needs = calibrate.needs(Outline.read(source), parameters)
-    whole_shape = shapes.published_shape(here.root, name)
-    assert whole_shape is not None
     as_in_recipes = calibration_of((256, 2048))
-    whole = calibrate.needs(Outline.of_shape(whole_shape, source), as_in_recipes)
+    whole = calibrate.needs(Outline.of_shape(shape_of(name, here.root), source), as_in_recipes)
     seconds = (
         found["seconds"] - needs.fixed_seconds
         if found["seconds"] > 2 * needs.fixed_seconds

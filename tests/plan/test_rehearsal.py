@@ -30,7 +30,7 @@ needs_cpu_build = pytest.mark.skipif(torch.version.cuda is not None, reason="thi
 def cpu_plans(tmp_path_factory):
     log = tmp_path_factory.mktemp("plans") / "plan.log"
     variants = [variant.load(name) for name in ("tiny", "tiny-mtp4")]
-    return {each.name: rehearsal.rehearse_variant(each, None, log=log) for each in variants}
+    return {plan.variant: plan for plan in rehearsal.rehearse_variants(variants, None, log=log)}
 
 
 @needs_cpu_build
@@ -165,7 +165,7 @@ def faulty_plans(faulty_root):
     """Plans of all of them for an A10G."""
     a10g, log = read_gpu("a10g", ROOT), faulty_root / "plan.log"
     variants = [variant.load(name, faulty_root) for name in FAULTS]
-    return {each.name: rehearsal.rehearse_variant(each, a10g, log=log) for each in variants}
+    return {plan.variant: plan for plan in rehearsal.rehearse_variants(variants, a10g, log=log)}
 
 
 @needs_cuda_build

@@ -7,8 +7,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
-KNOWN_VERSIONS = ("0.32.0",)
-"""The versions of vLLM that the patches were written for and tested with."""
+KNOWN_VERSIONS: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {"cpu": ("0.32.0",), "cuda": ("0.32.0", "0.33.0")}
+)
+"""vLLM's platform, as `device_type` -> the versions that its patches were written for."""
 
 _NONE = "none found, 2026-11-27"
 _CPU = ("cpu",)
@@ -24,8 +26,9 @@ class Patch:
         module: the module that makes it, below `slimqwen.vllm_plugin`.
         why: what goes wrong, or is missing, without it.
         upstream: vLLM's issues and pull requests about it.
-        places: functions that it replaces, wraps or relies on, `module:name` -> `upstream.digest_source` of each. Empty
-            where it uses only what vLLM offers to plugins.
+        places: functions that it replaces, wraps or relies on, `module:name` -> `upstream.digest_source` of each;
+            where the body differs between known versions, version of vLLM -> digest. Empty where it uses only what vLLM
+            offers to plugins.
         devices: vLLM's platforms that it changes, as `device_type`.
         function: what in the module makes the change. `install` is called by `patches.register` in every process; all
             other functions and classes are called by what vLLM's hook loads.
@@ -35,7 +38,7 @@ class Patch:
     module: str
     why: str
     upstream: str
-    places: Mapping[str, str]
+    places: Mapping[str, str | Mapping[str, str]]
     devices: tuple[str, ...] = _EVERY
     function: str = "install"
     fixed_in: str | None = None
@@ -45,10 +48,22 @@ class Patch:
         """Short name, for logs: the module's last part, or the function where a module has several patches."""
         return self.module.rpartition(".")[2] if self.function == "install" else self.function.lstrip("_")
 
+    def digests(self, version: str) -> dict[str, str]:
+        """Digest of each place in a known version of vLLM."""
+        return {
+            place: digest if isinstance(digest, str) else digest[version]
+            for place, digest in self.places.items()
+        }
+
     @property
     def file(self) -> str:
         """The module's file, from the repository's folder."""
         return f"slimqwen/vllm_plugin/{self.module.replace('.', '/')}.py"
+
+
+def _both(in_0_32: str, in_0_33: str) -> Mapping[str, str]:
+    """Digests of a body that vLLM 0.33 changed, not in what its patch relies on."""
+    return MappingProxyType({"0.32.0": in_0_32, "0.33.0": in_0_33})
 
 
 _GDN = "vllm.model_executor.layers.mamba.ops.cpu.gdn_attention"
@@ -222,7 +237,7 @@ _ROWS = (
         "vllm#55178, vllm#54392, vllm#45237",
         {
             "vllm.v1.core.sched.scheduler:Scheduler._update_after_schedule": "4216bf7a33cd",
-            "vllm.v1.core.sched.scheduler:Scheduler.schedule": "aec383d59905",
+            "vllm.v1.core.sched.scheduler:Scheduler.schedule": _both("aec383d59905", "91bb959e7ef3"),
         },
     ),
     Patch(
@@ -306,7 +321,7 @@ _ROWS = (
         "patches.serving.compile_watch",
         "vLLM's compile key has the checkpoint's path, so a compile cache cannot be moved",
         "vllm#47573, vllm#52154",
-        {"vllm.config.model:ModelConfig.compute_hash": "f882ac670989"},
+        {"vllm.config.model:ModelConfig.compute_hash": _both("f882ac670989", "5664dd876011")},
         function="leave_checkpoint_path_out_of_key",
     ),
     Patch(
@@ -321,7 +336,7 @@ _ROWS = (
         "patches.serving.triton_cache",
         "Triton finds the files of a kernel by absolute paths, so its cache cannot be moved",
         _NONE,
-        {"triton.runtime.cache:FileCacheManager.get_group": "a073fd3c49d0"},
+        {"triton.runtime.cache:FileCacheManager.get_group": _both("a073fd3c49d0", "dff2fc1a7e9f")},
         _CUDA,
         function="find_beside_group_file",
     ),
@@ -396,9 +411,15 @@ _ROWS = (
         "a server cannot give a thinking budget to requests that set none",
         "vllm#55382",
         {
-            f"{_OPENAI}.chat_completion.protocol:ChatCompletionRequest.to_sampling_params": "41272c0e2d64",
-            f"{_OPENAI}.completion.protocol:CompletionRequest.to_sampling_params": "397ba9e645f4",
-            f"{_OPENAI}.responses.protocol:ResponsesRequest.to_sampling_params": "7c4ae16e80c8",
+            f"{_OPENAI}.chat_completion.protocol:ChatCompletionRequest.to_sampling_params": _both(
+                "41272c0e2d64", "d9f86e098046"
+            ),
+            f"{_OPENAI}.completion.protocol:CompletionRequest.to_sampling_params": _both(
+                "397ba9e645f4", "49236b369733"
+            ),
+            f"{_OPENAI}.responses.protocol:ResponsesRequest.to_sampling_params": _both(
+                "7c4ae16e80c8", "c63f05c25659"
+            ),
         },
         function="limit_thinking",
     ),
@@ -414,7 +435,7 @@ _ROWS = (
         "patches.serving.cut_answers",
         "a response that shutdown or engine death cuts is a 500, or a 200 that looks complete",
         "vllm#57082",
-        {f"{_ASYNC_LLM}.generate": "aa0f55c9fc29"},
+        {f"{_ASYNC_LLM}.generate": _both("aa0f55c9fc29", "7a99591a0340")},
         function="cut_outputs",
     ),
     Patch(

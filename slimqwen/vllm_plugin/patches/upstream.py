@@ -23,7 +23,6 @@ ALLOWED = "ALLOW_UNTESTED_VLLM"
 No key of config.env, because it is about what is installed and not about a variant."""
 
 _KERNEL_METHODS = {"get_min_capability", "can_implement", "process_weights_after_loading", "apply_weights"}
-_TESTED = " or ".join(KNOWN_VERSIONS)
 
 logger = logging.getLogger(__name__)
 
@@ -36,10 +35,18 @@ class PatchError(SlimqwenError):
     """
 
     def __init__(self, file: str, difference: str, cure: str = "adapt the module") -> None:
+        known = " or ".join(known_versions())
         super().__init__(
-            f"{file} was written for vLLM {_TESTED}, this is {installed_version()}: {difference}; {cure}, or install "
-            f"{_TESTED}"
+            f"{file} was written for vLLM {known}, this is {installed_version()}: {difference}; {cure}, or install "
+            f"{known}"
         )
+
+
+def known_versions() -> tuple[str, ...]:
+    """The versions of vLLM that the patches of this platform were written for."""
+    from vllm.platforms import current_platform
+
+    return KNOWN_VERSIONS.get(current_platform.device_type, KNOWN_VERSIONS["cuda"])
 
 
 def installed_version() -> str:
@@ -79,7 +86,9 @@ def list_changes(patch: Patch) -> list[str]:
 
     Modules of the places are imported: to be called where vLLM imports them anyway.
     """
-    return [f"{place} {why}" for place, digest in patch.places.items() if (why := _change(place, digest))]
+    version, known = installed_version(), known_versions()
+    digests = patch.digests(version if version in known else known[-1])
+    return [f"{place} {why}" for place, digest in digests.items() if (why := _change(place, digest))]
 
 
 def _change(place: str, digest: str) -> str | None:
@@ -123,7 +132,7 @@ def refuse_changes(changes: dict[str, list[str]]) -> None:
         PatchError: vLLM is no known version, or a place differs.
     """
     found = {PATCHES[name].file: lines for name, lines in changes.items() if lines}
-    if not found and installed_version() in KNOWN_VERSIONS:
+    if not found and installed_version() in known_versions():
         return
     cure = f"set {ALLOWED}=1 in the shell to start anyway"
     if found:

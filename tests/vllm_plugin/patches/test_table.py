@@ -5,13 +5,16 @@ import importlib
 import inspect
 import re
 from collections.abc import Iterator
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
+from packaging.version import Version
 
 from slimqwen import variant, vllm_plugin
+from slimqwen.identity import source
 from slimqwen.vllm_plugin.patches import upstream
-from slimqwen.vllm_plugin.patches.table import PATCHES
+from slimqwen.vllm_plugin.patches.table import KNOWN_VERSIONS, PATCHES, Patch
 
 PLUGIN = Path(vllm_plugin.__file__).parent
 OWN = {"patches.upstream": "what replaces", "vllm_log": "a logger of this package"}
@@ -27,9 +30,29 @@ CHANGE_ANYTHING = {
 CHANGE_THEIR_OWNER = {"replace", "append", "insert", "extend", "update", "pop", "remove", "clear"}
 
 
-@pytest.mark.parametrize("name", [name for name, patch in PATCHES.items() if "cpu" in patch.devices])
+HERE = [
+    name
+    for name, patch in PATCHES.items()
+    if source.platform() in patch.devices and Version(version("vllm")) < Version(patch.fixed_in or "999")
+]
+
+
+@pytest.mark.parametrize("name", HERE)
 def test_the_installed_vllm_is_the_one_that_a_patch_was_written_for(name):
     assert upstream.list_changes(PATCHES[name]) == []
+
+
+@pytest.mark.parametrize("platform", KNOWN_VERSIONS)
+def test_the_version_of_the_platforms_lock_is_known(platform):
+    lock = (variant.repository_root() / "requirements" / f"{platform}.txt").read_text()
+    (locked,) = re.findall(r"^vllm(?:-cpu)?==(\S+)", lock, re.MULTILINE)
+    assert locked in KNOWN_VERSIONS[platform]
+
+
+def test_a_digest_is_that_of_the_version():
+    patch = Patch("m", "", "", {"m:same": "a", "m:changed": {"0.32.0": "b", "0.33.0": "c"}})
+    assert patch.digests("0.32.0") == {"m:same": "a", "m:changed": "b"}
+    assert patch.digests("0.33.0") == {"m:same": "a", "m:changed": "c"}
 
 
 @pytest.mark.parametrize("patch", PATCHES.values(), ids=PATCHES)

@@ -26,8 +26,9 @@ def find_beside_group_file() -> None:
             names = json.loads(Path(group_file).read_bytes())["child_paths"]
         except (OSError, ValueError, KeyError):
             return None  # as from the stock function: Triton then compiles the kernel
-        paths = {name: self.get_file(name) for name in names}
-        return {name: path for name, path in paths.items() if path is not None}
+        paths = {name: path for name in names if (path := self.get_file(name)) is not None}
+        # As Triton 3.8 does; 3.7 returned a part of the files.
+        return paths if len(paths) == len(names) else None
 
     replace("find_beside_group_file", FileCacheManager, "get_group", get_group)
 

@@ -30,7 +30,6 @@ def moved(manager, tmp_path):
     written = manager("written")
     written.put_group("k.json", {name: written.put(b"{}", name) for name in ("k.json", "k.cubin", "k.ttir")})
     shutil.move(tmp_path / "written", tmp_path / "moved")
-    (tmp_path / "moved" / "KEY" / "k.ttir").unlink()
     return manager("moved")
 
 
@@ -42,7 +41,10 @@ def test_a_kernel_is_found_where_its_cache_was_moved_to(moved, tmp_path):
     assert moved.get_group("k.json") == {
         "k.json": str(folder / "k.json"),
         "k.cubin": str(folder / "k.cubin"),
+        "k.ttir": str(folder / "k.ttir"),
     }
+    (folder / "k.ttir").unlink()
+    assert moved.get_group("k.json") is None
 
 
 @pytest.mark.parametrize("content", ["", "{", "{}"])
