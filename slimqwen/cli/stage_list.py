@@ -24,8 +24,8 @@ A recipe says its text once, as `corpus:` at its top, and a stage may say anothe
 
 `redistill_mtp` tests a hypothesis. Of three public reports on a head that came with its model two saw no gain, one more
 accepted drafts on its own domain alone. It pays where the head no longer fits: a trimmed vocabulary, a fine-tune, a
-head taken from another checkpoint. A head that is to be packed to 4 bits loses less by `calibrate` with `rounding:
-gptq`, which measures its inputs on what `sample_outputs` wrote; both may be used, training first.
+head taken from another checkpoint. `calibrate` can round a 4-bit head by GPTQ (`rounding: gptq`), which measures its
+inputs on what `sample_outputs` wrote: one public report gained by it, the embedded model did not.
 
 | stage | parameter | default | meaning |
 |---|---|---|---|
