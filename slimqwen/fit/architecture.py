@@ -22,6 +22,9 @@ SIXTEEN_BIT = 2
 BLOCK_TOKENS = 16
 """vLLM's default of --block-size, tokens; a model with states has blocks of a multiple of it."""
 
+_EXPORT_TOKENS = 64
+"""Multiple of tokens at which FlashInfer's prompt kernel of Gated DeltaNet exports states."""
+
 _STATE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 _KV_BYTES = {"float16": 2, "bfloat16": 2, "fp8": 1, "fp8_e4m3": 1, "fp8_e5m2": 1} | {
     "int8_per_token_head": 1,
@@ -76,6 +79,7 @@ class Model:
     state_bytes: int  # recurrent and convolution states per sequence, all Gated DeltaNet layers
     conv_row_bytes: int  # row of one token in the convolution state of one layer
     state_flops: int  # per token on recurrent states, all Gated DeltaNet layers
+    linear_key_head_dim: int  # of a Gated DeltaNet layer; 0 without any
 
     @property
     def draft_output(self) -> Weights:
@@ -120,18 +124,28 @@ class CacheLayout:
         return self.sequence_blocks(context_len) * self.block_bytes
 
 
-def lay_out_cache(model: Model, num_speculative_tokens: int, *, prefix_caching: bool = False) -> CacheLayout:
+def lay_out_cache(
+    model: Model,
+    num_speculative_tokens: int,
+    *,
+    prefix_caching: bool = False,
+    flashinfer_prefill: bool = False,
+) -> CacheLayout:
     """Lay out the cache of a model in blocks.
 
     Args:
         prefix_caching: whether the states at the end of blocks are kept for later requests (vLLM's mode `align`).
+        flashinfer_prefill: whether FlashInfer computes the prompts of Gated DeltaNet layers. For later requests its
+            kernel exports states in the middle of a prompt, at multiples of 64 tokens, into a block of their own.
     """
     layers, block_size, state_blocks = model.cached_layers(num_speculative_tokens), BLOCK_TOKENS, 0
+    exports = prefix_caching and flashinfer_prefill
     if model.linear_layers:
         # The convolution state has one more row for each drafted token, so that a rejected token can be taken back.
         page = model.state_bytes // model.linear_layers + num_speculative_tokens * model.conv_row_bytes
-        block_size = BLOCK_TOKENS * -(-page // (BLOCK_TOKENS * model.kv_bytes))
-        states = 1 + num_speculative_tokens + prefix_caching
+        grid = _EXPORT_TOKENS if exports else BLOCK_TOKENS
+        block_size = grid * -(-page // (grid * model.kv_bytes))
+        states = 1 + num_speculative_tokens + prefix_caching + exports
         state_blocks = states * -(-model.linear_layers // layers)
     return CacheLayout(block_size, layers * block_size * model.kv_bytes, state_blocks)
 
@@ -226,6 +240,7 @@ def read_model(
         state_bytes=linear_layers * (state_numbers * state_bytes + conv_bytes),
         conv_row_bytes=conv_channels * SIXTEEN_BIT,
         state_flops=linear_layers * _STATE_FLOPS * state_numbers,
+        linear_key_head_dim=shape.linear_key_head_dim,
     )
 
 

@@ -46,6 +46,7 @@ class ServerSettings:
         dtype, kv_cache_dtype, state_dtype: as vLLM's flags spell them; `auto` is what config.json says.
         utilization: share of the GPU's memory that vLLM may use.
         prefix_caching: whether blocks are kept for later requests.
+        gdn_prefill: vLLM's --gdn-prefill-backend, the kernel that computes the prompts of Gated DeltaNet layers.
         batched_tokens: largest number of tokens in a step.
         gpus: number of GPUs, of one kind, that share the model (tensor parallel).
         captured_sequences: most sequences of a decode step that vLLM captures as a CUDA graph, its --max-num-seqs; 0
@@ -60,6 +61,7 @@ class ServerSettings:
     state_dtype: str = "auto"
     utilization: float = UTILIZATION
     prefix_caching: bool = False
+    gdn_prefill: str = "auto"
     batched_tokens: int = BATCHED_TOKENS
     gpus: int = 1
     captured_sequences: int | None = 0
@@ -137,6 +139,7 @@ class ServerSettings:
             state_dtype=flags.get("mamba_ssm_cache_dtype", "auto"),
             utilization=number("gpu_memory_utilization", utilization, float, "0.9"),
             prefix_caching=flags.get("enable_prefix_caching", prefix_caching) != "0",
+            gdn_prefill=flags.get("gdn_prefill_backend", "auto"),
             batched_tokens=number(
                 "max_num_batched_tokens", BATCHED_TOKENS, read_token_count, "4096, 4k or 4K"
             ),
@@ -248,7 +251,12 @@ def fit_checkpoint(sized: Sized, settings: ServerSettings, gpu: Gpu, acceptance_
     model, depth = sized.model, settings.depth
     resident = model.resident_bytes(depth)
     cache = _room(gpu, settings.utilization, resident)
-    layout = lay_out_cache(model, depth, prefix_caching=settings.prefix_caching)
+    flashinfer_prefill = settings.gdn_prefill in ("auto", "flashinfer") and _has_flashinfer_prefill(
+        gpu, model
+    )
+    layout = lay_out_cache(
+        model, depth, prefix_caching=settings.prefix_caching, flashinfer_prefill=flashinfer_prefill
+    )
     sequence = layout.sequence_bytes(settings.context_len)
     full = max(0, cache // layout.block_bytes) / layout.sequence_blocks(settings.context_len)
     captured = settings.captured_sequences
@@ -271,6 +279,12 @@ def fit_checkpoint(sized: Sized, settings: ServerSettings, gpu: Gpu, acceptance_
         drafted=acceptance_length / drafting.seconds if drafting and acceptance_length else None,
         break_even=drafting.seconds / plain.seconds if drafting else None,
     )
+
+
+def _has_flashinfer_prefill(gpu: Gpu, model: Model) -> bool:
+    """Whether vLLM has FlashInfer's kernel for prompts of Gated DeltaNet (`_resolve_gdn_prefill_backend`)."""
+    major, _ = gpu.capability
+    return gpu.capability == (9, 0) or (major in (10, 12) and model.linear_key_head_dim == 128)
 
 
 def _room(gpu: Gpu, utilization: float, resident: int) -> int:

@@ -8,6 +8,7 @@ from typing import Any
 from packaging.version import Version
 from pydantic import Field
 
+from slimqwen.identity import source
 from slimqwen.plan import rehearsal, resolution, trouble
 from slimqwen.plan.devices import CPU, Gpu, read_gpus
 from slimqwen.plan.facts import Plan
@@ -17,6 +18,7 @@ from slimqwen.records.figures import Figure
 from slimqwen.records.record import Record
 from slimqwen.records.table import Table
 from slimqwen.variant import Variant
+from slimqwen.vllm_plugin.patches.table import KNOWN_VERSIONS
 
 _KERNEL_SUFFIX = "LinearKernel"
 """End of the names of vLLM's kernels for quantised linears; tables leave it out."""
@@ -89,16 +91,23 @@ def list_recorded_plans(root: Path, variant: str) -> Sequence[Plan]:
 
 
 def find_gpu_plan(root: Path, variant: str, gpu: str) -> Plan | None:
-    """The recorded plan of a variant on a GPU, if it is by the installed version of vLLM; else None."""
+    """The recorded plan of a variant on a GPU, if it is by the version of vLLM that serves there; else None."""
     for plan in list_recorded_plans(root, variant):
-        if plan.gpu == gpu and is_of_installed_vllm(plan):
+        if plan.gpu == gpu and is_current(plan):
             return plan
     return None
 
 
-def is_of_installed_vllm(plan: Plan) -> bool:
-    """Whether a plan is by the installed version of vLLM; CPU and CUDA builds of a version plan the same for a GPU."""
-    return Version(plan.vllm).public == Version(version("vllm")).public
+def is_current(plan: Plan) -> bool:
+    """Whether a plan is by the version of vLLM that serves on its device."""
+    return Version(plan.vllm).public == vllm_on(plan.gpu)
+
+
+def vllm_on(gpu: str) -> str:
+    """Version of vLLM that serves on a device: the installed one; for a GPU, beside a CPU build, the CUDA lock's."""
+    if gpu != CPU and source.platform() == "cpu":
+        return KNOWN_VERSIONS["cuda"][-1]
+    return Version(version("vllm")).public
 
 
 def overview_table(root: Path) -> Table:
@@ -109,7 +118,7 @@ def overview_table(root: Path) -> Table:
         plan
         for name in provenance.shipped_variants(root)
         for plan in sorted(list_recorded_plans(root, name), key=lambda plan: order.get(plan.gpu, len(order)))
-        if plan.gpu != CPU and is_of_installed_vllm(plan)
+        if plan.gpu != CPU and is_current(plan)
     ]
     gpus: dict[tuple[str, ...], list[str]] = {}  # (variant, facts) -> GPUs
     for plan in plans:

@@ -12,7 +12,7 @@ from slimqwen.errors import SlimqwenError
 from slimqwen.identity import changed_names
 from slimqwen.plan import devices, rehearsal, resolution, trouble
 from slimqwen.plan.facts import Plan
-from slimqwen.plan.record import is_of_installed_vllm, list_recorded_plans
+from slimqwen.plan.record import is_current, list_recorded_plans, vllm_on
 from slimqwen.serving import checks, cuda_toolkit, gpu
 from slimqwen.serving.command import ServerCommand
 from slimqwen.serving.errors import ServingError
@@ -190,8 +190,8 @@ def expect_facts(plan: Plan, *, required: bool) -> engine_facts.PlanExpectation:
 
 def _misfit(plan: Plan, flags: Mapping[str, str], inputs: Mapping[str, str]) -> str | None:
     """Why a plan does not fit a start with these decisive flags and inputs; None if it fits."""
-    if not is_of_installed_vllm(plan):
-        return f"the recorded one is for vLLM {plan.vllm}, this environment has {version('vllm')}"
+    if not is_current(plan):
+        return f"the recorded one is for vLLM {plan.vllm}, this environment has {vllm_on(plan.gpu)}"
     edited = [name for name, digest in plan.inputs.items() if inputs.get(name, digest) != digest]
     if edited:
         return f"the recorded one is of another {' and another '.join(edited)}"

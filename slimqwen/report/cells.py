@@ -13,7 +13,7 @@ from slimqwen.fit.verdict import fit_on_gpus
 from slimqwen.plan import trouble
 from slimqwen.plan.devices import Gpu, read_gpus
 from slimqwen.plan.facts import Plan
-from slimqwen.plan.record import is_of_installed_vllm, list_recorded_plans
+from slimqwen.plan.record import is_current, list_recorded_plans
 from slimqwen.records import provenance
 from slimqwen.records.collection import Collection
 from slimqwen.records.field_report import FieldRow
@@ -53,7 +53,7 @@ def cells_table(records: Collection) -> Table:
             reported.setdefault(place, []).extend(found)
     rows: list[tuple[str, ...]] = []
     for name in dict.fromkeys([*shipped, *sorted(name for name, _ in reported)]):
-        plans = {plan.gpu: plan for plan in list_recorded_plans(root, name) if is_of_installed_vllm(plan)}
+        plans = {plan.gpu: plan for plan in list_recorded_plans(root, name) if is_current(plan)}
         timed = {card for variant, card in (*measured, *reported) if variant == name}
         cards = [card for card in gpus if card in plans.keys() | timed] + sorted(timed - gpus.keys())
         bounds = _bound_speed(name, root, [gpus[card] for card in cards if card in gpus])

@@ -15,6 +15,7 @@ from slimqwen.plan.facts import (
 from slimqwen.plan.record import PlanRecord
 from slimqwen.records import provenance
 from slimqwen.vllm_plugin.engine_facts import AttentionLayers
+from slimqwen.vllm_plugin.patches.table import KNOWN_VERSIONS
 
 needs_cuda_build = pytest.mark.skipif(
     torch.version.cuda is None, reason="this torch is a CPU build: run in an environment of PLATFORM=cuda"
@@ -38,7 +39,7 @@ def plan(
     failed_at=None,
     error=None,
     gpu="a10g",
-    vllm="0.32.0",
+    vllm=None,
     schedule=None,
     method="mtp",
     capability="8.6",
@@ -60,7 +61,7 @@ def plan(
         gpu=gpu,
         compute_capability=capability,
         planned="2026-01-01T00:00:00Z",
-        vllm=vllm,
+        vllm=vllm or KNOWN_VERSIONS["cpu" if gpu == "cpu" else "cuda"][-1],
         checkpoint="weights/v",
         flags={
             "cudagraph-capture-sizes": json.dumps(list(sizes)),

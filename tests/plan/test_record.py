@@ -59,8 +59,8 @@ def test_gpus_and_variants_with_equal_facts_share_a_row_of_the_table(root, add_v
     assert [row["dies"] for row in rows] == ["flashinfer-without-compiler", "-"]
     assert rows[0]["costs"] == "flashinfer-fp8-mtp-memory, fp8-kv-loses-full-graphs"
     assert table.notes == (
-        "vLLM 0.32.0 by its own code, without loading weights. Simulated GPUs; 1.5 GiB assumed for activations, CUDA "
-        "context and graphs.",
+        f"vLLM {locked_vllm()} by its own code, without loading weights. Simulated GPUs; 1.5 GiB assumed for "
+        "activations, CUDA context and graphs.",
     )
 
 
