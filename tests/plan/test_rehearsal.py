@@ -173,7 +173,7 @@ def faulty_plans(faulty_root):
     ("fault", "trouble_names"),
     [
         ("sound", []),
-        ("fp8-kv-with-mtp", ["fp8-kv-loses-full-graphs", "flashinfer-fp8-mtp-memory"]),
+        ("fp8-kv-with-mtp", ["flashinfer-fp8-mtp-memory"]),
         ("sampler-of-flashinfer", []),
         ("sizes-no-multiple-of-5", ["graphs-not-multiples"]),
         ("long-context", ["request-does-not-fit"]),

@@ -24,7 +24,8 @@ from packaging.version import Version
 
 from slimqwen import lifeline
 from slimqwen.vllm_plugin import vllm_log
-from slimqwen.vllm_plugin.patches.table import PATCHES, Patch
+from slimqwen.vllm_plugin.patches.patch import Patch
+from slimqwen.vllm_plugin.patches.table import PATCHES
 
 
 def register() -> None:

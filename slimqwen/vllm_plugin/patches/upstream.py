@@ -15,7 +15,8 @@ from typing import Any
 from packaging.version import Version
 
 from slimqwen.errors import SlimqwenError
-from slimqwen.vllm_plugin.patches.table import KNOWN_VERSIONS, PATCHES, Patch
+from slimqwen.vllm_plugin.patches.patch import Patch
+from slimqwen.vllm_plugin.patches.table import KNOWN_VERSIONS, PATCHES
 
 ALLOWED = "ALLOW_UNTESTED_VLLM"
 """Variable of the shell: 1 to start with a vLLM that the patches were not tested with.

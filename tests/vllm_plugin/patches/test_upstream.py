@@ -3,7 +3,7 @@
 import pytest
 
 from slimqwen.vllm_plugin.patches import upstream as checks
-from slimqwen.vllm_plugin.patches.table import Patch
+from slimqwen.vllm_plugin.patches.patch import Patch
 from slimqwen.vllm_plugin.patches.upstream import PatchError, digest_source, is_replaced, replace
 
 
