@@ -69,12 +69,12 @@ def index_with_a_cpu_torch(tmp_path, monkeypatch):
     """A package index whose only torch is a CPU build of the lock's version."""
     folder = tmp_path / "wheels"
     folder.mkdir()
-    info = "torch-2.13.0+cpu.dist-info"
+    info = "torch-2.14.0+cpu.dist-info"
     files = {
-        f"{info}/METADATA": "Metadata-Version: 2.1\nName: torch\nVersion: 2.13.0+cpu\n",
+        f"{info}/METADATA": "Metadata-Version: 2.1\nName: torch\nVersion: 2.14.0+cpu\n",
         f"{info}/WHEEL": "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
     }
-    with zipfile.ZipFile(folder / "torch-2.13.0+cpu-py3-none-any.whl", "w") as wheel:
+    with zipfile.ZipFile(folder / "torch-2.14.0+cpu-py3-none-any.whl", "w") as wheel:
         for name, text in files.items():
             wheel.writestr(name, text)
         wheel.writestr(f"{info}/RECORD", "".join(f"{name},,\n" for name in files))
@@ -89,14 +89,14 @@ def index_with_a_cpu_torch(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("pin", "said"),
     [
-        (None, "No matching distribution found for torch===2.13.0"),
-        ("torch==2.13.0", "2.13.0.cpu is a CPU build"),
+        (None, "No matching distribution found for torch===2.14.0"),
+        ("torch==2.14.0", "2.14.0.cpu is a CPU build"),
     ],
     ids=["the lock's pin", "a pin that a CPU build satisfies"],
 )
 def test_a_cuda_environment_never_takes_a_cpu_build_of_torch(bare_copy, index_with_a_cpu_torch, pin, said):
     if pin is not None:
-        (bare_copy / "requirements/cuda.txt").write_text(f"{pin}\ntorchvision==0.28.0\n")
+        (bare_copy / "requirements/cuda.txt").write_text(f"{pin}\ntorchvision==0.29.0\n")
     install = script_of(bare_copy)
     install.LOG.parent.mkdir()
     with pytest.raises(install.InstallError, match=said) as refused:
