@@ -51,10 +51,10 @@ def test_a_model_that_fits_ends_with_zero_and_one_that_never_does_says_so(fit):
 def test_trouble_is_that_of_the_recorded_plan_or_of_the_flags_alone(fit):
     known = {entry.name: entry.description for entry in trouble.read_known_trouble(ROOT)}
     _, planned, _ = fit("cyankiwi-seq8-best", "--gpu", "a10g")
-    assert f"Known trouble (costs): {known['fp8-kv-loses-full-graphs']}" in planned
+    assert f"Known trouble (costs): {known['flashinfer-fp8-mtp-memory']}" in planned
     _, unplanned, _ = fit("cyankiwi-seq8-best", "--gpu", "rtx-4090")
     assert f"Known trouble (costs): {known['prefix-cache-beside-mtp']}" in unplanned
-    assert known["fp8-kv-loses-full-graphs"] not in unplanned
+    assert known["flashinfer-fp8-mtp-memory"] not in unplanned
     _, turing, _ = fit("qwen3.5-0.8b", "--gpu", "t4")
     assert "vLLM refuses bfloat16 below compute capability 8.0" in turing
     assert "VLLM_DTYPE=float16." in turing
