@@ -16,6 +16,7 @@ from slimqwen.evals.suites.suite import Suite
 from slimqwen.plan import devices, shapes
 from slimqwen.records import provenance
 from slimqwen.records.collection import collect
+from slimqwen.records.git import git_state
 from slimqwen.workspace import HOME, MARKER, WorkspaceError, create_workspace, installation_root
 
 CHECKOUT = installation_root()
@@ -137,7 +138,7 @@ def test_a_record_names_files_from_the_top_of_either_and_both_commits(own):
         ".../passwd",
     ]
     block = provenance.circumstances(own, ["slimqwen", "gate"], provenance.utc_now())
-    assert block.git == provenance.git_state(CHECKOUT)
+    assert block.git == git_state(CHECKOUT)
     assert block.workspace is not None
     assert block.workspace.commit is None
     git = ["git", "-C", str(own), "-c", "user.name=a", "-c", "user.email=a@b"]

@@ -15,7 +15,7 @@ from slimqwen.image import ImageError
 from slimqwen.image.context import Content, lay_out
 from slimqwen.image.tools import Tool, isolate_by_chroot
 from slimqwen.progress import Progress, silent
-from slimqwen.records import provenance
+from slimqwen.records.git import git_state
 from slimqwen.workspace import installation_root
 
 BOOTSTRAP = "debootstrap"
@@ -85,7 +85,7 @@ def build_command(
     tool: Tool, content: Content, *, folder: Path, base: str, tag: str, wheelhouse: Path
 ) -> list[str]:
     """The command that builds an image from the context in `folder`; an empty wheelhouse means a package index."""
-    command, git = content.command, provenance.git_state(installation_root())
+    command, git = content.command, git_state(installation_root())
     arguments = {
         "BASE_IMAGE": base,
         "PLATFORM": command.platform,

@@ -13,7 +13,7 @@ from slimqwen import variant as variants
 from slimqwen.checkpoint.files import bytes_on_disk
 from slimqwen.errors import SlimqwenError
 from slimqwen.recipe.recipe_file import find_base_variant
-from slimqwen.records.provenance import tracked_files
+from slimqwen.records.git import tracked_files
 from slimqwen.variant.config_env import read_config_env
 
 

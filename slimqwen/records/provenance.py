@@ -21,6 +21,7 @@ from slimqwen.host import allowed_cpus, total_memory
 from slimqwen.host_load import HostLoad
 from slimqwen.processes.ray import HostKind
 from slimqwen.progress import Progress, silent
+from slimqwen.records.git import git_state, tracked_files
 from slimqwen.records.record import (
     Git,
     Hardware,
@@ -35,7 +36,7 @@ from slimqwen.serving.command import ServerCommand
 from slimqwen.serving.gpu import all_gpus
 from slimqwen.text.corpus import text_digest
 from slimqwen.variant import Variant, names
-from slimqwen.workspace import MADE_OF, MARKER, installation_root
+from slimqwen.workspace import MARKER, installation_root
 from slimqwen.yaml_file import YamlPart
 
 _PACKAGES = (
@@ -54,13 +55,6 @@ _KERNEL_CPU_FLAGS = (
     "bf16",
     "sve",
 )
-_NOT_CODE = (
-    ":(exclude)experiments/*.json",
-    ":(exclude)experiments/*.jsonl",
-    ":(exclude)experiments/*.svg",
-    ":(exclude)*.md",
-)
-
 _DRIVER = Path("/proc/driver/nvidia/version")
 _DRIVER_TIMEOUT_S = 60.0
 
@@ -258,46 +252,6 @@ def _git_states(root: Path) -> dict[str, Git]:
     if (root / MARKER).is_file():
         return {"git": git_state(installation_root()), "workspace": git_state(root)}
     return {"git": git_state(root)}
-
-
-def git_state(root: Path) -> Git:
-    """The commit, and whether files other than records and Markdown differ from it; both None outside a checkout.
-
-    An installed package states the commit that it was made of.
-    """
-    if (made_of := root / MADE_OF).is_file():
-        return Git(commit=made_of.read_text(encoding="utf-8").strip() or None, dirty=False)
-    try:
-        commit = run_git(root, "rev-parse", "HEAD").strip()
-        changes = run_git(root, "status", "--porcelain", "--", ".", *_NOT_CODE).strip()
-    except (OSError, subprocess.CalledProcessError):
-        return Git(commit=None, dirty=None)
-    return Git(commit=commit, dirty=bool(changes))
-
-
-def run_git(root: Path, *arguments: str) -> str:
-    """Output of a git command about the repository whose top folder is `root`, even if another user owns it.
-
-    Never of another repository: a copy without .git may lie in one, and git sets GIT_DIR, GIT_INDEX_FILE and others
-    for the hooks that it runs.
-
-    Raises:
-        OSError: there is no git.
-        CalledProcessError: git failed, or `root` is no checkout.
-    """
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
-    command = ["git", "-C", str(root), f"--git-dir={root / '.git'}", f"--work-tree={root}", *arguments]
-    return subprocess.run(
-        command, capture_output=True, text=True, errors="replace", check=True, env=environment
-    ).stdout
-
-
-def tracked_files(root: Path, *patterns: str) -> frozenset[str] | None:
-    """Paths, relative to `root`, that git tracks under these patterns; None where `root` is no checkout."""
-    try:
-        return frozenset(run_git(root, "ls-files", "-z", "--", *patterns).split("\0")) - {""}
-    except (OSError, subprocess.CalledProcessError):
-        return None
 
 
 def shipped_variants(root: Path) -> list[str]:

@@ -15,7 +15,8 @@ from pathlib import Path
 from slimqwen import variant as variants
 from slimqwen.errors import SlimqwenError
 from slimqwen.records.collection import Collection, Problem, StoredRecord, collect
-from slimqwen.records.provenance import checkpoint_files, run_git, tracked_files
+from slimqwen.records.git import run_git, tracked_files
+from slimqwen.records.provenance import checkpoint_files
 from slimqwen.records.record import Build, Record
 from slimqwen.report import field, markdown
 

@@ -23,6 +23,7 @@ from slimqwen.plan import devices
 from slimqwen.records import collection, provenance, store
 from slimqwen.records.collection import Collection, Problem, StoredRecord
 from slimqwen.records.field_report import FieldCard, FieldReport, FieldRow, FieldStart
+from slimqwen.records.git import tracked_files
 from slimqwen.records.record import Hardware
 from slimqwen.vllm_plugin import engine_facts
 from slimqwen.workspace import list_files
@@ -152,7 +153,7 @@ def _row(records: Collection, entry: StoredRecord[Latency], name: str, device: D
 
 
 def _shipped_workloads(root: Path) -> set[str]:
-    tracked = provenance.tracked_files(root, "eval/workloads/*.yaml")
+    tracked = tracked_files(root, "eval/workloads/*.yaml")
     files = list_files("eval/workloads/*.yaml", root)
     return {file.stem for file in files if tracked is None or f"eval/workloads/{file.name}" in tracked}
 

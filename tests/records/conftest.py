@@ -1,3 +1,5 @@
+import subprocess
+
 import pytest
 
 from tests.record_files import example as body
@@ -19,3 +21,19 @@ def quality():
 @pytest.fixture
 def latency():
     return body("latency")
+
+
+@pytest.fixture
+def repository(tmp_path):
+    def git(*words):
+        subprocess.run(
+            ["git", "-C", str(tmp_path), "-c", "user.name=x", "-c", "user.email=x@example.org", *words],
+            check=True,
+            capture_output=True,
+        )
+
+    (tmp_path / "code.py").write_text("1\n")
+    git("init")
+    git("add", ".")
+    git("commit", "-m", "first")
+    return tmp_path

@@ -1,7 +1,6 @@
 import json
 import os
 import shlex
-import subprocess
 from pathlib import Path
 from types import MappingProxyType, SimpleNamespace
 
@@ -94,78 +93,6 @@ def test_a_command_is_what_a_shell_takes(words):
     line = provenance.shell_command([f"{ROOT}/scripts/x.py", *words], ROOT)
     assert shlex.split(line) == ["python", "scripts/x.py", *words]
     assert provenance.shell_command(["slimqwen", "report", "--check"], ROOT) == "slimqwen report --check"
-
-
-@pytest.fixture
-def repository(tmp_path):
-    def git(*words):
-        subprocess.run(
-            ["git", "-C", str(tmp_path), "-c", "user.name=x", "-c", "user.email=x@example.org", *words],
-            check=True,
-            capture_output=True,
-        )
-
-    (tmp_path / "code.py").write_text("1\n")
-    git("init")
-    git("add", ".")
-    git("commit", "-m", "first")
-    return tmp_path
-
-
-def test_a_fresh_record_does_not_make_the_tree_dirty(repository):
-    clean = provenance.git_state(repository)
-    assert len(clean.commit) == 40
-    (repository / "experiments" / "tiny").mkdir(parents=True)
-    (repository / "experiments" / "tiny" / "quality_2026-01-01T000000Z.json").write_text("{}")
-    (repository / "experiments" / "tiny" / "quality_2026-01-01T000000Z.items.jsonl").write_text("{}")
-    (repository / "README.md").write_text("a table")
-    assert clean.dirty is False
-    assert provenance.git_state(repository) == clean
-
-
-@pytest.mark.skipif(os.getuid() != 0, reason="only root can give a checkout to another user")
-def test_a_checkout_of_another_user_has_its_commit(repository):
-    mine = provenance.git_state(repository)
-    os.chown(repository, 54321, 54321)
-    os.chown(repository / ".git", 54321, 54321)
-    assert provenance.git_state(repository) == mine
-
-
-@pytest.mark.parametrize("change", ["code.py", "new.py", "experiments/tiny/config.env"])
-def test_changed_code_makes_the_tree_dirty(repository, change):
-    (repository / change).parent.mkdir(parents=True, exist_ok=True)
-    (repository / change).write_text("2\n")
-    assert provenance.git_state(repository).dirty is True
-
-
-UNKNOWN = {"commit": None, "dirty": None}
-
-
-def test_outside_a_checkout_the_commit_is_unknown(tmp_path):
-    assert provenance.git_state(tmp_path).as_json() == UNKNOWN
-
-
-def test_without_git_the_commit_is_unknown(repository, monkeypatch):
-    monkeypatch.setenv("PATH", "/nowhere")
-    assert provenance.git_state(repository).as_json() == UNKNOWN
-
-
-def test_a_copy_inside_another_repository_has_not_its_commit(repository):
-    (repository / "archive").mkdir()
-    assert provenance.git_state(repository / "archive").as_json() == UNKNOWN
-
-
-@pytest.mark.parametrize("variable", ["GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE", "GIT_OBJECT_DIRECTORY"])
-def test_a_hook_of_another_repository_changes_nothing(repository, monkeypatch, variable):
-    own = provenance.git_state(repository)
-    monkeypatch.setenv(variable, "/another/repository")
-    assert provenance.git_state(repository) == own
-
-
-def test_a_linked_worktree_has_the_commit_that_it_shows(repository, tmp_path_factory):
-    linked = tmp_path_factory.mktemp("linked") / "worktree"
-    subprocess.run(["git", "-C", repository, "worktree", "add", linked], check=True, capture_output=True)
-    assert provenance.git_state(linked) == provenance.git_state(repository)
 
 
 def test_versions_and_hardware_of_this_machine_are_found():
