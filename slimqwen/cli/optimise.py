@@ -259,6 +259,7 @@ def _run(asked: _Asked) -> bool:
 
 def _try_recipes(asked: _Asked) -> Variant | None:
     """Make and judge candidates on the search's side until one passes; None if none does."""
+    from slimqwen.captured_log import capture_output
     from slimqwen.search import optimise
     from slimqwen.search.candidate import describe_changes
 
@@ -279,7 +280,8 @@ def _try_recipes(asked: _Asked) -> Variant | None:
             }
             back = None
             if not found.passed and len(journal.tries) + 1 < optimise.MOST_TRIES:
-                with asked.progress() as progress:
+                log = variant.root / "logs" / f"optimise-{variant.name}.log"
+                with asked.progress() as progress, capture_output(log):
                     back = optimise.take_back(candidate, found, variant, progress)
             if back:
                 journal.candidate = back[0].changes
