@@ -125,10 +125,10 @@ def check_depth(subject: Variant, depth: int, settings: EngineSettings, run: Run
     return found
 
 
-def in_this_process(weights: Path, folder: Path) -> Run:
+def in_this_process(weights: Path) -> Run:
     """Run the engines in this process: quicker for a test, but a crash of vLLM would end it."""
 
     def run(function: Callable[..., Any], task: Any, title: str) -> Any:
-        return function(weights, folder, task, silent)
+        return function(weights, task, silent)
 
     return run
