@@ -191,7 +191,7 @@ def expect_facts(plan: Plan, *, required: bool) -> engine_facts.PlanExpectation:
 def _misfit(plan: Plan, flags: Mapping[str, str], inputs: Mapping[str, str]) -> str | None:
     """Why a plan does not fit a start with these decisive flags and inputs; None if it fits."""
     if not is_current(plan):
-        return f"the recorded one is for vLLM {plan.vllm}, this environment has {vllm_on(plan.gpu)}"
+        return f"the recorded one is for vLLM {plan.vllm}, {plan.gpu} is served by {vllm_on(plan.gpu)}"
     edited = [name for name, digest in plan.inputs.items() if inputs.get(name, digest) != digest]
     if edited:
         return f"the recorded one is of another {' and another '.join(edited)}"

@@ -26,6 +26,7 @@ from slimqwen.evals.invocation import Invocation
 from slimqwen.evals.suites import suite
 from slimqwen.evals.suites.suite import Suite
 from slimqwen.plan import devices, rehearsal, start
+from slimqwen.plan import record as plan_record
 from slimqwen.plan.start import MissingPlanError
 from slimqwen.records import provenance, registry, store
 from slimqwen.records.settings import Settings
@@ -187,7 +188,9 @@ def read_plan(root: Path) -> Reader:
     """`serve` takes the plan."""
     made = rehearsal.digest_inputs(small(root), devices.read_gpu("a10g", root))
     flags = rehearsal.decisive_flags(ServerCommand.resolve(small(root)))
-    plan = example.plan().model_copy(update={"flags": flags, "inputs": made, "vllm": start.version("vllm")})
+    plan = example.plan().model_copy(
+        update={"flags": flags, "inputs": made, "vllm": plan_record.vllm_on("a10g")}
+    )
     record = example.record(root, plan).model_copy(update={"variant": "small"})
     store.write_record(small(root).folder, record)
 
