@@ -190,13 +190,8 @@ def test_the_makefile_has_the_verbs_of_the_checkouts_and_nothing_of_its_environm
     targets = set(re.findall(r"^([a-z-]+):", text, re.MULTILINE))
     assert {"serve", "recipe", "gate", "eval-quality", "eval-latency", "report", "optimise"} <= targets
     assert targets.isdisjoint({"install", "test", "lint", "pack", "package"})
-    planned = subprocess.run(
-        ["make", "-n", "--no-print-directory", "gate", "VARIANT=mine"],
-        cwd=own,
-        capture_output=True,
-        text=True,
-        check=True,
-    ).stdout
+    command = ["make", "-n", "--no-print-directory", "gate", "VARIANT=mine"]
+    planned = subprocess.run(command, cwd=own, capture_output=True, text=True, check=True).stdout
     assert planned.strip() == "slimqwen gate --variant mine"
 
 
