@@ -102,11 +102,12 @@ class Origin(NamedTuple):
         return {"license": "unknown"}
 
 
-def render_card(variant: Variant, gate: Path, record: Gate) -> str:
+def render_card(variant: Variant, gate: Path, record: Gate, licence: str | None = None) -> str:
     """The model card of a variant whose gate passed.
 
     Args:
         gate: file of `record`.
+        licence: identifier of the licence to state; None for that of the base.
 
     Raises:
         RecipeError: a recipe cannot be used.
@@ -116,15 +117,15 @@ def render_card(variant: Variant, gate: Path, record: Gate) -> str:
     from huggingface_hub import ModelCard, ModelCardData
 
     name = variant.weights.relative_to(variant.root / "weights").parts[0]
-    recipe = read_recipe(variant.root / "experiments" / name / "recipe.yaml")
+    recipe = read_recipe(variants.load(name, variant.root).recipe_file)
     origin = Origin.of(variant)
-    licence = origin.licence(variant.weights)
+    stated = {"license": licence} if licence else origin.licence(variant.weights)
     config = checkpoint.read_config(variant.weights)
     quantisation = checkpoint.quantisation(config)
     data = ModelCardData(
         base_model=origin.base_model,
         base_model_relation="quantized" if quantisation else "finetune",
-        **licence,
+        **stated,
         library_name="transformers",
         pipeline_tag="text-generation",
         tags=[
@@ -140,7 +141,7 @@ def render_card(variant: Variant, gate: Path, record: Gate) -> str:
     paragraphs = [
         f"# {name}",
         f"Made from {origin.describe()} by Slimqwen: {recipe.description}",
-        f"**Licence.** {_describe_licence(licence, variant.weights)}",
+        f"**Licence.** {_describe_licence(stated, variant.weights)}",
         f"SHA-256 of the checkpoint `{block.checkpoint.digest}`, {block.checkpoint.size_bytes / 1e6:,.1f} MB; "
         f"`{MANIFEST}` lists every file.",
         f"**Hypothesis.** {variant.hypothesis}",

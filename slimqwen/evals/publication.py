@@ -3,8 +3,6 @@
 import shutil
 from pathlib import Path
 
-import yaml
-
 from slimqwen.checkpoint.files import CARD, CHECKSUMS, COMPILE_CACHE, carry_all, publish, tree_records
 from slimqwen.errors import SlimqwenError
 from slimqwen.evals import EvalError
@@ -60,8 +58,7 @@ def publish_variant(
         (folder / EXTRAS / "recipe.yaml").write_text(recipe, encoding="utf-8")
         for path in (gate, *record.evidence(variant.root / "experiments")):
             shutil.copyfile(path, folder / EXTRAS / f"{path.parent.name}_{path.name}")
-        card = render_card(variant, gate, record)
-        (folder / CARD).write_text(_state_licence(card, licence) if licence else card, encoding="utf-8")
+        (folder / CARD).write_text(render_card(variant, gate, record, licence), encoding="utf-8")
         sums = (f"{file.sha256}  {name}\n" for name, file in sorted(tree_records(folder, progress).items()))
         (folder / CHECKSUMS).write_text("".join(sums), encoding="utf-8")
     return sorted(path for path in target.rglob("*") if path.is_file())
@@ -71,10 +68,3 @@ def served_elsewhere(variant: Variant, target: Path) -> str:
     """The command line of vLLM without Slimqwen that serves a published folder."""
     text = variant.settings.get("VLLM_MAX_MODEL_LEN")
     return f"vllm serve {target}{f' --max-model-len {text.value}' if text else ''}"
-
-
-def _state_licence(card: str, licence: str) -> str:
-    """A model card whose front matter states another licence."""
-    _, front, body = card.split("---\n", 2)
-    data = {name: value for name, value in yaml.safe_load(front).items() if not name.startswith("license")}
-    return f"---\n{yaml.safe_dump({**data, 'license': licence}, sort_keys=False)}---\n{body}"

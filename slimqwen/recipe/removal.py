@@ -95,9 +95,7 @@ def list_users(name: str, root: Path) -> dict[str, str]:
         lines = read_config_env(folder / "config.env")
         if "BASE" in lines and lines["BASE"].value == name:
             users[other] = "BASE"
-        elif any(
-            weights in setting.value.split('"') or setting.value == weights for setting in lines.values()
-        ):
+        elif any(weights in setting.value.split('"') for setting in lines.values()):  # or in JSON
             users[other] = f"a line with {weights}"
         elif _read(folder / "measurements.json", json.loads).get("baseline") == name:
             users[other] = "the baseline"

@@ -20,7 +20,6 @@ from slimqwen.recipe.inspection import lacking_space as lacking_space
 from slimqwen.recipe.recipe_file import Recipe, RecipeError, Step, find_base_variant
 from slimqwen.text.corpus import TextSource, find_named_corpus
 from slimqwen.variant import Variant
-from slimqwen.workspace import locate
 
 
 def read_recipe(variant: Variant) -> Recipe:
@@ -29,7 +28,7 @@ def read_recipe(variant: Variant) -> Recipe:
     Raises:
         RecipeError: the recipe is missing or cannot be used.
     """
-    recipe = recipe_file.read_recipe(locate(f"experiments/{variant.name}/recipe.yaml", variant.root))
+    recipe = recipe_file.read_recipe(variant.recipe_file)
     _require_base(recipe, variant.root)
     return recipe
 
@@ -60,7 +59,7 @@ def run_recipe(
     Raises:
         RecipeError: the recipe has faults, all of which are named before anything runs; or as `runner.run_recipe`.
     """
-    recipe = recipe_file.parse_recipe(locate(f"experiments/{variant.name}/recipe.yaml", variant.root))
+    recipe = recipe_file.parse_recipe(variant.recipe_file)
     recipe = replace(recipe, faults=(*recipe.faults, *other_faults))
     _require_base(recipe, variant.root)
     resolve = partial(base_folder, root=variant.root)
@@ -78,7 +77,7 @@ def inspect_recipe(
     Raises:
         RecipeError: the recipe cannot be read.
     """
-    recipe = recipe_file.parse_recipe(locate(f"experiments/{variant.name}/recipe.yaml", variant.root))
+    recipe = recipe_file.parse_recipe(variant.recipe_file)
     store = variant.root / "weights" / "store"
     faults, costs = inspect_steps(recipe.steps, base, store, to_fetch)
     return recipe.faults + faults, costs

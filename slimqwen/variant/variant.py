@@ -69,8 +69,12 @@ class Variant:
     @property
     def recipe(self) -> Path | None:
         """recipe.yaml, if the variant makes weights of its own."""
-        file = locate(f"experiments/{self.name}/recipe.yaml", self.root)
-        return file if file.is_file() else None
+        return file if (file := self.recipe_file).is_file() else None
+
+    @property
+    def recipe_file(self) -> Path:
+        """Where recipe.yaml is, or would be."""
+        return locate(f"experiments/{self.name}/recipe.yaml", self.root)
 
     @property
     def weights(self) -> Path:

@@ -51,6 +51,7 @@ def test_the_card_states_base_relation_and_the_licence_that_was_given(judged, tm
     publish_variant(judged, tmp_path / "small", "apache-2.0")
     card = ModelCard.load(tmp_path / "small" / "README.md")
     assert card.data.license == "apache-2.0"
+    assert "**Licence.** apache-2.0." in card.content
     assert card.data.base_model == "tiny"
     assert card.data.base_model_relation == "finetune"  # this copy of tiny is not quantised
     assert "Without Slimqwen" in card.content

@@ -359,12 +359,9 @@ def _locate_data(config: Mapping[str, Any], root: Path) -> dict[str, Any]:
     Task files name their data from the top of either.
     """
     kwargs = config.get("dataset_kwargs") or {}
-    located = _locate(kwargs.get("data_files", []), root)
-    return (
-        {"dataset_kwargs": {**kwargs, "data_files": located}}
-        if located != kwargs.get("data_files", [])
-        else {}
-    )
+    named = kwargs.get("data_files", [])
+    located = _locate(named, root)
+    return {} if located == named else {"dataset_kwargs": {**kwargs, "data_files": located}}
 
 
 def _locate(data_files: Any, root: Path) -> Any:
