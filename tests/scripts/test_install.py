@@ -270,15 +270,16 @@ def test_a_package_that_an_interruption_left_unfinished_is_installed_again(bare_
     assert [info.name for info in bare_copy.glob("*.dist-info")] == ["whole-1.dist-info"]
 
 
-def test_a_second_make_install_waits_and_does_nothing(bare_copy, monkeypatch, capsys):
+def test_a_second_make_install_waits_and_does_nothing(bare_copy, monkeypatch):
     install = script_of(bare_copy)
+    waits = threading.Event()
+    monkeypatch.setattr(install, "show", lambda text: waits.set() if "waiting for it" in text else None)
     monkeypatch.setattr(install, "check_machine", lambda _: None)
     monkeypatch.setattr(sys, "argv", ["install.py", "--platform", "cpu"])
     with install.alone():
         other = threading.Thread(target=install.main)
         other.start()
-        while "waiting for it" not in capsys.readouterr().out:
-            assert other.is_alive()
+        assert waits.wait(60)
         monkeypatch.setattr(install, "install", lambda *_: pytest.fail("installed twice"))
         stamp = {
             "platform": "cpu",
