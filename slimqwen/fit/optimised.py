@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from slimqwen.checkpoint import packing
+from slimqwen.checkpoint import draft_head, packing
 from slimqwen.checkpoint.config import quantisation
 from slimqwen.checkpoint.tensors import find_output_head
 from slimqwen.checkpoint.weights import group_parts
@@ -66,8 +66,9 @@ def list_optimised(subject: Subject) -> list[Optimised]:
         add("8-bit embedding", _packed("embed_tokens", form=_EIGHT_BITS))
     rows = int(subject.text["vocab_size"])
     # vLLM builds the MTP head of a mixture of experts by a class of its own, which has no draft vocabulary.
-    if subject.has_mtp and not subject.family.has_experts and rows > 2 * _DRAFT_VOCABULARY:
-        add("32k drafted", lambda outline: outline.with_draft_vocabulary(_DRAFT_VOCABULARY))
+    if subject.has_mtp and not subject.family.has_experts:
+        if rows > 2 * _DRAFT_VOCABULARY and draft_head.SIZE_KEY not in subject.text:
+            add("32k drafted", lambda outline: outline.with_draft_vocabulary(_DRAFT_VOCABULARY))
         add("4-bit draft head", _with_packed_draft_head)
     if rows > 2 * _VOCABULARY:
         add("64k tokens", lambda outline: outline.with_vocabulary(_VOCABULARY))

@@ -9,7 +9,7 @@ from slimqwen.fit import cost
 from slimqwen.fit.architecture import Model, shape_model
 from slimqwen.fit.memory import DRAFT_DEPTH, SPEED_CONTEXT_LEN, ServerSettings
 from slimqwen.fit.subject import find_subject
-from slimqwen.models.shape import Packing, Shape
+from slimqwen.models.shape import Shape
 from slimqwen.plan import shapes
 from slimqwen.plan.devices import Gpu, read_gpus
 from slimqwen.records.table import Table
@@ -18,10 +18,12 @@ _GB = 1e9
 _ROWS = (("qwen3.8-27b-best", "rtx-3090"), ("qwen3.5-9b-best", "rtx-3090"), ("qwen3.5-4b-best", "a10g"))
 """Variants, and the GPU that each is judged on."""
 
+_TABLES = ("draft_head", "embed_tokens")
+
 
 @dataclass(frozen=True)
 class SavedBytes:
-    """A variant with draft head and embedding in 16 bits, and packed; an embedding that is tied stays in 16 bits."""
+    """A variant with draft head and embedding in 16 bits, and as its recipe packs them."""
 
     variant: str
     before: Model
@@ -39,11 +41,7 @@ class SavedBytes:
         subject = find_subject(variant, root)
         settings = ServerSettings.of(subject, None, None)
         shape = shapes.variant_shape(variants.load(variant, root))
-        group = max((packed.group_size or 0 for packed in shape.quantised.values()), default=0) or 32
-        tables = {"draft_head": Packing(bits=4, group_size=group)}
-        if "lm_head" in shape.quantised or not shape.text.get("tie_word_embeddings"):
-            tables["embed_tokens"] = Packing(bits=8, group_size=group)
-        others = {kind: packed for kind, packed in shape.quantised.items() if kind not in tables}
+        others = {kind: packed for kind, packed in shape.quantised.items() if kind not in _TABLES}
         whole = replace(shape, quantised=others)
 
         def model(shape: Shape) -> Model:
@@ -51,7 +49,7 @@ class SavedBytes:
                 shape, kv_cache_dtype=settings.kv_cache_dtype, state_dtype=settings.state_dtype
             )
 
-        return cls(variant, model(whole), model(whole.with_packing(tables)), gpu)
+        return cls(variant, model(whole), model(shape), gpu)
 
     def step_bytes(self, model: Model) -> int:
         """Bytes that a decode step of one sequence reads and writes."""
@@ -85,11 +83,11 @@ def step_bytes_table(root: Path) -> Table:
         "weights, GB": both(lambda model: model.resident_bytes(DRAFT_DEPTH)),
     }
     return Table.from_rows(
-        "A decode step and the weights with draft head and embedding in 16 bits, and with 4 and 8 bits",
+        "A decode step and the weights with draft head and embedding in 16 bits, and as the recipe packs them",
         rows,
         columns,
         f"One sequence of {SPEED_CONTEXT_LEN:,} cached tokens. Step = layers + output head + {DRAFT_DEPTH} x (MTP head "
-        "+ draft head) + states and KV cache; a row of the embedding is negligible. Groups are those of the recipe. An "
-        "embedding that is tied to a 16-bit head stays. Computed, not timed.",
+        "+ draft head) + states and KV cache; a row of the embedding is negligible. An embedding of 0 is tied to the "
+        "output head, which is part of a step. Computed, not timed.",
         text_columns=2,
     )

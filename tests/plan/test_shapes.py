@@ -23,7 +23,7 @@ ROOT = variant.repository_root()
         ("cyankiwi-seq8-w4lm", 248320, {"mlp", "lm_head"}),
         ("cyankiwi-seq8-shortcot-w4lm-v64k-mtp4", 65536, {"mlp", "lm_head"}),
         ("cyankiwi-best", 248320, {"mlp"}),
-        ("qwen3.5-4b-best", 65536, {"mlp", "attention", "linear_attention", "mtp"}),
+        ("qwen3.5-4b-best", 65536, {"mlp", "attention", "linear_attention", "mtp", "draft_head"}),
     ],
 )
 def test_recipes_decide_vocabulary_and_packed_linears(name, rows, packed):

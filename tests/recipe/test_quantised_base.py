@@ -1,4 +1,4 @@
-"""The recipe for a published 4-bit base, in small: head by GPTQ, MTP head, draft vocabulary, baked cache."""
+"""The recipe for a published 4-bit base, in small: head, embedding, MTP head, draft vocabulary, baked cache."""
 
 import json
 import math
@@ -30,6 +30,8 @@ stages:
   - quantise_lm_head:
       rounding: gptq
       corpus: {{path: tinyworld, sequences: 128, length: 128}}
+  - quantise_embedding:
+      bits: 8
   - calibrate:
       targets: {{mtp: W4A16}}
   - sample_outputs:
@@ -39,6 +41,7 @@ stages:
       tokens: 48
   - trim_draft_vocab:
       size: 50%
+      bits: 4
   - bake_cache:
       prompt_tokens: [1]
 """
@@ -64,7 +67,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Variant:
     made = variant.load("v", root)
     with every_stage_covered(tmp_path_factory.mktemp("calls")):
         variant_recipe.run_recipe(made, stages=1)  # GPTQ; others are traced in their own tests
-    variant_recipe.run_recipe(made, stages=4)  # `test_bake_cache` bakes
+    variant_recipe.run_recipe(made, stages=5)  # `test_bake_cache` bakes
     return made
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from slimqwen import checkpoint, variant
-from slimqwen.checkpoint.files import sha256
+from slimqwen.checkpoint.files import MANIFEST, sha256
 from slimqwen.errors import SlimqwenError
 from slimqwen.recipe import recipe_file, runner
 from slimqwen.recipe.recipe_file import Recipe, RecipeError
@@ -19,7 +19,7 @@ from slimqwen.serving.command import ServerCommand
 from slimqwen.serving.errors import ServingError
 from slimqwen.serving.server import free_port, run_server
 from slimqwen.vllm_plugin.patches.serving import compile_watch
-from tests.checkpoints import TINY
+from tests.checkpoints import TINY, stage_output
 from tests.identity.coverage_by_keys import every_stage_covered
 from tests.recipe.workshop import CONFIG, repository_of_v
 
@@ -52,8 +52,11 @@ def run(root: Path) -> runner.Outcome:
 
 @pytest.fixture(scope="module")
 def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A repository whose only variant was baked by its recipe."""
+    """A repository whose only variant was baked by its recipe; its base has a packed embedding."""
     root = a_repository(tmp_path_factory.mktemp("repository"))
+    base = root / "weights" / "tiny"
+    base.unlink()
+    stage_output("quantise_embedding", TINY, base)
     with every_stage_covered(tmp_path_factory.mktemp("calls")):
         run(root)
     return root
@@ -74,9 +77,10 @@ def test_the_stage_publishes_the_checkpoint_with_a_cache_that_hit(repository: Pa
     }
     assert asked == {"Qwen3_5ForCausalLM", "DraftVocabularyMTP"}
     assert baked_cache.find_origin(repository, baked) == "baked here"
-    before, after = ({file.name for file in place.iterdir()} for place in (TINY, folder))
-    assert after - before == {baked_cache.ARCHIVE, baked_cache.MANIFEST}
-    assert sha256(folder / "model.safetensors") == sha256(TINY / "model.safetensors")
+    base = repository / "weights" / "tiny"
+    before, after = ({file.name for file in place.iterdir()} for place in (base, folder))
+    assert after - before == {baked_cache.ARCHIVE, baked_cache.MANIFEST, MANIFEST}
+    assert sha256(folder / "model.safetensors") == sha256(base / "model.safetensors")
 
 
 @pytest.mark.engine
