@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from slimqwen.checkpoint.errors import CorruptCheckpointError
-from slimqwen.checkpoint.tensors import NewTensor, SelectedRows, TensorInfo, from_ids
+from slimqwen.checkpoint.tensors import NewTensor, SelectedRows, TensorInfo, from_ids, tensor_bytes
 from slimqwen.formats.compressed_tensors import PackedIntegers, matches
 
 if TYPE_CHECKING:
@@ -61,6 +61,11 @@ def is_linear(name: str, kind: str) -> bool:
 def tensor_pattern(kind: str) -> str:
     """A regular expression that matches the names of all tensors, packed or not, of the linears of a kind."""
     return rf"{LINEARS[kind].removeprefix('re:').removesuffix('$')}\."
+
+
+def stored_bytes(layout: PackedIntegers, rows: int, columns: int) -> int:
+    """Bytes of a packed weight of [rows, columns] with its scales and zero points."""
+    return sum(tensor_bytes(dtypes[0], size) for size, dtypes in layout.parts(rows, columns).values())
 
 
 def rounded_to_nearest(

@@ -49,6 +49,12 @@ class Weight:
         return next(self.parts[part] for part in ("", *CARRIERS) if part in self.parts)
 
     @property
+    def tensor_names(self) -> list[str]:
+        """Names of its tensors in the checkpoint."""
+        module = self.name.removesuffix(".weight")
+        return [f"{module}.{part}" if part else self.name for part in self.parts]
+
+    @property
     def is_quantised(self) -> bool:
         """Whether the weight is stored in fewer bits than it is computed with."""
         return self.layout is not None or ("" not in self.parts and self.carrier.dtype not in _WHOLE)
@@ -118,7 +124,7 @@ def refuse_without_cpu_kernel(folder: Path) -> None:
         if weight.is_quantised and form.needs_gpu(name.removesuffix(".weight")):
             raise UnsupportedFormatError(
                 f"{folder}: vLLM's CPU build has no kernel for {name} in {form.describe()}; serve it on a GPU, or "
-                "take a checkpoint in another format"
+                "here as the same values in 16 bits, made by the stage unpack"
             )
 
 

@@ -4,6 +4,7 @@ Base and licence come from the base's own model card and licence file; what neit
 """
 
 import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,11 +16,13 @@ from slimqwen import variant as variants
 from slimqwen.checkpoint import draft_head
 from slimqwen.checkpoint.files import CARD, MANIFEST
 from slimqwen.checkpoint.tensors import list_tensors
-from slimqwen.checkpoint.weights import has_mtp_head
+from slimqwen.checkpoint.weights import has_mtp_head, read_weights
 from slimqwen.evals.gate import Gate
+from slimqwen.formats.compressed_tensors import PackedIntegers
 from slimqwen.identity.effects import Effect, affecting
 from slimqwen.recipe.recipe_file import find_base_variant, read_recipe
 from slimqwen.records import provenance
+from slimqwen.records.table import Table
 from slimqwen.variant import Variant
 
 _LICENCE_FILES = ("LICENSE", "LICENCE", "COPYING")
@@ -27,6 +30,9 @@ _LICENCE_FILES = ("LICENSE", "LICENCE", "COPYING")
 
 _KNOWN_LICENCES = {"apache license version 2.0": "apache-2.0", "mit license": "mit"}
 """How the text of a licence begins, in lower case and with single spaces -> its identifier on the hub."""
+
+
+_LINEAR = re.compile(r"(?!mtp\.)(?:.*\.)?layers\.(\d+)\.(.+)\.weight")
 
 
 class Origin(NamedTuple):
@@ -145,6 +151,7 @@ def render_card(variant: Variant, gate: Path, record: Gate, licence: str | None 
         f"SHA-256 of the checkpoint `{block.checkpoint.digest}`, {block.checkpoint.size_bytes / 1e6:,.1f} MB; "
         f"`{MANIFEST}` lists every file.",
         f"**Hypothesis.** {variant.hypothesis}",
+        *(table.as_markdown().rstrip() for table in tabulate_widths(variant.weights)),
         f"**Without Slimqwen.** {describe_elsewhere(variant.weights)}",
         f"Promoted by the gate of {block.ended[:10]} against {record.baseline}:",
         *(table.as_markdown().rstrip() for table in record.tables(gate)),
@@ -156,6 +163,24 @@ def render_card(variant: Variant, gate: Path, record: Gate, licence: str | None 
         ),
     ]
     return str(ModelCard(f"---\n{data.to_yaml()}\n---\n\n" + "\n\n".join(paragraphs) + "\n"))
+
+
+def tabulate_widths(folder: Path) -> list[Table]:
+    """Bits of each packed linear, layer by layer; no table where all linears of a name have one width.
+
+    Raises:
+        CorruptCheckpointError: the checkpoint cannot be read.
+    """
+    widths: dict[str, dict[int, str]] = {}
+    for name, weight in read_weights(folder).items():
+        if isinstance(weight.layout, PackedIntegers) and (match := _LINEAR.fullmatch(name)):
+            mark = "" if weight.layout.symmetric else "+"
+            widths.setdefault(match[2], {})[int(match[1])] = f"{weight.layout.bits}{mark}"
+    if all(len(set(row.values())) == 1 for row in widths.values()):
+        return []
+    layers = sorted({layer for row in widths.values() for layer in row})
+    rows = tuple((str(layer), *(row.get(layer, "-") for row in widths.values())) for layer in layers)
+    return [Table("Bits of a weight", ("layer", *widths), rows, ("+: with zero points.",))]
 
 
 def describe_elsewhere(folder: Path) -> str:

@@ -5,7 +5,6 @@ by stages of recipes, or rounds to nearest in memory where no stage or no kernel
 those by which the gate judges.
 """
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
@@ -38,8 +37,6 @@ from slimqwen.serving.command import ServerCommand
 from slimqwen.stats import intervals
 from slimqwen.stats.verdict import overall
 from slimqwen.variant import Variant
-
-_BYTES = {"I32": 4, "I64": 8}
 
 
 class Rounding(BaseModel):
@@ -267,8 +264,7 @@ def _stored_bytes(folder: Path, layouts: Mapping[str, PackedIntegers]) -> Iterat
             if kind is None:
                 yield info.end - info.start
             else:
-                parts = layouts[kind].parts(*info.shape).values()
-                yield sum(_BYTES.get(dtypes[0], 2) * math.prod(size) for size, dtypes in parts)
+                yield packing.stored_bytes(layouts[kind], *info.shape)
 
 
 def _summarise(

@@ -47,6 +47,16 @@ class PackedIntegers(Layout):
     by_row = ("weight_packed", "weight_scale")
     by_weight = optional
 
+    def has_cpu_kernel(self, module: str) -> bool:
+        """4 bits, and 8 with a scale a row; an embedding in 2, 4 or 8 bits without zero points.
+
+        GPUs from compute capability 7.5 on take 2 to 8 bits: Marlin (on 9.0 Machete or Humming) 4, and 8 without zero
+        points, Humming the rest, which it compiles at its first use (`choose_mp_linear_kernel` of vLLM).
+        """
+        if module.endswith("embed_tokens"):
+            return self.symmetric and self.bits in (2, 4, 8)
+        return self.bits == 4 or (self.bits == 8 and self.symmetric and self.group_size is None)
+
     def parts(self, rows: int, columns: int) -> Parts:
         """Words, scales and the shape; zero points are packed along the rows."""
         groups = -(-columns // self.group_size) if self.group_size else 1

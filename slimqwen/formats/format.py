@@ -61,7 +61,6 @@ class Layout(ABC):
         further: parts that only some configs promise.
         by_row: parts whose first dimension is the rows, so that rows can be selected.
         by_weight: parts that belong to all rows together; they stay where rows are selected.
-        on_cpu: whether vLLM's CPU build has a kernel.
         bits: bits of a weight.
         precision: arithmetic of its products on a GPU that has it; on others vLLM widens the weights to 16 bits.
     """
@@ -74,9 +73,12 @@ class Layout(ABC):
     further: ClassVar[tuple[str, ...]] = ()
     by_row: ClassVar[tuple[str, ...]] = ()
     by_weight: ClassVar[tuple[str, ...]] = ()
-    on_cpu: ClassVar[bool] = True
     bits: int
     precision: Precision = "bf16"
+
+    def has_cpu_kernel(self, module: str) -> bool:
+        """Whether vLLM's CPU build, with this package's plugin, computes with a module's weight in this layout."""
+        return True
 
     def is_stored(self, parts: Stored) -> bool:
         """Whether the parts of a weight are those of this layout."""
@@ -173,7 +175,7 @@ class Format:
 
     def needs_gpu(self, module: str) -> bool:
         """Whether vLLM's CPU build cannot compute with the quantised weight of a module."""
-        return not all(layout.on_cpu for layout in self.layouts_of(module)[:1])
+        return not all(layout.has_cpu_kernel(module) for layout in self.layouts_of(module)[:1])
 
 
 class Unquantised(Format):

@@ -24,8 +24,10 @@ class Nvfp4(Layout):
     optional = ("input_scale",)
     by_row = ("weight", "weight_scale")
     by_weight = ("weight_scale_2", "input_scale")
-    # _POSSIBLE_NVFP4_KERNELS of vllm/model_executor/kernels/linear names CUDA (from 7.5, by Marlin) and ROCm alone.
-    on_cpu = False
+
+    def has_cpu_kernel(self, module: str) -> bool:
+        """No: _POSSIBLE_NVFP4_KERNELS of vllm/model_executor/kernels/linear names CUDA (from 7.5) and ROCm alone."""
+        return False
 
     def parts(self, rows: int, columns: int) -> Parts:
         """Bytes, and scales of both kinds."""

@@ -75,7 +75,9 @@ def run_layer(layer: Any, states: Tensor) -> Tensor:
     The layer is moved to the GPU if there is one.
     """
     with torch.no_grad():
-        output: Tensor = layer.to(_device()).model(inputs_embeds=states.to(_device()), use_cache=False)[0]
+        output: Tensor = layer.to(compute_device()).model(
+            inputs_embeds=states.to(compute_device()), use_cache=False
+        )[0]
     return output.cpu()
 
 
@@ -131,7 +133,7 @@ def read_text_config(folder: Path) -> Any:
 
 def load_in_float32(folder: Path) -> Any:
     """Load a checkpoint's language model as `load_language_model` does, in float32 and onto the GPU if there is one."""
-    return load_language_model(folder).to(_device())
+    return load_language_model(folder).to(compute_device())
 
 
 def read_plain(weight: Weight) -> Tensor:
@@ -198,7 +200,8 @@ def _load_part(folder: Path, config: Any, weights: Mapping[str, Any], dtype: tor
     return model
 
 
-def _device() -> str:
+def compute_device() -> str:
+    """The device for whole layers: the GPU if there is one."""
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 

@@ -8,6 +8,7 @@ from pydantic import Field
 
 from slimqwen.text.chats import read_texts
 from slimqwen.text.corpus import END_OF_TEXT, TextSource
+from slimqwen.text.files import CorpusError
 
 
 class CalibrationText(TextSource):
@@ -37,3 +38,22 @@ def calibration_documents(corpus: CalibrationText, source: Path) -> list[str]:
     documents = [text + END_OF_TEXT for text in read_texts(corpus.file(source), source)]
     random.Random(corpus.seed).shuffle(documents)
     return documents
+
+
+def calibration_sequences(corpus: CalibrationText, source: Path, tokenizer: Any) -> list[list[int]]:
+    """The documents joined and cut into sequences of equal length.
+
+    Raises:
+        CorpusError: the text is missing, malformed or too short.
+    """
+    needed = corpus.sequences * corpus.length
+    tokens: list[int] = []
+    for document in calibration_documents(corpus, source):
+        tokens += tokenizer(document, add_special_tokens=False)["input_ids"]
+        if len(tokens) >= needed:
+            starts = range(0, needed, corpus.length)
+            return [tokens[start : start + corpus.length] for start in starts]
+    raise CorpusError(
+        f"the calibration text {corpus.path} has {len(tokens)} tokens, but {corpus.sequences} sequences of "
+        f"{corpus.length} need {needed}; add text or ask for fewer sequences"
+    )

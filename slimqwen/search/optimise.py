@@ -25,7 +25,7 @@ from slimqwen.models.vocabulary import read_tokenizer
 from slimqwen.progress import Progress, silent
 from slimqwen.recipe import variant_recipe
 from slimqwen.recipe.calibration_text import calibration_documents
-from slimqwen.recipe.stages.calibrate import CalibrateParameters
+from slimqwen.recipe.schemes import CalibrateParameters
 from slimqwen.records import store
 from slimqwen.records.journal import RunInProgressError
 from slimqwen.report.choice import Goal

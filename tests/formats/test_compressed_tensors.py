@@ -1,8 +1,11 @@
 """compressed-tensors: which weights its groups mean, and groups that are added to those of a checkpoint."""
 
 import re
+from fractions import Fraction
 
 import pytest
+import torch
+from compressed_tensors.compressors import pack_to_int32
 from compressed_tensors.utils.match import is_match
 from torch.nn import Embedding, Linear
 
@@ -137,3 +140,117 @@ def test_a_part_of_the_mtp_head_is_named_where_the_rest_of_it_was_packed_before(
     assert whole == MTP
     part = with_group(base(), "mtp", MTP, MTP_LINEARS[1:])["config_groups"]["mtp"]
     assert part == MTP | {"targets": MTP_LINEARS[1:]}
+
+
+CAPABILITIES = [(7, 5), (8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (12, 0)]
+
+
+@pytest.fixture
+def choose(monkeypatch):
+    """vLLM's own choice of a kernel on a GPU of a compute capability, which this host need not have."""
+    from vllm.model_executor.kernels.linear import MPLinearLayerConfig, choose_mp_linear_kernel
+    from vllm.model_executor.kernels.linear.mixed_precision import humming
+    from vllm.model_executor.layers.quantization.compressed_tensors.schemes import (
+        compressed_tensors_wNa16 as wna16,
+    )
+    from vllm.platforms import current_platform
+    from vllm.platforms.interface import DeviceCapability, PlatformEnum
+
+    monkeypatch.setattr(humming, "has_humming", lambda: True)
+    platform = type(current_platform)
+
+    def choose(form, capability):
+        for name in ("is_cuda", "is_cpu"):
+            monkeypatch.setattr(platform, name, lambda self, name=name: name == "is_cuda")
+        monkeypatch.setattr(platform, "_enum", PlatformEnum.CUDA)
+        own = classmethod(lambda cls, device_id=0: DeviceCapability(*capability))
+        monkeypatch.setattr(platform, "get_device_capability", own)
+        names = wna16.WNA16_SUPPORTED_TYPES_MAP if form.symmetric else wna16.WNA16_ZP_SUPPORTED_TYPES_MAP
+        size = form.group_size or -1
+        shape = (1024, 2048)
+        config = MPLinearLayerConfig(shape, shape, names[form.bits], torch.bfloat16, size, not form.symmetric)
+        return choose_mp_linear_kernel(config).__name__.removesuffix("LinearKernel")
+
+    return choose
+
+
+@pytest.mark.parametrize("capability", CAPABILITIES)
+def test_vllm_has_a_gpu_kernel_for_every_width(choose, capability):
+    for width in range(2, 9):
+        for symmetric in (True, False):
+            chosen = choose(PackedIntegers(width, 32, symmetric), capability)
+            common = width == 4 or (width == 8 and symmetric)
+            expected = {"Marlin"} if common else {"Humming"}
+            assert chosen in expected | ({"Humming"} if capability == (9, 0) else set())
+
+
+@pytest.mark.parametrize(
+    ("module", "served"),
+    [
+        ("model.layers.0.mlp.up_proj", {(4, 32, True), (4, 32, False), (4, None, True), (8, None, True)}),
+        ("model.embed_tokens", {(width, size, True) for width in (2, 4, 8) for size in (32, None)}),
+    ],
+)  # fmt: skip
+def test_a_cpu_has_kernels_for_few_forms(module, served):
+    forms = [
+        (width, size, symmetric)
+        for width in range(2, 9)
+        for size in (32, None)
+        for symmetric in (True, False)
+    ]
+    found = {form for form in forms if PackedIntegers(*form).has_cpu_kernel(module)}
+    assert found - {(4, None, False)} == served
+
+
+@pytest.mark.parametrize("width", range(2, 9))
+def test_vllm_reads_the_rows_and_zero_points_that_are_packed(monkeypatch, width):
+    """Two linears that vLLM fuses, loaded by its own parameters; their bits are read one by one."""
+    from vllm.model_executor import parameter
+
+    monkeypatch.setattr(parameter, "get_tensor_model_parallel_rank", lambda: 0)
+    monkeypatch.setattr(parameter, "get_tensor_model_parallel_world_size", lambda: 1)
+    rows, columns, generator = (64, 32), 96, torch.Generator().manual_seed(width)
+    layout = PackedIntegers(width, 32, symmetric=False)
+    first = -(2 ** (width - 1))
+    integers = [
+        torch.randint(first, -first, (each, columns), generator=generator).to(torch.int8) for each in rows
+    ]
+    zeros = [
+        torch.randint(first, -first, (each, columns // 32), generator=generator).to(torch.int8)
+        for each in rows
+    ]
+
+    def load(parts, packed_dim, size):
+        """Into one parameter, made as by vLLM's CompressedTensorsWNA16.create_weights."""
+        data = torch.zeros(size, dtype=torch.int32)
+        fused = parameter.PackedvLLMParameter(
+            packed_factor=Fraction(32, width), packed_dim=packed_dim, input_dim=1, output_dim=0, data=data,
+            weight_loader=lambda *_: None,
+        )  # fmt: skip
+        offset = 0
+        for part, count in zip(parts, rows, strict=True):
+            fused.load_merged_column_weight(part, shard_offset=offset, shard_size=count)
+            offset += count
+        return fused.data
+
+    def read_bits(words):
+        """Rows of stored numbers, from the bits of little-endian words, lowest first."""
+        bits = (words.unsqueeze(-1) >> torch.arange(32, dtype=torch.int32)) & 1
+        stored = bits.flatten(1).unflatten(1, (-1, width))
+        return (stored * 2 ** torch.arange(width)).sum(-1) + first
+
+    packed = [pack_to_int32(each, width) for each in integers]
+    expected = layout.parts(sum(rows), columns)
+    fused = load(packed, 1, expected["weight_packed"][0])
+    assert torch.equal(read_bits(fused), torch.cat(integers).long())
+    points = [pack_to_int32(each, width, packed_dim=0) for each in zeros]
+    fused = load(points, 0, expected["weight_zero_point"][0])
+    assert torch.equal(read_bits(fused.t()), torch.cat(zeros).t().long())
+    if 32 % width == 0:
+        from vllm.model_executor.layers.quantization.utils.quant_utils import (
+            unpack_quantized_values_into_int32,
+        )
+        from vllm.scalar_type import ScalarType
+
+        found = unpack_quantized_values_into_int32(packed[0], ScalarType.uint(width, None), 1)
+        assert torch.equal(found + first, integers[0].int())

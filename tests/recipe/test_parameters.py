@@ -8,7 +8,10 @@ def test_parameters_say_what_they_mean_and_allow():
     calibrate = {each.name: each for each in list_parameters(STAGES["calibrate"].parameters)}
     assert calibrate["group_size"].allowed == "32 | 64 | 128"
     assert calibrate["group_size"].value == 32
-    assert calibrate["group_size"].meaning == "number of 4-bit weights in a row that share a scale"
+    assert (
+        calibrate["group_size"].meaning
+        == "number of weights of fewer than 8 bits in a row that share a scale"
+    )
     assert calibrate["layer_error_ratio"].allowed == "more than 0"
     corpus = {each.name: each for each in calibrate["corpus"].parts}
     assert list(corpus) == ["path", "seed", "sequences", "length"]

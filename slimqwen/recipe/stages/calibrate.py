@@ -1,4 +1,4 @@
-"""The stage `calibrate`: AWQ, then 4- or 8-bit weights with 16-bit activations, by llmcompressor.
+"""The stage `calibrate`: AWQ, then weights of 2 to 8 bits with 16-bit activations, by llmcompressor.
 
 AWQ (Lin et al., arXiv 2306.00978) moves scale from the inputs of the weights into the layer before, so that channels
 with large activations lose least when the weights are rounded; llmcompressor searches the scales and rounds. It gets
@@ -18,9 +18,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Annotated, Any, Literal
-
-from pydantic import Field, ValidationInfo, field_validator
+from typing import Any
 
 from slimqwen import checkpoint
 from slimqwen.checkpoint import packing
@@ -40,21 +38,20 @@ from slimqwen.models.families import SCALED_WITH, FamilyError, find_family
 from slimqwen.models.outline import Outline
 from slimqwen.progress import Progress
 from slimqwen.recipe import head_rounding
-from slimqwen.recipe.calibration_text import CalibrationText, calibration_documents, unread
-from slimqwen.recipe.schemes import Targets, config_groups, packing_of
+from slimqwen.recipe.allocation import DRAWS, WIDTHS, Allocation, allocate_widths
+from slimqwen.recipe.calibration_text import calibration_sequences
+from slimqwen.recipe.schemes import CalibrateParameters, config_groups, forms_of, packing_of
 from slimqwen.recipe.stage import (
     TORCH_ENVIRONMENT,
     D,
     Facts,
     Fault,
     Needs,
-    Parameters,
     Stage,
     StageError,
     require_fit,
 )
 from slimqwen.recipe.text_check import inspect_text
-from slimqwen.text.files import CorpusError
 
 _BATCH = 8
 """Sequences per forward pass."""
@@ -74,47 +71,14 @@ _STATES = 7
 _LAYER_COPIES = 4
 """Float32 copies of a layer's weights in memory: the layer, AWQ's copy to restore them, and the rounded weights."""
 
+_OUTPUTS = 4
+"""Inputs and outputs of a layer's linears, over those of hidden state and MLP together."""
+
 _PACKED_BYTES = 1.25
 """Upper bound of bytes per packed weight: 8 bits, with scales and zero points of groups."""
 
 _IMPORTS_BYTES = 1500 * 2**20
 """Measured resident memory of torch, transformers and llmcompressor, bytes."""
-
-
-class CalibrateParameters(Parameters):
-    """Parameters of the stage.
-
-    Attributes:
-        targets: scheme of each kind of linears, or a list of kinds, all W4A16; lm_head has a stage of its own.
-        group_size: number of 4-bit weights in a row that share a scale.
-        scaling: awq, or none, which leaves norms as they are and rounds the weights as stored.
-        rounding: nearest, or gptq (Frantar et al., arXiv 2210.17323), in which later columns compensate the error of
-            earlier ones; after AWQ's scales, as in llm-compressor's own Qwen3.5 recipe. That of the MTP head reads what
-            `sample_outputs` wrote.
-        corpus: calibration text.
-        layer_error_ratio: largest error of a decoder layer's output that passes, over that of round-to-nearest. AWQ and
-            GPTQ start from round-to-nearest, so the ratio is 1 if their searches find nothing.
-        threads: CPU threads; a parameter because it affects the order of summation.
-    """
-
-    targets: Targets = Targets(mlp="W4A16")
-    group_size: Literal[32, 64, 128] = 32
-    scaling: Literal["awq", "none"] = "awq"
-    rounding: Literal["nearest", "gptq"] = "nearest"
-    corpus: CalibrationText = Field(default={})  # type: ignore[assignment]  # validated, as every default
-    layer_error_ratio: Annotated[float, Field(gt=0)] = 1.5
-    threads: Annotated[int, Field(ge=1)] = 2
-
-    @property
-    def searches_head(self) -> bool:
-        """Whether the MTP head is rounded by GPTQ."""
-        return self.rounding == "gptq" and self.targets.mtp != "none"
-
-    @field_validator("corpus", mode="before")
-    @classmethod
-    def _mtp_head_alone_needs_no_text(cls, corpus: Any, info: ValidationInfo) -> Any:
-        targets = info.data.get("targets")
-        return unread(corpus) if targets and not targets.calibrated else corpus
 
 
 def calibrate_weights(
@@ -131,6 +95,8 @@ def calibrate_weights(
     # Slow to import, and needed only in the process that calibrates.
     import torch
 
+    from slimqwen.models.sensitivity import measure_divergence
+
     progress("loading", 0, 0)
     torch.set_num_threads(parameters.threads)
     torch.manual_seed(parameters.corpus.seed)
@@ -143,8 +109,17 @@ def calibrate_weights(
     changed: dict[str, Mapping[str, NewTensor]] = {}
     with TemporaryDirectory(dir=destination) as layers:
         if names := {name for weights in targets.values() for name in weights}:
-            sequences, quantization, changed = _calibrated(source, names, parameters, Path(layers), progress)
-            facts["calibration_tokens"] = sum(map(len, sequences))
+            sequences, allocation = _allocated(source, targets, parameters, progress)
+            facts |= {
+                "calibration_tokens": sum(map(len, sequences)),
+                **(allocation.facts if allocation else {}),
+            }
+            forms = forms_of(parameters.targets, parameters.group_size) + (
+                allocation.targets if allocation else []
+            )
+            quantization, changed = _calibrated(
+                source, names, config_groups(forms), parameters, sequences, Path(layers), progress
+            )
             config = with_quantisation(config, quantization, list_tensors(source))
         if head:
             form = packing_of(parameters.targets.mtp, parameters.group_size)
@@ -166,6 +141,8 @@ def calibrate_weights(
     write_config(destination, config)
     if names:
         facts |= _checked_layers(source, destination, sequences, parameters.layer_error_ratio)
+        if allocation:
+            facts["measured_kl_nats"] = measure_divergence(source, destination, _first(sequences))
     facts["device"] = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
     if torch.cuda.is_available():
         facts["peak_gpu_memory_bytes"] = torch.cuda.max_memory_allocated()
@@ -188,8 +165,11 @@ def needs(outline: Outline, parameters: CalibrateParameters) -> Needs:
     numbers += _BATCH * corpus.length * (8 * inner + 3 * heads * corpus.length)
     if parameters.rounding == "gptq":
         numbers += 3 * (hidden**2 + inner**2)  # the Hessians, and the inverse of the largest one
+    few = min(tokens, max(_CHECKED_TOKENS, corpus.length)) if parameters.bits else 0
+    layers = outline.text["num_hidden_layers"]
+    numbers += few * (layers * hidden + (DRAWS + 1) * _OUTPUTS * (hidden + inner))
     passes = _PASSES + (_SEARCH_PASSES if parameters.scaling == "awq" else 0)
-    operations = 2 * tokens * (passes * targets + 3 * outline.num_weights)
+    operations = 2 * tokens * (passes * targets + 3 * outline.num_weights) + 2 * few * len(WIDTHS) * targets
     disk_bytes = outline.disk_bytes + int(_PACKED_BYTES * targets)
     return Needs(disk_bytes, _IMPORTS_BYTES + 4 * numbers, operations, fixed_seconds=25)
 
@@ -233,7 +213,8 @@ def inspect_calibration(outline: Outline, parameters: CalibrateParameters) -> It
 def _inspect_linears(
     outline: Outline, kind: str, linears: Mapping[str, TensorInfo], parameters: CalibrateParameters
 ) -> Iterator[Fault]:
-    group_size = packing_of(parameters.targets.schemes[kind], parameters.group_size).group_size
+    scheme = parameters.targets.schemes[kind]
+    group_size = packing_of(scheme, parameters.group_size, parameters.bits).group_size
     for name, info in linears.items():
         if group_size and info.shape[1] % group_size:
             yield Fault(
@@ -262,16 +243,47 @@ def changes(parameters: CalibrateParameters) -> tuple[str, ...]:
 
 def _target_tensors(outline: Outline, parameters: CalibrateParameters) -> dict[str, dict[str, TensorInfo]]:
     """The weights to quantise, by kind and name."""
-    return {kind: packing.linears(outline.tensors, kind) for kind in parameters.targets.schemes}
+    found = {kind: packing.linears(outline.tensors, kind) for kind in parameters.targets.schemes}
+    is_budget = {kind: scheme == "budget" for kind, scheme in parameters.targets.schemes.items()}
+    return {kind: linears for kind, linears in found.items() if linears or not is_budget[kind]}
+
+
+def _allocated(
+    source: Path,
+    targets: Mapping[str, Mapping[str, TensorInfo]],
+    parameters: CalibrateParameters,
+    progress: Progress,
+) -> tuple[list[list[int]], Allocation | None]:
+    """The calibration text in tokens, and the widths where a budget decides them."""
+    import transformers
+
+    tokenizer = transformers.AutoTokenizer.from_pretrained(source)
+    sequences = calibration_sequences(parameters.corpus, source, tokenizer)
+    if parameters.bits is None:
+        return sequences, None
+    weights = {
+        name: info
+        for kind, weights in targets.items()
+        if parameters.targets.schemes[kind] == "budget"
+        for name, info in weights.items()
+    }
+    few = _first(sequences)
+    return sequences, allocate_widths(source, weights, parameters.bits, parameters.group_size, few, progress)
 
 
 def _calibrated(
-    source: Path, names: Collection[str], parameters: CalibrateParameters, folder: Path, progress: Progress
-) -> tuple[list[list[int]], dict[str, Any], dict[str, Mapping[str, NewTensor]]]:
+    source: Path,
+    names: Collection[str],
+    groups: Mapping[str, Any],
+    parameters: CalibrateParameters,
+    sequences: Sequence[Sequence[int]],
+    folder: Path,
+    progress: Progress,
+) -> tuple[dict[str, Any], dict[str, Mapping[str, NewTensor]]]:
     """Calibrate and pack the named weights, layer by layer, into files of a folder.
 
     Returns:
-        The sequences that were read, the quantization_config, and the tensors to write instead of each changed tensor.
+        The quantization_config, and the tensors to write instead of each changed tensor.
     """
     import torch
     import transformers
@@ -283,12 +295,11 @@ def _calibrated(
     from slimqwen.models.language_model import build_empty_model, read_embeddings
 
     tokenizer = transformers.AutoTokenizer.from_pretrained(source)
-    sequences = _sequences(parameters.corpus, source, tokenizer)
     whole = build_empty_model(source)
     targets = {text_name(name).removesuffix(".weight") for name in names}
     linears = [name for name, module in whole.named_modules() if isinstance(module, torch.nn.Linear)]
     options = {
-        "config_groups": config_groups(parameters.targets, parameters.group_size),
+        "config_groups": groups,
         "ignore": [name for name in linears if name not in targets],
     }
     rounding = GPTQModifier if parameters.rounding == "gptq" else QuantizationModifier
@@ -312,7 +323,7 @@ def _calibrated(
         gc.collect()
     progress("layers", count, count)
     settings = rounding(**options).resolved_config
-    return sequences, describe_quantisation(whole, settings, stored), changed
+    return describe_quantisation(whole, settings, stored), changed
 
 
 def _calibrate_layer(
@@ -382,6 +393,10 @@ def _moved_to_disk(
     return {name: {part: stored[part].unchanged() for part in parts} for name, parts in tensors.items()}
 
 
+def _first(sequences: Sequence[Sequence[int]]) -> Sequence[Sequence[int]]:
+    return sequences[: max(1, _CHECKED_TOKENS // len(sequences[0]))]
+
+
 def _checked_layers(
     source: Path, destination: Path, sequences: Sequence[Sequence[int]], limit: float
 ) -> Facts:
@@ -392,8 +407,7 @@ def _checked_layers(
     """
     from slimqwen.models.layer_error import measure_layer_errors
 
-    few = sequences[: max(1, _CHECKED_TOKENS // len(sequences[0]))]
-    layers = measure_layer_errors(destination, source, few)
+    layers = measure_layer_errors(destination, source, _first(sequences))
     worst = max(layers, key=lambda row: row.ratio)
     if worst.ratio > limit:
         raise StageError(
@@ -407,26 +421,20 @@ def _checked_layers(
     }
 
 
-def _sequences(corpus: CalibrationText, source: Path, tokenizer: Any) -> list[list[int]]:
-    """The documents joined and cut into sequences of equal length."""
-    needed = corpus.sequences * corpus.length
-    tokens: list[int] = []
-    for document in calibration_documents(corpus, source):
-        tokens += tokenizer(document, add_special_tokens=False)["input_ids"]
-        if len(tokens) >= needed:
-            starts = range(0, needed, corpus.length)
-            return [tokens[start : start + corpus.length] for start in starts]
-    raise CorpusError(
-        f"the calibration text {corpus.path} has {len(tokens)} tokens, but {corpus.sequences} sequences of "
-        f"{corpus.length} need {needed}; add text or ask for fewer sequences"
-    )
-
-
 def reshape(shape: D, parameters: CalibrateParameters, /) -> D:
-    """The dimensions with the targets packed."""
-    schemes = parameters.targets.schemes
-    return shape.with_packing(
-        {kind: packing_of(scheme, parameters.group_size) for kind, scheme in schemes.items()}
+    """The dimensions with the targets packed; by a budget, all of a kind in the width nearest to it."""
+    size, budget = parameters.group_size, parameters.bits
+    given = parameters.targets.schemes.items()
+    return shape.with_packing({kind: packing_of(scheme, size, budget) for kind, scheme in given})
+
+
+def summarise(facts: Facts) -> str | None:
+    """What the budget's widths cost by their estimate, and what the calibrated weights cost together."""
+    if "stored_bits" not in facts:
+        return None
+    return (
+        f"{facts['stored_bits']:.3f} stored bits a weight; divergence {facts['predicted_kl_nats']:.4f} nats a token "
+        f"estimated for rounding to nearest, {facts['measured_kl_nats']:.4f} measured"
     )
 
 
@@ -440,5 +448,6 @@ STAGE = Stage(
     own_tokens=lambda parameters: parameters.corpus.own_tokens if parameters.targets.calibrated else 0,
     reshape=reshape,
     changes=changes,
+    summarise=summarise,
     environment=TORCH_ENVIRONMENT,
 )

@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 import shutil
 from dataclasses import dataclass, replace
 from itertools import islice
@@ -19,22 +20,35 @@ from tinyworld.tasks import left_out_texts
 from tinyworld.tokenizer import END_OF_TEXT
 from tinyworld.world import World
 
-from slimqwen import checkpoint
+from slimqwen import checkpoint, progress
+from slimqwen.checkpoint import packing
 from slimqwen.checkpoint.config import write_config
 from slimqwen.checkpoint.rtn import round_to_nearest
 from slimqwen.checkpoint.tensors import list_tensors
 from slimqwen.checkpoint.weights import read_weights
+from slimqwen.evals.model_card import tabulate_widths
 from slimqwen.formats.compressed_tensors import PackedIntegers
 from slimqwen.models.mtp_head import load_drafting_model
 from slimqwen.models.outline import Outline
+from slimqwen.models.sensitivity import measure_divergence
 from slimqwen.recipe import recipe_file, runner, variant_recipe
-from slimqwen.recipe.calibration_text import CalibrationText, calibration_documents
+from slimqwen.recipe.calibration_text import CalibrationText, calibration_documents, calibration_sequences
 from slimqwen.recipe.recipe_file import Step
+from slimqwen.recipe.registry import STAGES
+from slimqwen.recipe.schemes import LAYERS
 from slimqwen.recipe.stage import StageError, require_fit
 from slimqwen.recipe.stages import calibrate
-from slimqwen.recipe.stages.calibrate import CalibrateParameters, CorpusError
+from slimqwen.recipe.stages.calibrate import CalibrateParameters
+from slimqwen.text.files import CorpusError
 from tests.byte_tokenizer import byte_tokenizer
-from tests.checkpoints import count_layers_in_memory, edited_tensors, stage_output, stored, with_manifest
+from tests.checkpoints import (
+    TINY,
+    count_layers_in_memory,
+    edited_tensors,
+    stage_output,
+    stored,
+    with_manifest,
+)
 from tests.identity.coverage_by_keys import every_stage_covered
 from tests.zoo.editable_checkpoint import multimodal, outer, read_editable
 from tests.zoo.published_forms import PUBLISHED_FORMS
@@ -292,6 +306,82 @@ def test_every_kind_has_a_scheme_of_its_own(source: Path, mixed: Path) -> None:
     assert {weight.name for weight in weights if weight.layout and weight.layout.bits == 8} == {
         f"{layers}.3.self_attn.{module}_proj.weight" for module in "qkvo"
     }
+
+
+@pytest.fixture(scope="session")
+def budgeted(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    corpus = CalibrationText(path="tinyworld", sequences=16, length=64)
+    folder = tmp_path_factory.mktemp("budgeted") / "out"
+    with every_stage_covered(tmp_path_factory.mktemp("calls")):
+        return stage_output("calibrate", TINY, folder, bits=3.3, scaling="none", corpus=corpus)
+
+
+def test_a_budget_is_kept_to_the_stored_byte(budgeted: Path) -> None:
+    packed = [weight for weight in read_weights(budgeted).values() if weight.layout]
+    parts = ("weight_packed", "weight_scale", "weight_zero_point")
+    stored_bits = 8 * sum(
+        info.end - info.start for weight in packed for part, info in weight.parts.items() if part in parts
+    )
+    weights = sum(math.prod(weight.shape) for weight in packed)
+    assert 3.2 < stored_bits / weights <= 3.3
+    assert weights == sum(
+        info.elements for kind in LAYERS for info in packing.linears(list_tensors(TINY), kind).values()
+    )
+    assert len({(weight.layout.bits, weight.layout.symmetric) for weight in packed}) > 2
+    [table] = tabulate_widths(budgeted)
+    assert len(table.rows) == 4
+    assert "mlp.gate_proj" in table.columns
+
+
+def test_a_budget_s_estimate_is_near_what_is_measured_and_better_than_one_width(
+    budgeted: Path, tmp_path: Path
+) -> None:
+    corpus = CalibrationText(path="tinyworld", sequences=16, length=64)
+    (tmp_path / "made").mkdir()
+    facts = STAGES["calibrate"].run(
+        TINY, tmp_path / "made", CalibrateParameters(bits=3.5, scaling="none", corpus=corpus), progress.silent
+    )
+    assert 0.5 < facts["measured_kl_nats"] / facts["predicted_kl_nats"] < 2
+    uniform = stage_output(
+        "calibrate",
+        TINY,
+        tmp_path / "uniform",
+        targets=dict.fromkeys(LAYERS, "W3A16"),
+        scaling="none",
+        corpus=corpus,
+    )
+    tokenizer = transformers.AutoTokenizer.from_pretrained(TINY)
+    texts = calibration_sequences(corpus, TINY, tokenizer)
+    assert facts["measured_kl_nats"] < 0.8 * measure_divergence(TINY, uniform, texts)
+    assert "3.500 stored bits" in str(calibrate.summarise({**facts, "stored_bits": 3.5}))
+
+
+def test_vllm_finds_one_width_for_each_fused_linear_of_a_budget(budgeted: Path) -> None:
+    from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors import (
+        CompressedTensorsConfig,
+    )
+    from vllm.model_executor.models.qwen3_5 import Qwen3_5ForCausalLM
+
+    config = CompressedTensorsConfig.from_config(checkpoint.read_config(budgeted)["quantization_config"])
+    config.packed_modules_mapping = Qwen3_5ForCausalLM.packed_modules_mapping
+    fused = {"mlp.gate_proj": "mlp.gate_up_proj", "mlp.up_proj": "mlp.gate_up_proj"}
+    fused |= {f"self_attn.{name}_proj": "self_attn.qkv_proj" for name in "qkv"}
+    fused |= {f"linear_attn.in_proj_{name}": "linear_attn.in_proj_qkvz" for name in ("qkv", "z")}
+    for name, weight in read_weights(budgeted).items():
+        if isinstance(weight.layout, PackedIntegers):
+            layer, module = re.fullmatch(r"(model\.layers\.\d+)\.(.+)\.weight", name).groups()
+            scheme = config.get_scheme_dict(torch.nn.Module(), f"{layer}.{fused.get(module, module)}")[
+                "weights"
+            ]
+            assert (scheme.num_bits, scheme.symmetric) == (weight.layout.bits, weight.layout.symmetric), name
+
+
+@pytest.mark.parametrize(
+    "parameters", [{"bits": 3.3, "targets": {"mlp": "W4A16"}}, {"targets": {"mlp": "budget"}}]
+)
+def test_a_budget_and_its_kinds_are_said_together(parameters: dict[str, Any]) -> None:
+    with pytest.raises(ValidationError, match="the scheme budget needs bits, and bits a kind"):
+        CalibrateParameters(**parameters, corpus=FEW)
 
 
 def test_gptq_rounds_the_mtp_head_on_what_the_model_has_written(

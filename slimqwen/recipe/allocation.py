@@ -1,0 +1,153 @@
+"""Widths of linears by a budget of stored bits a weight: the parameter `bits` of the stage `calibrate`."""
+
+import re
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+
+from slimqwen.checkpoint.packing import stored_bytes
+from slimqwen.checkpoint.tensors import TensorInfo
+from slimqwen.checkpoint.weights import text_name
+from slimqwen.formats.compressed_tensors import PackedIntegers
+from slimqwen.progress import Progress
+from slimqwen.recipe.stage import Facts, StageError
+
+FUSED = (
+    ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    ("linear_attn.in_proj_qkv", "linear_attn.in_proj_z"),
+    ("mlp.gate_proj", "mlp.up_proj"),
+)
+"""Linears of a layer that vLLM computes as one, which therefore have one width (`packed_modules_mapping`)."""
+
+WIDTHS = tuple(product(range(2, 9), (True, False)))
+"""Bits, and whether there are no zero points, of the forms to choose from."""
+
+DRAWS = 8
+"""Drawings of all next tokens; a text with a drawing is a sample of what a width costs."""
+
+_LINEAR = re.compile(r"model\.layers\.(\d+)\.(.+)\.weight")
+
+_WORD_ROWS = 32
+"""Zero points of so many rows fill whole words at every width; of fused linears each has to."""
+
+
+@dataclass(frozen=True)
+class Allocation:
+    """A form for each unit: the linears of a layer that vLLM computes as one.
+
+    Attributes:
+        chosen: (layer, names of its modules) -> form.
+        stored_bits: bits a weight, with scales and zero points.
+        predicted_kl_nats: sum of what each unit alone was estimated to cost, rounded to nearest.
+    """
+
+    chosen: Mapping[tuple[int, tuple[str, ...]], PackedIntegers]
+    stored_bits: float
+    predicted_kl_nats: float
+
+    @property
+    def targets(self) -> list[tuple[PackedIntegers, list[str]]]:
+        """Each form with the targets of compressed-tensors that match its linears."""
+        layers: dict[tuple[PackedIntegers, tuple[str, ...]], list[str]] = defaultdict(list)
+        for (layer, modules), form in self.chosen.items():
+            layers[form, modules].append(str(layer))
+        targets: dict[PackedIntegers, list[str]] = defaultdict(list)
+        for (form, modules), numbers in layers.items():
+            names = "|".join(map(re.escape, modules))
+            targets[form].append(rf"re:^(?!mtp\.).*layers\.({'|'.join(numbers)})\.({names})$")
+        return list(targets.items())
+
+    @property
+    def facts(self) -> Facts:
+        """Bits of each module by layer (0: the layer has none of that name), and both sums."""
+        count = 1 + max(layer for layer, _ in self.chosen)
+        widths: dict[str, list[int]] = {}
+        for (layer, modules), form in self.chosen.items():
+            for module in modules:
+                widths.setdefault(f"bits of {module}", [0] * count)[layer] = form.bits
+        return {
+            "stored_bits": self.stored_bits,
+            "predicted_kl_nats": self.predicted_kl_nats,
+            **dict(sorted(widths.items())),
+        }
+
+
+def allocate_widths(
+    source: Path,
+    linears: Mapping[str, TensorInfo],
+    budget: float,
+    group_size: int,
+    texts: Sequence[Sequence[int]],
+    progress: Progress,
+) -> Allocation:
+    """Choose the forms of linears so that the estimated divergence is least.
+
+    Args:
+        linears: name of a weight -> its tensor.
+        budget: stored bits a weight.
+        group_size: smallest number of weights that share a scale.
+        texts: token ids of texts of equal length, on which the costs are estimated.
+
+    Raises:
+        StageError: no form is as narrow as the budget.
+    """
+    from slimqwen.models.sensitivity import measure_costs
+
+    units: dict[tuple[int, tuple[str, ...]], list[TensorInfo]] = defaultdict(list)
+    for name, info in linears.items():
+        if match := _LINEAR.fullmatch(text_name(name)):
+            module = match[2]
+            units[int(match[1]), next((row for row in FUSED if module in row), (module,))].append(info)
+    names = {f"{layer} {modules[0]}": (layer, modules) for layer, modules in units}
+    forms = {name: _forms(units[unit], group_size) for name, unit in names.items()}
+    paths = {
+        name: [f"model.layers.{layer}.{module}" for module in modules]
+        for name, (layer, modules) in names.items()
+    }
+    measured = measure_costs(source, paths, forms, texts, DRAWS, progress)
+    costs = [measured[name] for name in names]
+    bits = [[8 * _bytes(units[unit], form) for form in forms[name]] for name, unit in names.items()]
+    weights = sum(info.elements for infos in units.values() for info in infos)
+    least = sum(map(min, bits)) / weights
+    if least > budget:
+        raise StageError(
+            f"the narrowest form takes {least:.2f} stored bits a weight; set bits to that or more"
+        )
+    places = choose(costs, bits, budget * weights)
+    return Allocation(
+        {unit: forms[name][place] for (name, unit), place in zip(names.items(), places, strict=True)},
+        sum(row[place] for row, place in zip(bits, places, strict=True)) / weights,
+        sum(row[place] for row, place in zip(costs, places, strict=True)),
+    )
+
+
+def _forms(infos: Sequence[TensorInfo], group_size: int) -> list[PackedIntegers]:
+    """What a unit can be packed to: 2 to 8 bits, with and without zero points."""
+    can_shift = all(info.shape[0] % _WORD_ROWS == 0 for info in infos)
+    return [
+        PackedIntegers(bits, group_size, symmetric) for bits, symmetric in WIDTHS if symmetric or can_shift
+    ]
+
+
+def _bytes(infos: Sequence[TensorInfo], form: PackedIntegers) -> int:
+    return sum(stored_bytes(form, *info.shape) for info in infos)
+
+
+def choose(costs: Sequence[Sequence[float]], bits: Sequence[Sequence[int]], limit: float) -> list[int]:
+    """The place of one entry of each row, with the least sum of costs whose bits are at most `limit` together."""
+    import numpy as np
+    from scipy.optimize import Bounds, LinearConstraint, milp
+
+    owners = np.repeat(np.arange(len(costs)), [len(row) for row in costs])
+    flat, sizes = np.concatenate([np.asarray(row, float) for row in costs]), np.concatenate(bits)
+    one_each = (owners == np.arange(len(costs))[:, None]).astype(float)
+    found = milp(
+        flat / flat.max(),
+        integrality=1,
+        bounds=Bounds(0, 1),
+        constraints=[LinearConstraint(one_each, 1, 1), LinearConstraint(sizes / limit, ub=1)],
+    )
+    taken = found.x > 0.5
+    return [int(np.flatnonzero(taken[owners == number])[0]) for number in range(len(costs))]
