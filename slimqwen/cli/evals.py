@@ -103,7 +103,7 @@ def roundings(
 
 @app.command(cls=Judge)
 def engine(variant: VariantOption, settings: GateSettingsName = None) -> None:
-    """Compare the greedy tokens of the served engine and its neighbours with a plain reference engine's.
+    """Compare greedy tokens with a plain engine's: as served, without or with drafts, with or without prefix cache.
 
     Exit code 0: the served engine's tokens are equal but for near ties, 1: wrong, 2: inconclusive, 3: error.
     """

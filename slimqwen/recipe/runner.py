@@ -280,8 +280,6 @@ def _ensure(step: Step, source: Path, store: Path, progress: Progress) -> Outcom
     if reused:
         checkpoint.check_folder(entry, _REMOVE_AND_RERUN)
     manifest = Manifest.read(entry)
-    if not manifest.recipe_key:  # of before there were recipe keys
-        manifest = _rewrite(manifest.model_copy(update={"recipe_key": _recipe_key(step, source)}), entry)
     before, after = bytes_on_disk(source), bytes_on_disk(entry)
     return Outcome(stage.name, entry, reused, outdated, manifest, before, after, log)
 
@@ -321,14 +319,10 @@ def _recipe_key(step: Step, source: Path) -> str:
 
 
 def add_facts(entry: Path, facts: Facts) -> Manifest:
-    """Add facts to the manifest of an output, such as those that its stage could not know."""
+    """Add facts to the manifest of an output, such as those that its stage could not know; returns the manifest."""
     manifest = Manifest.read(entry)
-    return _rewrite(manifest.model_copy(update={"facts": {**manifest.facts, **facts}}), entry)
-
-
-def _rewrite(manifest: Manifest, entry: Path) -> Manifest:
-    """Replace the manifest of an output with its time kept, which `digest` trusts."""
-    times = (entry / MANIFEST).stat()
+    manifest = manifest.model_copy(update={"facts": {**manifest.facts, **facts}})
+    times = (entry / MANIFEST).stat()  # kept, because `digest` trusts it
     manifest.write(entry)
     os.utime(entry / MANIFEST, ns=(times.st_atime_ns, times.st_mtime_ns))
     return manifest

@@ -173,7 +173,7 @@ def _history_faults(root: Path, base: str | None) -> tuple[list[Problem], list[s
         for location in changed:
             before = run_git(root, "show", f"{commit}:./{location}")
             after = (root / location).read_text(encoding="utf-8")
-            if _schema_names(before) == _schema_names(after) and not _only_gained_key(before, after):
+            if _schema_names(before) == _schema_names(after):
                 cure = f"restore it with `git checkout {commit[:10]} -- {location}`, because a new run is a new file"
                 faults.append(
                     Problem(location, f"changed since {commit[:10]}, but records never change; {cure}")
@@ -191,16 +191,6 @@ def _schema_names(text: str) -> tuple[str, str] | None:
         return content["schema"], content["provenance"]["schema"]
     except (ValueError, TypeError, KeyError):
         return None
-
-
-def _only_gained_key(before: str, after: str) -> bool:
-    """Whether a record of before there were recipe keys was given its own, and nothing else."""
-    try:
-        old, new = json.loads(before), json.loads(after)
-        new["provenance"]["checkpoint"].pop("recipe_key")
-    except (ValueError, TypeError, KeyError):
-        return False
-    return bool(old == new)
 
 
 def _uncited_records(collection: Collection) -> Iterator[Problem]:

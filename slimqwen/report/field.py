@@ -182,7 +182,7 @@ def read_reports(root: Path) -> tuple[list[FieldReport], list[Problem]]:
                 for name in filter(None, (row.variant, row.baseline, row.workload)):
                     if name not in known and not name.startswith("own-"):
                         raise store.RecordError(
-                            f"{name} is not shipped here; `slimqwen report --field` writes digests"
+                            f"{name} is not shipped here; run `slimqwen report --field`, which writes a digest for it"
                         )
             reports.append(report)
         except SlimqwenError as error:

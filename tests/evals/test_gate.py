@@ -27,6 +27,7 @@ def test_four_checks_make_one_verdict_and_one_page(one: Variant, checks: Checks)
     page = record.tables(path)[0]
     assert page.title == "Gate of small against tiny: pass"
     assert {row[0] for row in page.rows} == set(record.verdicts)
+    assert page.columns[: page.text_columns] == ("check", "figure")
 
 
 @pytest.mark.parametrize(

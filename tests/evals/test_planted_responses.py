@@ -295,29 +295,6 @@ def test_planted_damage_has_its_verdict_and_an_equal_variant_passes(serve, write
     assert "fail" not in verdicts("same").values()
 
 
-@pytest.mark.parametrize(
-    ("template", "line", "parser"),
-    [
-        ("{{ tools }} <tool_call>\n<function=name>", "", "qwen3_coder"),
-        ('{{ tools }} <tool_call>\n{"name": ', "", "hermes"),
-        ('{{ tools }} <tool_call>\n{"name": ', "VLLM_TOOL_CALL_PARSER=qwen3_json\n", "qwen3_json"),
-    ],
-)
-def test_a_suite_with_tools_switches_the_tool_parser_on(add_variant, tmp_path, template, line, parser):
-    weights = tmp_path / "weights" / "own"
-    weights.mkdir(parents=True)
-    (weights / "tokenizer_config.json").write_text("{}")
-    (weights / "chat_template.jinja").write_text(template)
-    add_variant("own", f"VLLM_MODEL=weights/own\n{line}")
-    own = variant.load("own", tmp_path)
-    served = quality.with_tool_parser(own, felt("tool_calls"))
-    values = {key: setting.value for key, setting in served.settings.items()}
-    assert values == {
-        "VLLM_MODEL": "weights/own", "VLLM_ENABLE_AUTO_TOOL_CHOICE": "1", "VLLM_TOOL_CALL_PARSER": parser,
-    }  # fmt: skip
-    assert quality.with_tool_parser(own, felt("needle")) is own
-
-
 def xml_call(name, arguments):
     """A tool call as Qwen3.5 writes it."""
     written = {

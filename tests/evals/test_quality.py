@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from slimqwen import variant
 from slimqwen.evals import EvalError, quality
 from slimqwen.evals.invocation import Invocation
 from slimqwen.evals.quality import OutputTokens, Quality
@@ -200,3 +201,26 @@ def test_data_that_were_not_fetched_are_named_before_a_server_starts(add_served,
         EvalError, match=r"data/mmlu_pro, data/ifeval, data/gpqa, .*`slimqwen download --suite core`"
     ):
         quality.measure_quality(one.variant, core, 2, Invocation([]))
+
+
+@pytest.mark.parametrize(
+    ("template", "line", "parser"),
+    [
+        ("{{ tools }} <tool_call>\n<function=name>", "", "qwen3_coder"),
+        ('{{ tools }} <tool_call>\n{"name": ', "", "hermes"),
+        ('{{ tools }} <tool_call>\n{"name": ', "VLLM_TOOL_CALL_PARSER=qwen3_json\n", "qwen3_json"),
+    ],
+)
+def test_a_suite_with_tools_switches_the_tool_parser_on(add_variant, tmp_path, template, line, parser):
+    weights = tmp_path / "weights" / "own"
+    weights.mkdir(parents=True)
+    (weights / "tokenizer_config.json").write_text("{}")
+    (weights / "chat_template.jinja").write_text(template)
+    add_variant("own", f"VLLM_MODEL=weights/own\n{line}")
+    own = variant.load("own", tmp_path)
+    served = quality.with_tool_parser(own, Suite.load("core", repository_root()))
+    values = {key: setting.value for key, setting in served.settings.items()}
+    assert values == {
+        "VLLM_MODEL": "weights/own", "VLLM_ENABLE_AUTO_TOOL_CHOICE": "1", "VLLM_TOOL_CALL_PARSER": parser,
+    }  # fmt: skip
+    assert quality.with_tool_parser(own, Suite.load("tinyworld", repository_root())) is own

@@ -441,16 +441,6 @@ def test_another_parameter_base_or_number_of_stages_is_another_recipe(workshop: 
     assert len({*keys}) == len(keys)
 
 
-def test_an_output_of_before_there_were_recipe_keys_gets_its_own(workshop: Workshop) -> None:
-    recipe = workshop.recipe(workshop.add(2))
-    [made] = workshop.run(recipe)
-    made.manifest.model_copy(update={"recipe_key": ""}).write(made.folder)
-    assert checkpoint.recipe_key(made.folder) is None
-    [again] = workshop.run(recipe)
-    assert again.reused
-    assert Manifest.read(made.folder).recipe_key == made.manifest.recipe_key
-
-
 def test_a_checkpoint_that_was_changed_by_hand_has_no_recipe(workshop: Workshop) -> None:
     [made] = workshop.run(workshop.recipe(workshop.add(2)))
     (made.folder / "tokenizer.json").write_text('{"of": "mine"}')

@@ -12,8 +12,11 @@ def test_a_record_holds_until_something_that_decides_its_figures_changes():
     data = tiny.root / "eval/workloads/classes.yaml"
     block = provenance.describe(command, ["slimqwen"], provenance.utc_now(), datasets=[data]).as_json()
 
+    def changed_inputs(command, changed, **options):
+        return reuse.changed_inputs(ServedProvenance.model_validate(block | changed), command, **options)
+
     def still_holds(command, **changed):
-        return not reuse.changed_inputs(ServedProvenance.model_validate(block | changed), command)
+        return not changed_inputs(command, changed)
 
     assert still_holds(command)
     assert still_holds(ServerCommand.resolve(tiny, port=2))
@@ -30,6 +33,8 @@ def test_a_record_holds_until_something_that_decides_its_figures_changes():
         {"files": {"chat-template": "0" * 64}},
     ):
         assert not still_holds(command, **changed), changed
+        is_of_machine = changed.keys() <= {"hardware", "environment"}
+        assert (not changed_inputs(command, changed, on_any_machine=True)) is is_of_machine, changed
     flags, environment = (
         block["flags"] | {"max-num-seqs": 99},
         block["environment"] | {"OMP_NUM_THREADS": "99"},

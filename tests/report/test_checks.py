@@ -150,6 +150,7 @@ def remade(repository):
             record = json.loads(file.read_text())
             record["provenance"]["checkpoint"]["recipe_key"] = recorded
             file.write_text(json.dumps(record))
+        git(repository, "commit", "-a", "--amend", "--no-edit")
         return checks.check_records(repository)
 
     return remake

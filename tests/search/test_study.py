@@ -45,6 +45,21 @@ def test_every_candidate_ends_at_the_rung_that_it_cannot_pass(ladder: Ladder) ->
     assert all(t.fidelity_share <= 1.1 and t.tokens_per_second > 0 for t in by_rung["passed"])
 
 
+def test_the_sampler_learns_how_far_a_candidate_is_beyond_its_limits(ladder: Ladder) -> None:
+    study = open_study(ladder)
+    known = {trial.number: trial for trial in study.run(TRIALS)}
+    told = {each.number: each.constraints["excess"] for each in study._study.trials if each.constraints}
+    assert told.keys() == known.keys()
+    for number, trial in known.items():
+        assert (told[number] <= 0) == ladder.budget.is_met_by(trial)
+        if trial.crashed:
+            assert told[number] == max(told.values())
+        elif trial.rung == "acceptance" and trial.reason:
+            assert told[number] == pytest.approx(1 - trial.acceptance_share.value)
+        elif trial.rung != "roofline" and told[number] > 0:
+            assert told[number] == pytest.approx(max(0, trial.worst_share - 1), abs=1e-6)
+
+
 @pytest.mark.parametrize("meeting", [True, False])
 def test_only_a_candidate_that_could_be_a_finalist_ends_slower_ones(
     ladder: Ladder, monkeypatch: pytest.MonkeyPatch, meeting: bool

@@ -132,7 +132,10 @@ def refuse_changes(changes: dict[str, list[str]]) -> None:
     Raises:
         PatchError: vLLM is no known version, or a place differs.
     """
-    found = {PATCHES[name].file: lines for name, lines in changes.items() if lines}
+    found: dict[str, list[str]] = {}
+    for name, lines in changes.items():
+        if lines:  # a module may hold several patches
+            found.setdefault(PATCHES[name].file, []).extend(lines)
     if not found and installed_version() in known_versions():
         return
     cure = f"set {ALLOWED}=1 in the shell to start anyway"
