@@ -3,9 +3,12 @@
 import contextlib
 import errno
 import fcntl
+import os
+import pwd
+import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, NamedTuple
 
 from slimqwen.errors import SlimqwenError
 from slimqwen.progress import Progress, silent
@@ -35,7 +38,7 @@ def hold_lock(
     # NFS grants a shared lock only on a file open for reading, an exclusive one only on a file open for writing.
     with file.open("a+b") as stream:
         if not take_lock(stream, file, shared=shared):
-            progress(f"waiting: {reason}", 0, 0)
+            progress(f"waiting: {reason}{describe_holders(file)}", 0, 0)
             take_lock(stream, file, shared=shared, wait=True)
         yield
 
@@ -63,3 +66,60 @@ def take_lock(stream: IO[Any], file: Path, *, shared: bool = False, wait: bool =
             "write the same files; move the checkout to a local disk, or mount that file system with locks"
         ) from error
     return True
+
+
+class Lock(NamedTuple):
+    """A lock that a process of this host holds or waits for.
+
+    Attributes:
+        file: device and inode of the locked file.
+    """
+
+    pid: int
+    file: tuple[int, int]
+    is_waiting: bool
+
+
+_ROW = re.compile(r"\d+: (-> )?FLOCK\s+\S+\s+\S+\s+(\d+) ([0-9a-f]+):([0-9a-f]+):(\d+) ")
+
+
+def list_locks() -> list[Lock]:
+    """The locks of this host's processes by its kernel, which shows none of another host or PID namespace."""
+    with contextlib.suppress(OSError):
+        rows = (_ROW.match(line) for line in Path("/proc/locks").read_text().splitlines())
+        return [
+            Lock(int(row[2]), (os.makedev(int(row[3], 16), int(row[4], 16)), int(row[5])), bool(row[1]))
+            for row in rows
+            if row
+        ]
+    return []
+
+
+def describe_holders(file: Path) -> str:
+    """Who holds the lock of a file, such as " (process 12 of alice)"; empty where this host's kernel does not say."""
+    found = identify(file)
+    holders = {lock.pid for lock in list_locks() if lock.file == found and not lock.is_waiting} - {
+        0,
+        os.getpid(),
+    }
+    names = [f"process {pid} of {name_owner(pid)}" for pid in sorted(holders)]
+    return f" ({', '.join(names)})" if names else ""
+
+
+def identify(file: Path) -> tuple[int, int] | None:
+    """Device and inode of a file; None if it is not there."""
+    with contextlib.suppress(OSError):
+        stat = file.stat()
+        return stat.st_dev, stat.st_ino
+    return None
+
+
+def name_owner(pid: int) -> str:
+    """Name of the user who runs a process, or the user id where it has no name."""
+    try:
+        owner = Path(f"/proc/{pid}").stat().st_uid
+        return pwd.getpwuid(owner).pw_name
+    except OSError:  # it has ended
+        return "nobody"
+    except KeyError:
+        return f"uid {owner}"

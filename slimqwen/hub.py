@@ -33,7 +33,7 @@ from slimqwen.checkpoint.files import (
     tree_records,
 )
 from slimqwen.errors import SlimqwenError
-from slimqwen.file_lock import take_lock
+from slimqwen.file_lock import describe_holders, take_lock
 from slimqwen.progress import Progress, silent
 from slimqwen.variant import Variant, making_command
 
@@ -209,7 +209,8 @@ def download_files(
     with (staging / "lock").open("a+b") as lock:
         if not take_lock(lock, staging / "lock") or os.path.lexists(target):
             raise HubError(
-                f"another process is downloading {target}; wait until it ends, then run {repository.command} again"
+                f"another process{describe_holders(staging / 'lock')} is downloading {target}; wait until it ends, "
+                f"then run {repository.command} again"
             )
         for other in staging.glob(_COMMIT):
             if other != folder:

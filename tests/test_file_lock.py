@@ -3,12 +3,15 @@
 import errno
 import fcntl
 import os
+import pwd
+import subprocess
+import sys
 import threading
 from pathlib import Path
 
 import pytest
 
-from slimqwen.file_lock import FileLockError, hold_lock, take_lock
+from slimqwen.file_lock import FileLockError, describe_holders, hold_lock, take_lock
 
 
 def is_free(file: Path, *, shared: bool = False) -> bool:
@@ -49,6 +52,21 @@ def test_one_that_waits_says_why_and_goes_on_when_the_other_ends(tmp_path: Path)
         assert not entered.is_set()
     other.join()
     assert (shown, entered.is_set()) == (["waiting: another run"], True)
+
+
+def test_another_process_that_holds_a_lock_is_named_with_its_owner(tmp_path: Path) -> None:
+    file = tmp_path / ".lock"
+    code = "import sys; from pathlib import Path; from slimqwen.file_lock import hold_lock\n"
+    code += "with hold_lock(Path(sys.argv[1])): print(flush=True); sys.stdin.read()"
+    with subprocess.Popen(
+        [sys.executable, "-c", code, str(file)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as other:
+        assert other.stdout
+        other.stdout.readline()
+        owner = pwd.getpwuid(os.getuid()).pw_name
+        assert describe_holders(file) == f" (process {other.pid} of {owner})"
+        other.communicate("")
+    assert describe_holders(file) == describe_holders(tmp_path / "none") == ""
 
 
 @pytest.mark.parametrize("code", [errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP])

@@ -1,7 +1,7 @@
 """The command `slimqwen`: every verb, grouped in panels."""
 
 import sys
-from typing import NoReturn
+from typing import Annotated, NoReturn
 
 import typer
 
@@ -22,9 +22,11 @@ from slimqwen.cli import (
     report,
     search,
     serve,
+    status,
     variants,
     workspaces,
 )
+from slimqwen.cli.installed import describe_version
 from slimqwen.cli.variant_argument import with_variant_option
 
 _MAKE, _SERVE = "Make a variant", "Try one, serve one"
@@ -32,12 +34,29 @@ _MEASURE, _READ = "Will it run? Is it as good? Is it faster?", "Which one? Ship 
 
 app = typer.Typer(
     name="slimqwen",
-    help="Make a smaller, faster variant of a Qwen checkpoint, serve it with vLLM, measure it against its baseline.",
     no_args_is_help=True,
     rich_markup_mode="rich",
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+
+
+def _show_version(asked: bool) -> None:
+    if asked:
+        console.say(describe_version())
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool,
+        typer.Option("--version", is_eager=True, callback=_show_version, help="show version and commit"),
+    ] = False,
+) -> None:
+    """Make a smaller, faster variant of a Qwen checkpoint, serve it with vLLM, measure it against its baseline."""
+
+
 app.command(rich_help_panel=_SERVE)(workspaces.install)
 app.command(rich_help_panel=_MAKE)(workspaces.init)
 app.add_typer(variants.app, name="variant", rich_help_panel=_MAKE)
@@ -46,6 +65,7 @@ app.command(rich_help_panel=_MAKE)(downloads.download)
 app.command(rich_help_panel=_SERVE)(demo.demo)
 app.command(rich_help_panel=_SERVE, cls=console.Judge)(optimise.optimise)
 app.command(rich_help_panel=_SERVE)(serve.serve)
+app.command(rich_help_panel=_SERVE)(status.status)
 app.command(rich_help_panel=_MEASURE)(fit.fit)
 app.command(rich_help_panel=_MEASURE)(plan.plan)
 app.add_typer(evals.app, name="eval", rich_help_panel=_MEASURE)

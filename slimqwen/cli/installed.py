@@ -1,6 +1,7 @@
 """Whether .venv still is what `make install` would make of this checkout; and how it is filled."""
 
 import hashlib
+import importlib.metadata
 import json
 import os
 import platform
@@ -59,3 +60,16 @@ def become_installer(options: list[str]) -> NoReturn:
 def outdated() -> str | None:
     """`describe_outdated` of the running process."""
     return describe_outdated(Path(sys.prefix), Path(sys.argv[0]))
+
+
+def describe_version() -> str:
+    """Version of this package, and the commit of the checkout or of which the wheel was made."""
+    from slimqwen.records.git import git_state  # needs packages, which may not be installed yet
+
+    state = git_state(installation_root())
+    commit = (
+        f"commit {state.commit[:12]}{', changed since' if state.dirty else ''}"
+        if state.commit
+        else "of no commit"
+    )
+    return f"slimqwen {importlib.metadata.version('slimqwen')}, {commit}"

@@ -38,6 +38,10 @@ def new(
             help="create a baseline of this checkpoint instead: a folder, a GGUF file, or either on a hub",
         ),
     ] = None,
+    source: Annotated[
+        str | None,
+        typer.Option("--from", metavar="NAME", help="variant whose config.env and recipe are copied instead"),
+    ] = None,
     hypothesis: Annotated[
         str | None,
         typer.Option(help="what the variant is expected to show, in one sentence that can be refuted"),
@@ -61,20 +65,22 @@ def new(
         ),
     ] = None,
 ) -> None:
-    """Create experiments/NAME: a baseline of a checkpoint, or a variant of another one, to add flags or a recipe."""
+    """Create experiments/NAME: a baseline of a checkpoint, a variant of another one, or a copy, to edit it."""
     from slimqwen.evals.suites.suite import Suite
     from slimqwen.recipe import template
     from slimqwen.variant import scaffold
 
-    if (base is None) == (checkpoint is None) or (checkpoint and stage):
+    if [base, checkpoint, source].count(None) != 2 or (stage and not base) or (source and evaluation):
         raise typer.BadParameter(
-            "give --checkpoint FOLDER for a baseline, or --base NAME for a variant of it"
+            "give --checkpoint FOLDER for a baseline, --base NAME for a variant of it, or --from NAME alone for a copy"
         )
     if evaluation:
         # Checks that the evaluation exists and has questions now, not only at the gate.
         Suite.load(evaluation, variants.repository_root()).require_questions(variants.repository_root())
     if checkpoint:
         folder = create_baseline(name, checkpoint, hypothesis, evaluation or "core")
+    elif source:
+        folder = scaffold.copy(name, source, hypothesis)
     else:
         assert base is not None
         text = name_text(corpus, variants.repository_root() / "experiments" / name)
@@ -86,7 +92,7 @@ def new(
     update_page(folder)
     for file in sorted(folder.iterdir()):
         say(f"written: {relative(file)}")
-    if stage:
+    if (folder / "recipe.yaml").is_file():
         say(f"next: `slimqwen recipe run --variant {name} --dry-run`")
     elif checkpoint:
         say(

@@ -6,7 +6,8 @@ from pathlib import Path
 from slimqwen.checkpoint.files import CARD, CHECKSUMS, COMPILE_CACHE, carry_all, publish, tree_records
 from slimqwen.errors import SlimqwenError
 from slimqwen.evals import EvalError
-from slimqwen.evals.model_card import Origin, render_card
+from slimqwen.evals.licences import list_parts
+from slimqwen.evals.model_card import render_card
 from slimqwen.evals.promotion import find_passing_gate
 from slimqwen.progress import Progress, silent
 from slimqwen.variant import Variant
@@ -24,7 +25,8 @@ def publish_variant(
 
     Args:
         target: the folder, which must not exist.
-        licence: identifier of the licence to state where the base states none, or one that forbids commercial use.
+        licence: identifier of the licence to state where base, drafter or a text states none, or one that forbids
+            commercial use.
 
     Returns:
         Its files, in order.
@@ -42,13 +44,11 @@ def publish_variant(
         raise SlimqwenError(f"{target} exists already; name a folder that does not")
     variant.require_weights()
     gate, record = find_passing_gate(variant, progress)
-    origin = Origin.of(variant)
-    stated = origin.licence(variant.weights)["license"]
-    if licence is None and (stated == "unknown" or "-nc" in stated):
-        fault = "states no licence" if stated == "unknown" else f"has the licence {stated}"
+    faults = [part.fault for part in list_parts(variant) if part.fault]
+    if licence is None and faults:
         raise EvalError(
-            f"{origin.name} {fault}; where its owner lets you publish {variant.name}, say under which one: "
-            "--licence apache-2.0"
+            f"{', '.join(faults)}; where {'its owner lets' if len(faults) == 1 else 'their owners let'} you publish "
+            f"{variant.name}, say under which one: --licence apache-2.0"
         )
     recipe = variant.recipe.read_text(encoding="utf-8")
     target.parent.mkdir(parents=True, exist_ok=True)

@@ -13,6 +13,7 @@ import os
 import platform
 import secrets
 import shutil
+import tempfile
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -23,7 +24,7 @@ from slimqwen import checkpoint
 from slimqwen.checkpoint import Manifest
 from slimqwen.checkpoint.files import COMPILE_CACHE, MANIFEST, bytes_on_disk, file_records, publish, withdraw
 from slimqwen.errors import SlimqwenError
-from slimqwen.file_lock import hold_lock, take_lock
+from slimqwen.file_lock import describe_holders, hold_lock, take_lock
 from slimqwen.identity import changed_names, digest_of
 from slimqwen.identity.source import reach
 from slimqwen.models.outline import Outline
@@ -199,7 +200,9 @@ def clean_store(weights: Path, keep: Iterable[str]) -> int:
     file = store / ".lock"
     with file.open("a+b") as lock:
         if not take_lock(lock, file):
-            raise RecipeError(f"a recipe is running on {store}; try again when the recipe has ended")
+            raise RecipeError(
+                f"a recipe is running on {store}{describe_holders(file)}; try again when the recipe has ended"
+            )
         entries = {folder.name: folder for folder in store.iterdir() if not folder.name.startswith(".")}
         # An unchanged output has its input's digest. So has one with a baked cache, which is never an input.
         inputs: dict[str, list[str]] = {}
@@ -323,8 +326,11 @@ def add_facts(entry: Path, facts: Facts) -> Manifest:
     manifest = Manifest.read(entry)
     manifest = manifest.model_copy(update={"facts": {**manifest.facts, **facts}})
     times = (entry / MANIFEST).stat()  # kept, because `digest` trusts it
-    manifest.write(entry)
-    os.utime(entry / MANIFEST, ns=(times.st_atime_ns, times.st_mtime_ns))
+    with tempfile.TemporaryDirectory(dir=entry.parent, prefix=".") as folder:
+        manifest.write(Path(folder))
+        file = Path(folder) / MANIFEST  # a new one, for only its owner may set the times of a file
+        os.utime(file, ns=(times.st_atime_ns, times.st_mtime_ns))
+        file.replace(entry / MANIFEST)
     return manifest
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from slimqwen.errors import SlimqwenError
-from slimqwen.file_lock import take_lock
+from slimqwen.file_lock import describe_holders, take_lock
 from slimqwen.identity import digest_of
 from slimqwen.records import provenance
 from slimqwen.records.record import Provenance
@@ -102,7 +102,8 @@ def locked(file: Path) -> Iterator[Journal]:
     with io.FileIO(file, "r+") as stream:
         if not take_lock(stream, file):
             raise RunInProgressError(
-                f"another process runs the same measurement ({file.parent.name}/{file.name}); wait until it ends"
+                f"another process{describe_holders(file)} runs the same measurement ({file.parent.name}/{file.name}); "
+                "wait until it ends"
             )
         if not file.exists() or file.stat().st_ino != os.fstat(stream.fileno()).st_ino:
             raise RunInProgressError(

@@ -14,7 +14,7 @@ from typing import Any
 from slimqwen import checkpoint, host
 from slimqwen import variant as variants
 from slimqwen.checkpoint import draft_head, packing
-from slimqwen.file_lock import take_lock
+from slimqwen.file_lock import describe_holders, take_lock
 from slimqwen.fit.optimised import list_optimised
 from slimqwen.fit.subject import find_subject
 from slimqwen.identity import digest_of
@@ -105,7 +105,8 @@ class Optimisation:
         with file.open("a+b") as stream:
             if not take_lock(stream, file):
                 raise RunInProgressError(
-                    f"another process optimises {base}; `slimqwen optimise {base} --status` says where it stands"
+                    f"another process{describe_holders(file)} optimises {base}; "
+                    f"`slimqwen optimise {base} --status` says where it stands"
                 )
             yield
 

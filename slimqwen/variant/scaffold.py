@@ -1,19 +1,24 @@
 """A new variant's folder: config.env, measurements.json, README.md, and recipe.yaml if it has weights of its own."""
 
 import json
+import os
 import re
+import secrets
 import shutil
-import tempfile
 import textwrap
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
+
+import yaml
 
 from slimqwen import variant as variants
 from slimqwen.checkpoint.files import flush
 from slimqwen.errors import SlimqwenError
 from slimqwen.variant import Variant
 from slimqwen.variant.claims import read_claims
+from slimqwen.variant.config_env import config_env
+from slimqwen.workspace import relative
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _STORE = "store"
@@ -32,6 +37,7 @@ def create(
     recipe: str | None = None,
     lines: Mapping[str, str] = MappingProxyType({}),
     reasons: Mapping[str, str] = MappingProxyType({}),
+    config: str | None = None,
     root: Path | None = None,
 ) -> Path:
     """Create experiments/<name>/, which appears whole or not at all.
@@ -44,6 +50,7 @@ def create(
         recipe: content of recipe.yaml; None for a variant that serves the checkpoint of its base.
         lines: key -> value of the lines of config.env that differ from those of `base`.
         reasons: key, or key=value -> comment that stands before such a line.
+        config: content of config.env, in place of the base and `lines`.
 
     Returns:
         The folder.
@@ -73,7 +80,7 @@ def create(
     }
     drafts = lines.get("VLLM_SPECULATIVE_CONFIG", "1" if base_variant and base_variant.drafts else "") != ""
     files = {
-        "config.env": _config(name, base_variant, recipe is not None, lines, reasons),
+        "config.env": config or _config(name, base_variant, recipe is not None, lines, reasons),
         "measurements.json": json.dumps(measurements, indent=2, ensure_ascii=False) + "\n",
         "README.md": _readme(name, hypothesis, base_variant, recipe is not None, drafts=drafts),
     }
@@ -82,13 +89,13 @@ def create(
     scratch = root / ".cache"
     scratch.mkdir(exist_ok=True)
     # Not below experiments/, where a killed run would leave a folder that looks like a variant.
-    staging = Path(tempfile.mkdtemp(dir=scratch, prefix=f"new-variant-{name}."))
+    staging = scratch / f"new-variant-{name}.{secrets.token_hex(4)}"
+    staging.mkdir()
     try:
         for file, content in files.items():
             (staging / file).write_text(content, encoding="utf-8")
         for path in (*staging.iterdir(), staging):
             flush(path)
-        staging.chmod(0o755)  # mkdtemp gives 0700
         try:
             staging.rename(folder)
         except OSError as error:
@@ -99,6 +106,56 @@ def create(
         shutil.rmtree(staging, ignore_errors=True)
         raise
     return folder
+
+
+def copy(name: str, source: str, hypothesis: str | None = None, root: Path | None = None) -> Path:
+    """Create experiments/<name>/ with the lines and the recipe of another variant, whose baseline it has.
+
+    Args:
+        source: name of the other variant; of a baseline, the copy is compared with it.
+        hypothesis: as for `create`; None for that of the other variant.
+
+    Raises:
+        ScaffoldError, ConfigError: as `create`.
+    """
+    root = root or variants.repository_root()
+    original = variants.load(source, root)
+    config = config_env(source, root).read_text(encoding="utf-8")
+    # Another variant is no copy of the hub's repository, in whose name a recipe would find it.
+    config = re.sub(r"(?m)^(SOURCE|REVISION)=.*\n", "", config)
+    recipe = None
+    if original.recipe:
+        config = re.sub(rf"\bweights/{re.escape(source)}(?![\w.-])", f"weights/{name}", config)
+        recipe = _with_moved_texts(original.recipe, root / "experiments" / name, root)
+    expected = hypothesis or original.hypothesis
+    return create(name, source, expected, recipe=recipe, config=config, root=root)
+
+
+def _with_moved_texts(recipe: Path, folder: Path, root: Path) -> str:
+    """Content of a recipe with its texts named as a recipe in another folder names them."""
+    content = recipe.read_text(encoding="utf-8")
+    for node in sorted(_list_texts(yaml.compose(content)), key=lambda node: -node.start_mark.index):
+        if len(Path(node.value).parts) == 1 and not Path(node.value).suffix:
+            continue  # a name, such as self
+        file = Path(os.path.normpath(recipe.parent / node.value))
+        is_shipped = relative(file, root).parts[:-1] == ("eval", "texts") and file.suffix == ".jsonl"
+        text = file.stem if is_shipped else os.path.relpath(file, folder)
+        written = json.dumps(text, ensure_ascii=False) if node.style else text
+        content = content[: node.start_mark.index] + written + content[node.end_mark.index :]
+    return content
+
+
+def _list_texts(node: yaml.Node | None) -> Iterator[yaml.ScalarNode]:
+    """The values in a recipe that name a text."""
+    if isinstance(node, yaml.SequenceNode):
+        for each in node.value:
+            yield from _list_texts(each)
+    elif isinstance(node, yaml.MappingNode):
+        for key, value in node.value:
+            if key.value in ("corpus", "path") and isinstance(value, yaml.ScalarNode):
+                yield value
+            else:
+                yield from _list_texts(value)
 
 
 def require_new(name: str, root: Path, *, with_weights: bool = False) -> None:
@@ -148,10 +205,7 @@ def _readme(name: str, hypothesis: str, base: Variant | None, with_weights: bool
     if base is None:
         content = "The baseline of its variants: `config.env` names the checkpoint and how it is served."
     elif with_weights:
-        content = (
-            f"`recipe.yaml` makes its checkpoint from that of `{base.name}`; "
-            f"`slimqwen recipe run {name}` runs it."
-        )
+        content = f"`recipe.yaml` says how its checkpoint is made; `slimqwen recipe run {name}` makes it."
     else:
         content = f"The checkpoint is that of `{base.name}`; `config.env` has the flags that differ."
     wrapped = [

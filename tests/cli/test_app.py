@@ -1,5 +1,6 @@
 """`slimqwen` as a person meets it: one line for what they can expect to go wrong, and help for every verb."""
 
+import re
 import subprocess
 import sys
 
@@ -81,3 +82,12 @@ finally:
 """
     ended = subprocess.run([sys.executable, "-c", asked], capture_output=True, text=True, timeout=600)
     assert ended.stdout.splitlines()[-1] == "[]"
+
+
+def test_the_version_has_the_commit(run_here):
+    code, said, _ = run_here("--version")
+    commit = subprocess.run(
+        ["git", "-C", str(ROOT), "rev-parse", "HEAD"], capture_output=True, text=True, check=True
+    ).stdout
+    assert code == 0
+    assert re.fullmatch(rf"slimqwen \d+\.\d+\.\d+, commit {commit[:12]}(, changed since)?\n", said)

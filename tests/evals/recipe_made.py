@@ -57,17 +57,20 @@ def described(one, settings=None):
 def gated(one, verdict="pass", data=None, **changes):
     """A gate record of a variant as it is now, and the quality record that it rests on, made with this data."""
     suite = Suite.load("tinyworld", one.root)
-    (task,) = suite.tasks
-    items = [{"task": task.name, "item": str(n), "value": 1.0, "weight": 1} for n in range(4)]
+    items = [
+        {"task": task.name, "item": str(n), "value": 1.0, "weight": 1}
+        for task in suite.tasks
+        for n in range(4)
+    ]
     block = described(one, suite) | ({} if data is None else {"datasets": data})
     quality = record_files.example("quality", variant=one.name, provenance=block, suite="tinyworld")
-    settings = suite.settings_of(task)
-    quality["tasks"] = {task.name: quality["tasks"]["example_facts"] | {"settings": settings}}
+    score = quality["tasks"]["example_facts"]
+    quality["tasks"] = {task.name: score | {"settings": suite.settings_of(task)} for task in suite.tasks}
     evidence = record_files.write(one.folder, quality, items)
     record = {
         "schema": "gate/1",
         "variant": one.name,
-        "baseline": "tiny",
+        "baseline": one.baseline,
         "plan": "tinyworld",
         "verdict": verdict,
         "verdicts": dict.fromkeys(CHECKS, "pass") | {"quality": verdict},

@@ -11,6 +11,7 @@ from slimqwen.checkpoint.files import COMPILE_CACHE, MANIFEST, carry_all
 from slimqwen.errors import SlimqwenError
 from slimqwen.evals import EvalError
 from slimqwen.evals.publication import publish_variant, served_elsewhere
+from slimqwen.records import store
 from tests.evals.recipe_made import gated
 
 pytestmark = pytest.mark.usefixtures("stamps")
@@ -72,6 +73,20 @@ def test_a_base_for_non_commercial_use_is_refused_until_one_is_stated(judged, tm
     (tiny / "README.md").write_text(f"---\n{yaml.safe_dump({'license': 'cc-by-nc-4.0'})}---\n")
     with pytest.raises(EvalError, match=r"has the licence cc-by-nc-4\.0"):
         publish_variant(judged, tmp_path / "small")
+
+
+def test_the_model_index_has_the_scores_of_the_gates_records_alone(judged, tmp_path):
+    publish_variant(judged, tmp_path / "small", "apache-2.0")
+    (result,) = ModelCard.load(tmp_path / "small" / "README.md").data.eval_results
+    (path,) = judged.folder.glob("quality_*.json")
+    ((task, score),) = store.read_record(path).tasks.items()
+    assert (result.dataset_type, result.metric_type, result.metric_value) == (
+        task,
+        score.measure,
+        score.value,
+    )
+    assert result.dataset_name == f"{task}, of Slimqwen's suite tinyworld"
+    assert result.metric_args == {"standard_error": score.standard_error, "items": score.item_count}
 
 
 def test_what_was_not_judged_and_what_no_recipe_made_is_refused(made, tmp_path):

@@ -132,3 +132,30 @@ def test_what_an_interrupted_run_leaves_is_no_variant(repository, monkeypatch):
         scaffold.create("new", "tiny", HYPOTHESIS, root=repository)
     assert "new" not in variant.names(repository)
     assert json.dumps([str(problem) for problem in collection.collect(repository).problems]) == "[]"
+
+
+def test_a_copy_has_the_lines_and_the_recipe_with_its_texts_and_a_checkpoint_of_its_own(
+    repository, add_variant
+):
+    config = add_variant(
+        "old", "# why\nBASE=tiny\nVLLM_MODEL=weights/old\nVLLM_MAX_NUM_SEQS=8\n", baseline="tiny"
+    )
+    texts = "corpus: mix.jsonl\nstages:\n  - calibrate: {corpus: {path: ../../eval/texts/tinyworld.jsonl}} # as is\n"
+    texts += '  - sample_outputs:\n      corpus:\n        path: "../other/a b.txt"\n        seed: 1\n'
+    (config.parent / "recipe.yaml").write_text(f"description: x\nbase: tiny\n{texts}")
+    folder = scaffold.copy("new", "old", root=repository)
+    made = variant.load("new", repository)
+    assert (made.weights, made.baseline) == (repository / "weights" / "new", "tiny")
+    assert made.hypothesis == variant.load("old", repository).hypothesis
+    assert (folder / "config.env").read_text() == config.read_text().replace("weights/old", "weights/new")
+    moved = texts.replace("mix.jsonl", "../old/mix.jsonl").replace(
+        "../../eval/texts/tinyworld.jsonl", "tinyworld"
+    )
+    assert (folder / "recipe.yaml").read_text() == f"description: x\nbase: tiny\n{moved}"
+
+
+def test_a_copy_of_a_baseline_is_compared_with_it_and_is_no_copy_of_the_hub(repository):
+    scaffold.copy("new", "large", root=repository)
+    made = variant.load("new", repository)
+    assert (made.baseline, "SOURCE" in made.settings) == ("large", False)
+    assert made.weights == repository / "weights" / "large"
