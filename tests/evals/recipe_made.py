@@ -65,7 +65,13 @@ def gated(one, verdict="pass", data=None, **changes):
     block = described(one, suite) | ({} if data is None else {"datasets": data})
     quality = record_files.example("quality", variant=one.name, provenance=block, suite="tinyworld")
     score = quality["tasks"]["example_facts"]
-    quality["tasks"] = {task.name: score | {"settings": suite.settings_of(task)} for task in suite.tasks}
+    said = ("measure", "non_inferiority_margin")
+    quality["tasks"] = {
+        task.name: score
+        | {"settings": suite.settings_of(task)}
+        | {name: getattr(task, name) for name in said}
+        for task in suite.tasks
+    }
     evidence = record_files.write(one.folder, quality, items)
     record = {
         "schema": "gate/1",
