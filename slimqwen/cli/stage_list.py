@@ -23,9 +23,10 @@ A recipe says its text once, as `corpus:` at its top, and a stage may say anothe
 - a file or folder of texts or chats, relative to the recipe, or the name of a text in eval/texts.
 
 `redistill_mtp` tests a hypothesis. Of three public reports on a head that came with its model two saw no gain, one more
-accepted drafts on its own domain alone. It pays where the head no longer fits: a trimmed vocabulary, a fine-tune, a
-head taken from another checkpoint. `calibrate` can round a 4-bit head by GPTQ (`rounding: gptq`), which measures its
-inputs on what `sample_outputs` wrote: one public report gained by it, the embedded model did not.
+accepted drafts on its own domain alone. It pays where the head no longer fits: a trimmed vocabulary, or a fine-tune,
+which common trainers save without its head: `graft_mtp` gives it that of its original first. `calibrate` can round a
+4-bit head by GPTQ (`rounding: gptq`), which measures its inputs on what `sample_outputs` wrote: one public report
+gained by it, the embedded model did not.
 
 | stage | parameter | default | meaning |
 |---|---|---|---|

@@ -17,7 +17,7 @@ from slimqwen.checkpoint.weights import Weight, group_parts
 from slimqwen.formats import BY_ROW
 from slimqwen.formats.compressed_tensors import PackedIntegers, config_group, with_group
 from slimqwen.models.published import published_tensors
-from slimqwen.models.shape import Packing, Shape, parts_of
+from slimqwen.models.shape import MTP_LAYERS, Packing, Shape, parts_of
 
 _TABLES = tuple(f"{table}.{part}" for table in packing.TABLES for part in BY_ROW)
 """Ends of the names of tensors with a row for each token."""
@@ -141,6 +141,14 @@ class Outline:
         }
         config = draft_head.announced(self.config, rows)
         return replace(self, config=config, tensors={**self.tensors, **head})
+
+    def with_mtp_head(self) -> "Outline":
+        """The outline with an MTP head in 16 bits."""
+        shape = Shape.of_config(self.config).with_mtp_head()
+        head = {name: each for name, each in shape.tensors.items() if name.startswith("mtp.")}
+        config = self._with_text({MTP_LAYERS: shape.text[MTP_LAYERS]})
+        predicted = {name: _predicted(*each) for name, each in head.items()}
+        return replace(self, config=config, tensors={**self.tensors, **predicted})
 
     def with_packing(self, kinds: Mapping[str, Packing]) -> "Outline":
         """The outline with all linears of these kinds (`packing.LINEARS`) packed; a packed table is untied."""

@@ -31,6 +31,9 @@ IMAGE_PROCESSOR: Mapping[str, Any] = {
 """preprocessor_config.json of a multimodal Qwen3.5; vLLM's processor reads the file even if images are off."""
 
 
+MTP_LAYERS = "mtp_num_hidden_layers"
+
+
 class ShapeError(SlimqwenError):
     """The dimensions of a variant's checkpoint are not known."""
 
@@ -86,6 +89,11 @@ class Shape:
     def with_draft_vocabulary(self, rows: int) -> "Shape":
         """The same model with a draft head of `rows` rows."""
         return replace(self, config=draft_head.announced(self.config, rows))
+
+    def with_mtp_head(self) -> "Shape":
+        """The same model with an MTP head, of as many layers as config.json announces, else of one."""
+        text = {**self.text, MTP_LAYERS: self.text.get(MTP_LAYERS) or 1}
+        return replace(self, config={**self.config, "text_config": text})
 
     def with_packing(self, kinds: Mapping[str, Packing]) -> "Shape":
         """The same model with all linears of these kinds (`packing.LINEARS`) packed; a packed table is untied."""
@@ -194,7 +202,7 @@ def _plain_tensors(text: Mapping[str, Any], family: Family, prefix: str) -> Tens
     hidden, rows = text["hidden_size"], text["vocab_size"]
     plain: Tensors = {f"{prefix}.embed_tokens.weight": ("BF16", (rows, hidden))}
     layers = [(f"{prefix}.layers.{number}", kind) for number, kind in enumerate(family.layer_types(text))]
-    drafts = text.get("mtp_num_hidden_layers") or 0
+    drafts = text.get(MTP_LAYERS) or 0
     for name, kind in (*layers, *((f"mtp.layers.{number}", FULL_ATTENTION) for number in range(drafts))):
         plain |= {
             f"{name}.{norm}.weight": ("BF16", (hidden,))

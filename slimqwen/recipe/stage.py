@@ -105,6 +105,9 @@ class Dimensions(Protocol):
     def with_draft_vocabulary(self, rows: int) -> Self:
         """The dimensions with a draft head of `rows` rows."""
 
+    def with_mtp_head(self) -> Self:
+        """The dimensions with an MTP head in 16 bits."""
+
     def with_packing(self, kinds: Mapping[str, Packing]) -> Self:
         """The dimensions with the given kinds of linears packed."""
 

@@ -253,7 +253,7 @@ _TEXT_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.json", 
 
 _SETTINGS_OF_STAGES = {
     "architectures", "dtype", "torch_dtype", "tie_word_embeddings", "transformers_version", "vocab_size",
-    "quantization_config", draft_head.SIZE_KEY,
+    "quantization_config", draft_head.SIZE_KEY, "mtp_num_hidden_layers",
 }  # fmt: skip
 """Keys of config.json that stages may write, or that state how the file was written; token ids may change, too."""
 
