@@ -129,6 +129,7 @@ class _Handler(BaseHTTPRequestHandler):
             return
         choice = {"index": 0, "text": "salt", "finish_reason": "stop"}
         if body.get("return_token_ids"):
+            self.server.count(body)
             choice["token_ids"] = [self.server.token] * body["max_tokens"]
         if body.get("echo"):
             count = len(body["prompt"][0]) + 1

@@ -1,4 +1,4 @@
-"""`slimqwen search`: the fastest variant on a GPU in a quality budget; `slimqwen tune`: the fastest drafts here."""
+"""`slimqwen search`: the fastest variant on a GPU in a budget; `slimqwen tune`: the fastest drafts and flags here."""
 
 import math
 import re
@@ -83,10 +83,19 @@ def tune(
         str | None,
         typer.Option(
             metavar="N,…",
-            help="numbers of concurrent requests (default: 1, 4 and 16, up to VLLM_MAX_NUM_SEQS)",
+            help="numbers of concurrent requests, and `sessions` of an agent for flags (default: 1, 4 and 16, up to "
+            "VLLM_MAX_NUM_SEQS, and sessions)",
         ),
     ] = None,
-    minutes: Annotated[float, typer.Option(min=1, help="start no server after this many minutes")] = 30,
+    minutes: Annotated[float, typer.Option(min=1, help="start no server after this many minutes")] = 45,
+    flags: Annotated[
+        str,
+        typer.Option(
+            metavar="KIND",
+            help="serving flags to try beside the best drafts: none; exact, which keep greedy responses; lossy: also "
+            "those that need the gate",
+        ),
+    ] = "exact",
     temperature: Annotated[
         float | None,
         typer.Option(
@@ -100,21 +109,28 @@ def tune(
     port: Port = None,
     even_if_busy: EvenIfBusy = False,
 ) -> None:
-    """Find the fastest way to speculate for a variant on this machine: MTP depths, prompt lookup, drafters, none.
+    """Find the fastest drafts for a variant on this machine, and the serving flags that pay beside them.
 
-    Each way takes turns with the undrafted server; wrong responses end it. The same command continues.
+    Each way to speculate takes turns with the undrafted server, then each flag with the best; then what paid is united.
+    Wrong responses end an arm. The same command continues.
     """
-    from slimqwen.search.tune import apply_chosen, tune_variant
+    from slimqwen.search.tune import FLAGS, SESSIONS, apply_chosen, tune_variant
     from slimqwen.variant import DRAFTS_NOTE, scaffold
 
-    if load is not None and not re.fullmatch(r"[1-9]\d*(,[1-9]\d*)*", load):
-        raise typer.BadParameter(f"--load {load}: give numbers of concurrent requests, such as 1,4,16")
+    if load is not None and not re.fullmatch(rf"[1-9]\d*(,[1-9]\d*)*(,{SESSIONS})?", load):
+        raise typer.BadParameter(
+            f"--load {load}: give numbers of concurrent requests, such as 1,4,16,{SESSIONS}"
+        )
+    if flags not in FLAGS:
+        raise typer.BadParameter(f"--flags {flags}: give {', '.join(FLAGS)}")
     if apply is not None:
         scaffold.require_new(apply, variant.root)
     with progress_bar() as progress:
         path = tune_variant(
             variant,
-            [int(each) for each in load.split(",")] if load else None,
+            [int(each) for each in load.split(",") if each != SESSIONS] if load else None,
+            flags=flags,
+            sessions=load is None or load.endswith(SESSIONS),
             minutes=minutes,
             command=command(),
             temperature=temperature,
@@ -123,7 +139,7 @@ def tune(
             progress=progress,
         )
     record = show_record(path)
-    if any(arm.speculation for arm in record.arms if arm.name == record.chosen):
+    if record.winner and record.winner.speculation:
         say(f"{DRAFTS_NOTE}.")
     if apply is None:
         return

@@ -56,6 +56,18 @@ OWN_EFFECTS: Mapping[str, Effect] = MappingProxyType(
 )
 """Keys of config.env that are neither a flag of vLLM nor an environment variable."""
 
+ROUNDING = frozenset(
+    {
+        "dtype",
+        "quantization",
+        "kv-cache-dtype",
+        "mamba-cache-dtype",
+        "mamba-ssm-cache-dtype",
+        "marlin-input-dtype",
+    }
+)
+"""Flags and variables of vLLM that round numbers otherwise: responses may differ by more than near ties."""
+
 
 def affecting(effect: Effect, flags: Mapping[str, Any]) -> dict[str, Any]:
     """The flags, by name without dashes, that may affect any of this."""
@@ -83,3 +95,8 @@ def flag_of(key: str) -> str:
 def may_affect(effect: Effect, key: str) -> bool:
     """Whether a line of config.env may affect any of this."""
     return bool(OWN_EFFECTS.get(key, EFFECTS.get(flag_of(key), Effect.ALL)) & effect)
+
+
+def may_round(key: str) -> bool:
+    """Whether a line of config.env rounds numbers otherwise, so that a quality check has to judge it."""
+    return flag_of(key) in ROUNDING

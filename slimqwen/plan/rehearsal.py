@@ -20,12 +20,12 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, ValidationError
 
 from slimqwen import variant as variants
 from slimqwen.checkpoint.files import sha256
 from slimqwen.errors import SlimqwenError
-from slimqwen.identity import effects
+from slimqwen.identity import changed_names, effects
 from slimqwen.plan import devices, jit_modules, resolution, shapes, simulated_gpu
 from slimqwen.plan.devices import CPU, Gpu
 from slimqwen.plan.facts import EngineConfig, Plan
@@ -47,7 +47,12 @@ class _Subject(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     variant: str
-    lines: dict[str, str]  # lines of config.env whose values may differ from the file's
+    lines: dict[str, str]  # all lines of config.env; their values may differ from the file's
+
+    def load(self, root: Path) -> Variant:
+        loaded = variants.load(self.variant, root)
+        known = {key: setting.value for key, setting in loaded.settings.items()}
+        return loaded.with_lines({key: self.lines.get(key, "") for key in changed_names(known, self.lines)})
 
 
 class _Request(BaseModel):
@@ -63,6 +68,7 @@ def rehearse_variant(variant: Variant, gpu: Gpu | None, *, log: Path) -> Plan:
     """Rehearse a variant on a device; if vLLM refuses the variant, `error` of the plan says why.
 
     Args:
+        variant: with its lines as they are in memory.
         gpu: GPU to simulate; None to rehearse on the CPU of this host.
         log: file that receives vLLM's output.
 
@@ -86,10 +92,7 @@ def rehearse_variants(variants: Sequence[Variant], gpu: Gpu | None, *, log: Path
     request = _Request(
         root=variants[0].root,
         subjects=tuple(
-            _Subject(
-                variant=each.name,
-                lines={key: lines[key].value for key in ("VLLM_MODEL", SHARED_BY) if key in lines},
-            )
+            _Subject(variant=each.name, lines={key: line.value for key, line in lines.items()})
             for each, lines in zip(variants, settings, strict=True)
         ),
         gpu=gpu,
@@ -190,7 +193,7 @@ def _rehearse(subject: _Subject, request: _Request) -> Plan:
     step = "configuration"
     with _blocked_network(), tempfile.TemporaryDirectory(prefix="slimqwen-plan-") as folder:
         try:
-            variant = variants.load(subject.variant, request.root).with_lines(subject.lines)
+            variant = subject.load(request.root)
             facts["inputs"] = digest_inputs(variant, request.gpu)
             variant, facts["checkpoint"] = _with_checkpoint(variant, Path(folder))
             command = ServerCommand.resolve(variant, platform="cpu" if request.gpu is None else "cuda")
@@ -221,9 +224,17 @@ def _rehearse(subject: _Subject, request: _Request) -> Plan:
                 jit_modules.check_attention(config, layout)
         except Exception as error:  # any refusal by vLLM is an answer
             facts["failed_at"] = step
-            facts["error"] = " ".join(f"{type(error).__name__}: {error}".split())[:1000]
+            facts["error"] = _describe_refusal(error)[:1000]
             logging.getLogger(__name__).exception("rehearsal of %s", subject.variant)
     return Plan(**facts)
+
+
+def _describe_refusal(error: Exception) -> str:
+    """The error in a line; of a refused field its message alone, without pydantic's frame."""
+    message: object = error
+    if isinstance(error, ValidationError):
+        message = error.errors()[0]["msg"].removeprefix("Value error, ")
+    return " ".join(f"{type(error).__name__}: {message}".split())
 
 
 def _with_checkpoint(variant: Variant, folder: Path) -> tuple[Variant, str]:

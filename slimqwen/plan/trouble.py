@@ -67,12 +67,17 @@ class KnownTrouble(BaseModel):
         version = Version(plan.vllm)
         if not SpecifierSet(self.vllm).contains(version.base_version, prereleases=True):
             return False
-        return all(_holds(_fact(plan, name), condition) for name, condition in self.when.items())
+        return meets(plan, self.when)
 
     @property
     def prevents_start(self) -> bool:
         """Whether this trouble, where it applies, prevents a start of the server."""
         return self.effect in ("dies", "differs")
+
+
+def meets(plan: Plan, when: Mapping[str, Value | list[Value]]) -> bool:
+    """Whether conditions on `FACTS` and on vLLM's flags all hold for a plan."""
+    return all(_holds(_fact(plan, name), condition) for name, condition in when.items())
 
 
 def _fact(plan: Plan, name: str) -> Any:
@@ -139,6 +144,7 @@ FACTS: Mapping[str, Callable[[Plan], Any]] = MappingProxyType(
         "compute_capability": lambda plan: plan.compute_capability and float(plan.compute_capability),
         "dtype": _engine_field("dtype", "dtype"),
         "kv_cache_dtype": _engine_field("kv_cache_dtype", "kv-cache-dtype"),
+        "model_runner": _field("engine", "model_runner"),
         "state_dtype": _field("engine", "state_dtype"),
         "num_speculative_tokens": _field("engine", "num_speculative_tokens"),
         "speculative_method": _speculative_method,

@@ -148,8 +148,10 @@ def read_journal(name: Callable[[], object]) -> Reader:
 
 def read_tune(root: Path) -> Reader:
     def name() -> object:
-        subject = tuner._Subject.of_variant(small(root), Workload.load("mine", root), [1], None)
-        return tuner._journal(subject, False)
+        workload = Workload.load("mine", root)
+        return tuner._journal(
+            tuner.Subject.of_variant(small(root), workload, [1], None, sessions=False), False
+        )
 
     return read_journal(name)
 

@@ -17,7 +17,7 @@ from slimqwen.serving.shared_server import SharedServer, get_response, require_h
 from slimqwen.text.prompts import PromptCutter, Tokens, documents, read_own_prompts
 from slimqwen.variant import Variant
 
-_PREFIX_QUERIES, _PREFIX_HITS = (f"vllm:prefix_cache_{name}_total" for name in ("queries", "hits"))
+_PREFIX_QUERIES, PREFIX_HITS = (f"vllm:prefix_cache_{name}_total" for name in ("queries", "hits"))
 
 
 @dataclass
@@ -186,7 +186,7 @@ class MeasuredVariant:
         if shared.workload.needs_prefix_cache:
             after = counters(url)
             queried, hit = (
-                after.get(name, 0.0) - before.get(name, 0.0) for name in (_PREFIX_QUERIES, _PREFIX_HITS)
+                after.get(name, 0.0) - before.get(name, 0.0) for name in (_PREFIX_QUERIES, PREFIX_HITS)
             )
             self._check_prefixes(c, position, queried, hit)
             result.queried_tokens += queried

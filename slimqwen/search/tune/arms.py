@@ -1,22 +1,19 @@
-"""Arms: the ways to speculate that vLLM may have for a checkpoint, each as lines of config.env.
+"""Arms: the ways to speculate that vLLM may have for a checkpoint, with changed settings, each as lines of config.env.
 
-This module does not state which arms the installed vLLM supports on this platform: vLLM's parser and configuration
+This module does not state which arms the installed vLLM supports on this platform: vLLM's parser and the arm's plan
 refuse the others, or the server of an arm dies and its log says why.
 """
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
-
-from pydantic import ValidationError
 
 from slimqwen.bench.workload import Workload
 from slimqwen.checkpoint.weights import has_mtp_head
 from slimqwen.host import Platform
-from slimqwen.plan import resolution
-from slimqwen.progress import Progress
+from slimqwen.search.tune.changes import Change
 from slimqwen.serving.command import ServerCommand
 from slimqwen.text.prompts import parse_own_prompts
 from slimqwen.variant import DRAFTS_REFUSE
@@ -35,46 +32,73 @@ _LOOKUPS: Mapping[str, Mapping[str, Any]] = {
 }
 """Settings of the methods that draft from the text so far, without a drafting model."""
 
-_PROBABILISTIC = {"draft_sample_method": "probabilistic"}
-_BLOCK = {"rejection_sample_method": "block"}
-_SAMPLING: tuple[Mapping[str, str], ...] = (_PROBABILISTIC, _BLOCK, {**_PROBABILISTIC, **_BLOCK})
-"""Settings of draft sampling and rejection sampling to try at temperatures above 0, without vLLM's defaults."""
-
-_OF_AN_ARM = (_DEPTH, f"{_DEPTH}_per_batch_size", *_PROBABILISTIC, *_BLOCK, "enable_adaptive_verification")
+_OF_AN_ARM = (
+    _DEPTH,
+    f"{_DEPTH}_per_batch_size",
+    "draft_sample_method",
+    "rejection_sample_method",
+    "enable_adaptive_verification",
+)
 _UNNAMED = ("method", "model", _DEPTH, "prompt_lookup_max", "prompt_lookup_min")
 
 
 @dataclass(frozen=True)
 class Arm:
-    """A way to speculate.
+    """A way to speculate, with changed settings.
 
     Attributes:
-        speculation: vLLM's speculative config; None for no drafts.
+        drafts: vLLM's speculative config without the changes; None for no drafts.
+        parts: changes, no two of the same line.
     """
 
-    speculation: Mapping[str, Any] | None
+    drafts: Mapping[str, Any] | None
+    parts: tuple[Change, ...] = ()
 
     @property
     def name(self) -> str:
-        """Method, depth and other settings, such as "MTP K=4, probabilistic"."""
-        settings = self.speculation
+        """Method, depth and other settings, then the changes, such as "MTP K=4, prefix cache"."""
+        settings = self.drafts
         if settings is None:
-            return "none"
+            return ", ".join(["none", *(part.name for part in self.parts)])
         method = "MTP" if settings.get("method") == "mtp" else settings.get("method", "drafter")
         parts = [method, Path(settings["model"]).name] if settings.get("model") else [method]
         parts += [f"K={settings[_DEPTH]}"] if _DEPTH in settings else []
         others = sorted((key, value) for key, value in settings.items() if key not in _UNNAMED)
-        return ", ".join([" ".join(parts), *(_describe_setting(key, value) for key, value in others)])
+        named = [*(f"{key}={value}" for key, value in others), *(part.name for part in self.parts)]
+        return ", ".join([" ".join(parts), *named])
+
+    @property
+    def speculation(self) -> dict[str, Any] | None:
+        """VLLM's speculative config; None for no drafts."""
+        if self.drafts is None:
+            return None
+        return dict(self.drafts) | {
+            key: value for part in self.parts for key, value in part.speculation.items()
+        }
+
+    @property
+    def changes(self) -> dict[str, str]:
+        """Lines of config.env that the changes set."""
+        return {key: value for part in self.parts for key, value in part.lines.items()}
 
     @property
     def depth(self) -> int:
         """Tokens drafted at a time (K); 0 without drafts or if vLLM chooses."""
-        return int((self.speculation or {}).get(_DEPTH, 0))
+        return int((self.drafts or {}).get(_DEPTH, 0))
 
     @property
-    def is_sampled(self) -> bool:
-        """Whether a model drafts, so that draft tokens can be sampled from its distribution."""
-        return self.speculation is not None and self.speculation.get("method") not in _LOOKUPS
+    def rounds(self) -> bool:
+        """Whether a change rounds numbers otherwise, which only the gate can judge."""
+        return any(part.rounds for part in self.parts)
+
+    def unite(self, others: Sequence["Arm"]) -> "Arm":
+        """The arm with changes of others; of changes that set the same, the first counts."""
+        united = self
+        for part in (part for other in others for part in other.parts):
+            taken = united.changes.keys() | {key for each in united.parts for key in each.speculation}
+            if not taken & {*part.lines, *part.speculation}:
+                united = replace(united, parts=(*united.parts, part))
+        return united
 
     def list_lines(self, served: ServerCommand, sequences: int | None) -> dict[str, str]:
         """Lines of config.env in which the arm differs from the variant; an empty value unsets.
@@ -85,7 +109,7 @@ class Arm:
         """
         lines = {}
         own = served.flags.get("speculative-config") or {}
-        if dict(self.speculation or {}) != own:
+        if (self.speculation or {}) != own:
             lines[KEY] = json.dumps(self.speculation) if self.speculation else ""
         if sequences is not None:
             lines[_SEQUENCES] = str(sequences)
@@ -96,22 +120,19 @@ class Arm:
             # A verify step computes K + 1 tokens for each request.
             requests = sorted({max(1, size // (own.get(_DEPTH, 0) + 1)) for size in sizes})
             lines[_GRAPH_SIZES] = ",".join(str(count * (self.depth + 1)) for count in requests)
-        return lines
+        return lines | self.changes
 
 
 UNDRAFTED = Arm(None)
 
 
-def _describe_setting(key: str, value: Any) -> str:
-    if key in _PROBABILISTIC:
-        return str(value)
-    if key in _BLOCK:
-        return f"{value} verification"
-    return "adaptive" if (key, value) == ("enable_adaptive_verification", True) else f"{key}={value}"
+def own_arm(served: ServerCommand) -> Arm:
+    """The arm that the variant itself is."""
+    return Arm(served.flags["speculative-config"]) if served.flags.get("speculative-config") else UNDRAFTED
 
 
 def list_arms(served: ServerCommand) -> list[Arm]:
-    """List every arm that is tried: first the one without drafts, then the variant's own.
+    """List every way to speculate that is tried: first no drafts, then the variant's own.
 
     MTP arms keep the other settings of the variant's speculative config, such as its attention backend. For a
     checkpoint without an MTP head a single MTP arm is listed, whose refusal states that.
@@ -121,12 +142,11 @@ def list_arms(served: ServerCommand) -> list[Arm]:
     base = kept if own.get("method") == "mtp" else {"method": "mtp"}
     depths = _DEPTHS if has_mtp_head(served.variant.weights) else (1,)
     by_depth = [{**base, _DEPTH: depth} for depth in depths]
-    adaptive = {**by_depth[-1], "enable_adaptive_verification": True}
     lookups = [{"method": method, **settings} for method, settings in _LOOKUPS.items()]
     arms: dict[str, Arm] = {}
-    for settings in (*([own] if own else []), *by_depth, *lookups, adaptive):
-        arms.setdefault(Arm(settings).name, Arm(settings))
-    return [UNDRAFTED, *arms.values()]
+    for arm in (UNDRAFTED, own_arm(served), *map(Arm, (*by_depth, *lookups))):
+        arms.setdefault(arm.name, arm)
+    return list(arms.values())
 
 
 def find_refused_fields(workload: Workload, root: Path, platform: Platform) -> str:
@@ -146,42 +166,3 @@ def find_refused_fields(workload: Workload, root: Path, platform: Platform) -> s
             counted = "all requests" if workload.sampling.get(name) else f"{number} of {len(own)} prompts"
             reasons.append(f"{counted} of {workload.name} have {name}")
     return f"{'; '.join(reasons)}, which drafts refuse here (status 400)" if reasons else ""
-
-
-def vary_sampling(arm: Arm) -> list[Arm]:
-    """Arms that differ from `arm` only in how draft tokens are sampled and verified."""
-    plain = {key: value for key, value in (arm.speculation or {}).items() if key not in _SAMPLING[-1]}
-    return [Arm({**plain, **change}) for change in _SAMPLING]
-
-
-def probe_configurations(weights: Path, argvs: Sequence[Sequence[str]], progress: Progress) -> list[str]:
-    """For each server, why vLLM's configuration refuses its arguments, in one line; empty if it accepts them.
-
-    Args:
-        argvs: for each server, the arguments of vLLM's API server, without program and module.
-    """
-    reasons = []
-    for done, argv in enumerate(argvs):
-        progress("configuring", done, len(argvs))
-        try:
-            reasons.append(_find_ignored_method(resolution.make_engine_config(argv)))
-        except ValidationError as error:
-            reasons.append(" ".join(error.errors()[0]["msg"].removeprefix("Value error, ").split()))
-        except Exception as error:  # vLLM refuses with exceptions of many types
-            reasons.append(" ".join(f"{type(error).__name__}: {error}".split()))
-    return reasons
-
-
-def _find_ignored_method(config: Any) -> str:
-    """Why a configured rejection_sample_method would have no effect; empty if it has one.
-
-    vLLM's configuration accepts every method, but model runner V1 ignores those whose names its sampler does not read,
-    and verifies token by token.
-    """
-    from vllm.v1.sample import rejection_sampler
-
-    method = getattr(config.speculative_config, "rejection_sample_method", "standard")
-    source = Path(rejection_sampler.__file__).read_text(encoding="utf-8")
-    if method == "standard" or config.use_v2_model_runner or f'"{method}"' in source:
-        return ""
-    return f"vLLM's model runner V1, which serves here, ignores rejection_sample_method={method}"

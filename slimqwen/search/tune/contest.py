@@ -1,6 +1,6 @@
 """The contest of arms: computes each arm's figures from its turns, ends arms that are too slow, and finds the winner.
 
-An arm's turn is compared with the undrafted server's turn of the same round, which got the same requests.
+An arm's turn is compared with the reference arm's turn of the same round, which got the same requests.
 """
 
 import statistics
@@ -18,18 +18,23 @@ from slimqwen.stats.verdict import Verdict
 FEWEST_ROUNDS = 3
 """Rounds of a verdict: with two, Student's t interval is too wide to say anything."""
 
+MOST_ROUNDS = 5
+"""Rounds after which a change that is not surely faster has not paid."""
+
+_PAYS = "pays alone"
+
 
 class LoadTurn(Block):
     """The requests of one turn at one load, in the same order for each arm.
 
     Attributes:
-        load: number of concurrent requests.
+        load: number of concurrent requests, or `sessions`.
         output_tokens: tokens of all responses.
         seconds: wall time of all requests.
         accepted_tokens: number of accepted draft tokens.
     """
 
-    load: Positive
+    load: str
     output_tokens: Positive
     seconds: NonNegative
     ttft_ms: tuple[NonNegative, ...]
@@ -65,14 +70,24 @@ class Turn(Block):
 class Contest:
     """State of a contest: the turns so far, and the arms that are still measured."""
 
-    def __init__(self, arms: Sequence[Arm], refused: Mapping[str, str]) -> None:
+    def __init__(
+        self,
+        arms: Sequence[Arm],
+        refused: Mapping[str, str],
+        reference: Arm = UNDRAFTED,
+        *,
+        separately: bool = False,
+    ) -> None:
         """Begin a contest.
 
         Args:
-            arms: arms to measure, including the undrafted one; more may be added later.
+            arms: arms to measure, including the reference.
             refused: reasons why arms cannot be tried, by the arm's name.
+            reference: the arm with which the others are compared.
+            separately: each arm is judged by itself, as changes that are united later; else the fastest is sought.
         """
         self.arms = list(arms)
+        self.reference, self.separately = reference, separately
         self.ended = dict(refused)
         self.turns: list[Turn] = []
 
@@ -91,39 +106,54 @@ class Contest:
             self.turns.append(turn)
 
     def end_slow_arms(self) -> None:
-        """End each arm that is surely slower than the best at every load; the fastest arm with drafts always stays."""
-        fastest = self.find_fastest()
+        """End each arm that is surely slower than the best at every load; the fastest arm always stays.
+
+        Of arms that are judged separately, end those that are surely slower than the reference or have a verdict.
+        """
+        others = [arm for arm in self.alive if arm is not self.reference]
+        fastest = None if self.separately else self.find_fastest()
         ratios = {
             arm.name: {
                 load: ratio for load, each in self.describe(arm).loads.items() if (ratio := each.speedup)
             }
-            for arm in self.alive
-            if arm is not UNDRAFTED
+            for arm in others
         }
         loads = {load for each in ratios.values() for load in each}
-        best = {
-            load: max(1.0, *(each[load].low for each in ratios.values() if load in each)) for load in loads
-        }
-        for arm in self.alive:
-            slow = ratios.get(arm.name)
+        lows = {load: [each[load].low for each in ratios.values() if load in each] for load in loads}
+        best = {load: 1.0 if self.separately else max(1.0, *low) for load, low in lows.items()}
+        for arm in others:
+            slow, rounds, verdict = ratios[arm.name], len(self.turns_of(arm)), self.judge(arm)
             if slow and arm is not fastest and all(ratio.high < best[load] for load, ratio in slow.items()):
-                self.ended[arm.name] = "surely slower than the best"
+                self.ended[arm.name] = f"surely slower than {'it' if self.separately else 'the best'}"
+            elif self.separately and verdict == Verdict.PASS:
+                self.ended[arm.name] = _PAYS
+            elif self.separately and (verdict == Verdict.FAIL or rounds >= MOST_ROUNDS):
+                self.ended[arm.name] = f"no gain over all loads in {rounds} rounds"
+
+    @property
+    def paid(self) -> list[Arm]:
+        """Of arms that are judged separately those that are surely faster than the reference, the fastest first."""
+        arms = [arm for arm in self.arms if self.ended.get(arm.name) == _PAYS]
+        return sorted(arms, key=lambda arm: -self.describe(arm).speed)
 
     def find_fastest(self) -> Arm | None:
-        """The fastest arm with drafts that is still measured; None if no such arm has a turn."""
-        measured = [arm for arm in self.alive if arm is not UNDRAFTED and self.turns_of(arm)]
+        """The fastest arm beside the reference that is still measured; None if no such arm has a turn."""
+        measured = [arm for arm in self.alive if arm is not self.reference and self.turns_of(arm)]
         return max(measured, key=lambda arm: self.describe(arm).speed, default=None)
 
     @property
     def verdict(self) -> Verdict:
-        """Whether drafts pay: the interval of the fastest arm's speed-up over all loads, compared with 1."""
-        fastest = self.find_fastest()
+        """Whether the fastest arm, or of arms that are judged separately any, is faster than the reference."""
+        is_open = any(arm is not self.reference for arm in self.alive)
+        fastest = None if self.separately else self.find_fastest()
         if fastest is None:
-            drafted = [arm for arm in self.arms if arm is not UNDRAFTED]
-            has_waiting = any(arm.name not in self.ended for arm in drafted)
-            return Verdict.INCONCLUSIVE if has_waiting else Verdict.FAIL
-        speedup = self.describe(fastest).speedup
-        if speedup is None or len(self.turns_of(fastest)) < FEWEST_ROUNDS:
+            return Verdict.INCONCLUSIVE if is_open else Verdict.PASS if self.paid else Verdict.FAIL
+        return self.judge(fastest)
+
+    def judge(self, arm: Arm) -> Verdict:
+        """Whether an arm is faster: the interval of its speed-up over all loads, compared with 1."""
+        speedup = self.describe(arm).speedup
+        if speedup is None or len(self.turns_of(arm)) < FEWEST_ROUNDS:
             return Verdict.INCONCLUSIVE
         return Verdict.PASS if speedup.low > 1 else Verdict.FAIL if speedup.high < 1 else Verdict.INCONCLUSIVE
 
@@ -141,19 +171,23 @@ class Contest:
             drafts, accepted = (
                 sum(getattr(each, name) for each in own.values()) for name in ("drafts", "accepted_tokens")
             )
-            loads[str(load)] = LoadFigures(
+            loads[load] = LoadFigures(
                 tokens_per_second=sum(each.output_tokens for each in own.values())
                 / sum(each.seconds for each in own.values()),
                 ttft_ms=statistics.median(ttft for each in own.values() for ttft in each.ttft_ms),
-                speedup=None if arm is UNDRAFTED else _compare_turns(own, self._at_load(UNDRAFTED, load)),
+                speedup=None
+                if arm is self.reference
+                else _compare_turns(own, self._at_load(self.reference, load)),
                 acceptance_length=1 + accepted / drafts if drafts else None,
             )
         return TunedArm(
             name=arm.name,
-            speculation=None if arm.speculation is None else dict(arm.speculation),
+            speculation=arm.speculation,
+            changes=arm.changes,
+            needs_gate=arm.rounds,
             ended=self.ended.get(arm.name, "" if turns else "it had no turn in the given time"),
             rounds=len(turns),
-            speedup=None if arm is UNDRAFTED else self._compare_loads(arm),
+            speedup=None if arm is self.reference else self._compare_loads(arm),
             loads=loads,
             kv_tokens=turns[0].kv_tokens if turns else None,
             near_ties=turns[0].near_ties if turns else 0,
@@ -168,7 +202,7 @@ class Contest:
         """An arm's turns so far; empty for an arm that failed."""
         return [turn for turn in self.turns if turn.arm == arm.name]
 
-    def _at_load(self, arm: Arm, load: int) -> dict[int, LoadTurn]:
+    def _at_load(self, arm: Arm, load: str) -> dict[int, LoadTurn]:
         """An arm's requests at a load, by round."""
         return {turn.number: each for turn in self.turns_of(arm) for each in turn.loads if each.load == load}
 
@@ -179,31 +213,31 @@ class Contest:
                 turn.number: statistics.geometric_mean(each.tokens_per_second for each in turn.loads)
                 for turn in self.turns_of(one)
             }
-            for one in (arm, UNDRAFTED)
+            for one in (arm, self.reference)
         ]
         return _ratio_by_round(*means)
 
 
-def _compare_turns(own: Mapping[int, LoadTurn], undrafted: Mapping[int, LoadTurn]) -> Ratio | None:
-    """Tokens per second of an arm at a load over those of the undrafted server; None if no round has both.
+def _compare_turns(own: Mapping[int, LoadTurn], reference: Mapping[int, LoadTurn]) -> Ratio | None:
+    """Tokens per second of an arm at a load over those of the reference arm; None if no round has both.
 
     With a single round the interval is over requests, whose mean time at a constant load is inversely proportional to
     the tokens per second. It ignores that overlapping requests are dependent, so no verdict uses it.
     """
     ratio = _ratio_by_round(
-        *({n: turn.tokens_per_second for n, turn in side.items()} for side in (own, undrafted))
+        *({n: turn.tokens_per_second for n, turn in side.items()} for side in (own, reference))
     )
-    rounds = [number for number in own if number in undrafted]
+    rounds = [number for number in own if number in reference]
     if ratio is not None or not rounds:
         return ratio
-    own_times, undrafted_times = (side[rounds[0]].e2el_ms for side in (own, undrafted))
+    own_times, reference_times = (side[rounds[0]].e2el_ms for side in (own, reference))
     weights = np.ones(len(own_times))
-    return intervals.paired_ratio(own_times, undrafted_times, weights, weights)
+    return intervals.paired_ratio(own_times, reference_times, weights, weights)
 
 
-def _ratio_by_round(own: Mapping[int, float], undrafted: Mapping[int, float]) -> Ratio | None:
-    rounds: Iterable[int] = [number for number in own if number in undrafted]
-    pairs = [(own[number], undrafted[number]) for number in rounds]
+def _ratio_by_round(own: Mapping[int, float], reference: Mapping[int, float]) -> Ratio | None:
+    rounds: Iterable[int] = [number for number in own if number in reference]
+    pairs = [(own[number], reference[number]) for number in rounds]
     if len(pairs) < 2:
         return None
     first, second = zip(*pairs, strict=True)

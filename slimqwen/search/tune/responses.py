@@ -40,7 +40,7 @@ _GREEDY = {
 
 
 class WrongResponsesError(SlimqwenError):
-    """The greedy responses of a served arm differ from those of the undrafted engine by more than near ties."""
+    """Greedy responses of a served arm differ from the undrafted engine's by more than near ties, or show nothing."""
 
 
 class PlainResponses(BaseModel):

@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,11 +15,14 @@ import yaml
 from slimqwen import variant
 from slimqwen.bench.latency.measured_variant import MeasuredVariant
 from slimqwen.evals.engine_process import Response, run_reference
-from slimqwen.search.tune import tuner
+from slimqwen.plan.facts import Plan
+from slimqwen.search.tune import preparation, tuner
 from slimqwen.search.tune.arms import KEY, UNDRAFTED, Arm
 from slimqwen.search.tune.contest import LoadTurn
 from slimqwen.serving.shared_server import SharedServer
 from slimqwen.variant import Variant
+from tests.plan import example
+from tests.search.tune.turns import PLANTED
 from tests.stand_in import MAX_MODEL_LEN, StandIn
 
 ROOT = Path(__file__).parents[3]
@@ -49,8 +53,9 @@ def subject(add_variant: Callable[..., Path], tmp_path: Path) -> Variant:
 
 def name_arm(one: Variant) -> str:
     """The arm whose lines a variant has."""
-    setting = one.settings.get(KEY)
-    return (Arm(json.loads(setting.value)) if setting else UNDRAFTED).name
+    lines = {key: setting.value for key, setting in one.settings.items()}
+    arm = Arm(json.loads(lines[KEY])) if KEY in lines else UNDRAFTED
+    return replace(arm, parts=tuple(each for each in PLANTED if each.lines.items() <= lines.items())).name
 
 
 class Servers:
@@ -58,7 +63,7 @@ class Servers:
 
     Attributes:
         speeds: times as fast as a stand-in of speed 1, by the name of the arm.
-        refused: what vLLM's configuration says about an arm, by its name.
+        refused: what vLLM says about an arm in its plan, by its name.
         starts: names of the arms in the order of their starts.
         interrupt_at: number of the start at which the measurement is interrupted.
     """
@@ -77,14 +82,16 @@ class Servers:
         self.by_arm[arm.name].token = token
         self.speeds[arm.name] = speed
 
-    def read_load(self, side: MeasuredVariant, load: int) -> LoadTurn:
+    def read_load(self, side: MeasuredVariant, load: int | str) -> LoadTurn:
         """In the place of the tuner's: what the requests took at the speed of their arm."""
         made, speed = self._read_load(side, load), self.speeds[name_arm(side.variant)]
         times = {
             "ttft_ms": tuple(10 / speed for _ in made.ttft_ms),
             "e2el_ms": tuple(50 / speed for _ in made.ttft_ms),
         }
-        return made.model_copy(update={"seconds": 1 / (speed * load), **times})
+        return made.model_copy(
+            update={"seconds": 1 / (speed * (load if isinstance(load, int) else 1)), **times}
+        )
 
     @contextlib.contextmanager
     def share_server(self, one: Variant, **_: Any) -> Iterator[SharedServer]:
@@ -104,18 +111,16 @@ class Servers:
         """In the place of `EngineProcesses.started`: an engine that responds with token 5 and is sure of it."""
 
         def run(function: Any, task: Any, *_: Any) -> Any:
-            if function is run_reference:
-                counts = [request.output_tokens for request in task[1]]
-                return [Response((5,) * count, ({5: -0.01, 6: -5.0},) * count) for count in counts], 0.01
-            return [self._reason(argv) for argv in task]
+            assert function is run_reference
+            counts = [request.output_tokens for request in task[1]]
+            return [Response((5,) * count, ({5: -0.01, 6: -5.0},) * count) for count in counts], 0.01
 
         yield SimpleNamespace(server=server, log=log, run=run)
 
-    def _reason(self, argv: Sequence[str]) -> str:
-        words = list(argv)
-        option = "--speculative-config"
-        arm = Arm(json.loads(words[words.index(option) + 1])) if option in words else UNDRAFTED
-        return self.refused.get(arm.name, "")
+    def plan(self, variants: Sequence[Variant], gpu: None, *, log: Path) -> Iterator[Plan]:
+        """In the place of `rehearsal.rehearse_variants`."""
+        for each in variants:
+            yield example.plan(gpu="cpu", capability=None, error=self.refused.get(name_arm(each)))
 
 
 @pytest.fixture
@@ -136,4 +141,5 @@ def servers(stand_in: Callable[..., StandIn], monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(tuner, "share_server", made.share_server)
     monkeypatch.setattr(tuner, "_read_load", made.read_load)
     monkeypatch.setattr(tuner.EngineProcesses, "started", made.processes)
+    monkeypatch.setattr(preparation.rehearsal, "rehearse_variants", made.plan)
     return made

@@ -1,4 +1,4 @@
-"""The ways to speculate that are tried, as lines of config.env, and what vLLM refuses of them."""
+"""The ways to speculate that are tried, as lines of config.env."""
 
 import json
 from collections.abc import Callable
@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 
 from slimqwen import variant
-from slimqwen.progress import silent
-from slimqwen.search.tune.arms import KEY, UNDRAFTED, Arm, list_arms, probe_configurations, vary_sampling
+from slimqwen.search.tune.arms import KEY, UNDRAFTED, Arm, list_arms
+from slimqwen.search.tune.changes import Change
 from slimqwen.serving.command import ServerCommand
 from slimqwen.variant import Variant
-from tests.search.tune.turns import K2, K4, NGRAM
+from tests.search.tune.turns import K2, K4, ROUNDING, SECOND, SLOW, WINNER
 from tests.zoo.editable_checkpoint import tiny as tiny_checkpoint
 from tests.zoo.editable_checkpoint import without_mtp
 
@@ -37,12 +37,11 @@ def names(command: ServerCommand) -> list[str]:
     return [arm.name for arm in list_arms(command)]
 
 
-def test_every_depth_of_the_head_is_tried_prompt_lookup_and_adaptive_verification(
+def test_every_depth_of_the_head_is_tried_and_prompt_lookup(
     served: Callable[..., ServerCommand],
 ) -> None:
     assert names(served()) == [
         "none", *(f"MTP K={depth}" for depth in range(1, 7)), "ngram K=4", "ngram_gpu K=4", "suffix K=8",
-        "MTP K=6, adaptive",
     ]  # fmt: skip
 
 
@@ -70,7 +69,6 @@ def test_a_drafter_that_the_config_names_is_tried_as_it_is(served: Callable[...,
     arms = list_arms(served(f"{KEY}='{json.dumps(own)}'"))
     assert [arm.name for arm in arms[:3]] == ["none", "dflash drafter K=8", "MTP K=1"]
     assert arms[2].speculation == {"method": "mtp", "num_speculative_tokens": 1}
-    assert [arm.is_sampled for arm in (arms[1], arms[2], NGRAM, UNDRAFTED)] == [True, True, False, False]
 
 
 def test_without_an_mtp_head_one_depth_is_there_to_be_refused(
@@ -79,16 +77,17 @@ def test_without_an_mtp_head_one_depth_is_there_to_be_refused(
     editable = tiny_checkpoint()
     without_mtp()(editable)
     found = names(served(weights=editable.write(tmp_path / "headless")))
-    assert [name for name in found if name.startswith("MTP")] == ["MTP K=1", "MTP K=1, adaptive"]
+    assert [name for name in found if name.startswith("MTP")] == ["MTP K=1"]
 
 
-def test_sampling_is_varied_in_three_ways_from_the_plain_one() -> None:
-    varied = vary_sampling(Arm({**(K2.speculation or {}), "rejection_sample_method": "block"}))
-    assert [arm.name for arm in varied] == [
-        "MTP K=2, probabilistic",
-        "MTP K=2, block verification",
-        "MTP K=2, probabilistic, block verification",
-    ]
+def test_changes_are_named_and_united_and_the_first_of_two_of_one_line_counts() -> None:
+    winner, second, slow = (Arm(K2.drafts, (each,)) for each in (WINNER, SECOND, SLOW))
+    adaptive = Arm(K2.drafts, (Change("adaptive", speculation={"enable_adaptive_verification": True}),))
+    united = winner.unite([winner, second, slow, adaptive])
+    assert united.name == "MTP K=2, winner, second winner, adaptive"
+    assert united.changes == WINNER.lines | SECOND.lines
+    assert united.speculation == {**(K2.drafts or {}), "enable_adaptive_verification": True}
+    assert (united.rounds, Arm(None, (ROUNDING,)).rounds) == (False, True)
 
 
 def test_lines_are_those_that_differ_from_the_variants_own(served: Callable[..., ServerCommand]) -> None:
@@ -110,24 +109,3 @@ def test_sizes_of_cuda_graphs_follow_the_depth(
     lines = (f"{KEY}='{json.dumps(own.speculation)}'", "VLLM_CUDAGRAPH_CAPTURE_SIZES=5,10,20")
     command = served(*lines, platform="cuda")
     assert arm.list_lines(command, sequences).get("VLLM_CUDAGRAPH_CAPTURE_SIZES") == sizes
-
-
-@pytest.mark.engine
-def test_vllms_own_configuration_says_what_it_refuses(served: Callable[..., ServerCommand]) -> None:
-    command = served()
-    settings = [
-        None, K2.speculation, {"method": "suffix", "num_speculative_tokens": 8},
-        {**(K2.speculation or {}), "enable_adaptive_verification": True},
-        {**(K2.speculation or {}), "rejection_sample_method": "block"},
-    ]  # fmt: skip
-    argvs = [
-        ServerCommand.resolve(
-            command.variant.with_lines(Arm(each).list_lines(command, None)), platform="cpu"
-        ).argv[3:]
-        for each in settings
-    ]
-    plain, drafted, suffix, adaptive, block = probe_configurations(TINY, argvs, silent)
-    assert (plain, drafted) == ("", "")
-    assert "Arctic Inference is required" in suffix
-    assert adaptive
-    assert "ignores rejection_sample_method=block" in block

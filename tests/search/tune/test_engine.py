@@ -9,8 +9,9 @@ import torch
 
 from slimqwen import variant
 from slimqwen.records import store
-from slimqwen.search.tune import Tune, tune_variant, tuner
+from slimqwen.search.tune import Tune, contest, tune_variant, tuner
 from slimqwen.search.tune.arms import UNDRAFTED, Arm
+from slimqwen.search.tune.changes import Change
 from slimqwen.search.tune.contest import Contest
 from slimqwen.serving.server import free_port
 from slimqwen.stats.verdict import Verdict
@@ -61,6 +62,23 @@ def test_an_arm_that_corrupts_responses_and_one_that_dies_are_out_with_their_rea
     assert list(drafting.loads) == ["1", "2"]
     assert (drafting.loads["1"].acceptance_length or 0) > 1.5
     assert drafting.kv_tokens
+
+
+@pytest.mark.timeout(1200)
+def test_a_planted_winner_among_flags_is_found_and_a_slow_and_a_wrong_one_are_out(
+    faulty: Variant, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    budgets = {"quick": planted.QUICK, "slow": planted.SLOW, "wrong": planted.WRONG}
+    flags = [Change(name, {"VLLM_MAX_NUM_BATCHED_TOKENS": str(size)}) for name, size in budgets.items()]
+    monkeypatch.setattr(tuner, "list_arms", lambda served: [UNDRAFTED])
+    monkeypatch.setattr(tuner, "list_changes", lambda figures, **_: flags)
+    monkeypatch.setattr(contest, "FEWEST_ROUNDS", 2)
+    path = tune_variant(faulty, (1,), minutes=20, flags="exact", sessions=False, **OPTIONS)
+    record = store.read_record(path, Tune)
+    ended = {arm.name.removeprefix("none, "): arm.ended for arm in record.flags[0].arms}
+    assert (ended["quick"], ended["slow"]) == ("pays alone", "surely slower than it")
+    assert "greedy responses, 1 at a time, differ from the undrafted engine's" in ended["wrong"]
+    assert (record.chosen, record.lines) == ("none, quick", {"VLLM_MAX_NUM_BATCHED_TOKENS": "1001"})
 
 
 def scramble_drafts(editable: EditableCheckpoint) -> None:

@@ -3,6 +3,7 @@
 import json
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +17,12 @@ from slimqwen.records import store
 from slimqwen.search import SearchError
 from slimqwen.search.tune import Tune, tune_variant, tuner
 from slimqwen.search.tune.arms import KEY, UNDRAFTED, Arm, find_refused_fields
+from slimqwen.search.tune.changes import Change
 from slimqwen.search.tune.responses import WrongResponsesError
 from slimqwen.stats.verdict import Verdict
 from slimqwen.variant import Variant
 from tests.search.tune.conftest import PROMPTS, Servers
-from tests.search.tune.turns import K2, K4, NGRAM
+from tests.search.tune.turns import K2, K4, NGRAM, ROUNDING, SECOND, SLOW, WINNER, WRONG
 
 Run = Callable[..., tuple[Tune, Path]]
 
@@ -37,6 +39,19 @@ def run(subject: Variant, servers: Servers, few_responses: None, monkeypatch: py
         return store.read_record(path, Tune), path
 
     return tune
+
+
+@pytest.fixture
+def planted(servers: Servers, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Have planted changes tried beside an arm, and served at these speeds."""
+
+    def plant(beside: Arm, speeds: Sequence[tuple[Change, float]], *more: Change) -> None:
+        for change, speed in speeds:
+            servers.add(replace(beside, parts=(change,)), speed)
+        tried = [*(change for change, _ in speeds), *more]
+        monkeypatch.setattr(tuner, "list_changes", lambda figures, **_: tried)
+
+    return plant
 
 
 def test_arms_take_turns_until_the_winner_is_clear_and_slow_ones_end_early(
@@ -67,7 +82,7 @@ def test_arms_take_turns_until_the_winner_is_clear_and_slow_ones_end_early(
     assert (items[0]["arm"], items[0]["round"], items[0]["load"], items[0]["output_tokens"]) == (
         "none",
         0,
-        1,
+        "1",
         16,
     )
     assert not list((path.parents[2] / ".cache" / "tune").glob("*"))
@@ -190,22 +205,109 @@ def test_no_turn_begins_when_the_minutes_are_used_up(run: Run, servers: Servers)
     assert [arm.name for arm in record.arms if arm.rounds] != ["none"]
 
 
-def test_where_requests_sample_the_fastest_is_tried_with_other_draws_and_verification(
-    run: Run, servers: Servers
+def test_of_flags_a_winner_is_found_a_slow_one_and_a_wrong_one_end_and_what_paid_is_united(
+    run: Run, servers: Servers, planted: Callable[..., None]
 ) -> None:
-    varied = Arm({**(K2.speculation or {}), "draft_sample_method": "probabilistic"})
     servers.add(UNDRAFTED, speed=1)
-    servers.add(K2, speed=2)
-    servers.add(K4, speed=0.3)
-    servers.add(varied, speed=10)
-    blocks = ("MTP K=2, block verification", "MTP K=2, probabilistic, block verification")
-    servers.refused |= dict.fromkeys(blocks, "ignored here")
-    record, _ = run(UNDRAFTED, K2, K4, temperature=0.7)
-    assert servers.starts[:3] == ["none", "MTP K=2", "MTP K=4"]
-    assert set(servers.starts[3:]) >= {"none", "MTP K=2", "MTP K=2, probabilistic"}
-    assert (record.chosen, record.temperature) == ("MTP K=2, probabilistic", 0.7)
-    assert {arm.name for arm in record.arms if arm.ended == "ignored here"} == set(blocks)
-    assert all(each["temperature"] == 0.7 for each in servers.by_arm["none"].requests if each.get("stream"))
+    servers.add(K2, speed=5)
+    planted(K2, [(WINNER, 8), (SECOND, 6), (SLOW, 3), (WRONG, 20)])
+    servers.by_arm["MTP K=2, wrong one"].token = 6
+    servers.add(replace(K2, parts=(WINNER, SECOND)), speed=9)
+    record, path = run(UNDRAFTED, K2, flags="exact")
+    singles, union = record.flags
+    assert (singles.reference, union.reference) == ("MTP K=2", "MTP K=2")
+    ended = {arm.name.removeprefix("MTP K=2, "): arm.ended for arm in singles.arms}
+    assert ended.pop("wrong one").startswith("22 of 22 greedy responses")
+    assert ended == {
+        "MTP K=2": "",
+        "winner": "pays alone",
+        "second winner": "pays alone",
+        "slow one": "surely slower than it",
+    }
+    # Own prompts are sent once: at another load a prefix cache would have them.
+    assert all(list(arm.loads) in (["4", "sessions"], []) for arm in singles.arms)
+    assert record.chosen == "MTP K=2, winner, second winner"
+    assert record.lines == {
+        KEY: '\'{"method": "mtp", "num_speculative_tokens": 2}\'',
+        "VLLM_MAX_NUM_SEQS": "4",
+        "VLLM_ENABLE_PREFIX_CACHING": "1",
+        "VLLM_MAX_NUM_BATCHED_TOKENS": "64",
+    }
+    assert record.winner is not None
+    assert not record.winner.needs_gate
+    advice = " ".join(record.advice)
+    assert (
+        "Flags pay: MTP K=2, winner, second winner is 1.80 [1.80, 1.80] times as fast as MTP K=2 over"
+        in advice
+    )
+    titles = [table.title for table in record.tables(path)]
+    assert titles == ["Speculation of v", "Serving flags of v, one at a time", "Serving flags of v, united"]
+
+
+def test_a_flag_that_rounds_otherwise_needs_the_gate(
+    run: Run, servers: Servers, planted: Callable[..., None]
+) -> None:
+    servers.add(UNDRAFTED, speed=1)
+    planted(UNDRAFTED, [(ROUNDING, 2)])
+    servers.by_arm["none, 16-bit states"].token = 6
+    record, path = run(UNDRAFTED, flags="lossy")
+    assert record.chosen == "none, 16-bit states"
+    assert record.winner is not None
+    assert record.winner.needs_gate
+    assert "none, 16-bit states needs the gate: it rounds numbers otherwise." in record.advice
+    assert not [each for each in servers.by_arm[record.chosen].requests if each.get("return_token_ids")]
+    assert {row[1] for row in record.tables(path)[-1].rows} == {"chosen; needs the gate", "measured"}
+
+
+def test_where_no_flag_pays_it_says_so(run: Run, servers: Servers, planted: Callable[..., None]) -> None:
+    servers.add(UNDRAFTED, speed=1)
+    planted(UNDRAFTED, [(SLOW, 0.5), (WINNER, 1)])
+    record, _ = run(UNDRAFTED, flags="exact", sessions=False)
+    (singles,) = record.flags
+    assert {arm.name: arm.ended for arm in singles.arms} == {
+        "none": "",
+        "none, slow one": "surely slower than it",
+        "none, winner": "no gain over all loads in 5 rounds",
+    }
+    assert "No serving flag pays beside none: 2 were tried." in record.advice
+    assert (record.chosen, record.is_decided) == ("none", True)
+
+
+def test_a_prefix_cache_that_no_compared_response_came_from_is_not_trusted(
+    run: Run, servers: Servers, planted: Callable[..., None]
+) -> None:
+    servers.add(UNDRAFTED, speed=1)
+    planted(UNDRAFTED, [(WINNER, 2), (SECOND, 2)])
+    servers.by_arm["none, winner"].cached_tokens = lambda _: 0
+    servers.by_arm["none, second winner"].cached_tokens = lambda _: 16
+    record, _ = run(UNDRAFTED, flags="exact")
+    ended = {arm.name: arm.ended for arm in record.flags[0].arms}
+    assert ended["none, winner"].startswith("no compared response came from the prefix cache")
+    assert ended["none, second winner"] == "pays alone"
+
+
+def test_a_change_that_changes_nothing_here_is_not_served(
+    run: Run, servers: Servers, planted: Callable[..., None]
+) -> None:
+    servers.add(UNDRAFTED, speed=1)
+    graphs = Change("graphs", {"VLLM_CUDAGRAPH_CAPTURE_SIZES": "5"})
+    adaptive = Change("adaptive", speculation={"enable_adaptive_verification": True})
+    planted(UNDRAFTED, [], graphs, adaptive)
+    record, _ = run(UNDRAFTED, flags="exact")
+    ended = [arm.ended for arm in record.flags[0].arms if arm.name != "none"]
+    assert ended == ["it changes nothing on this device"] * 2
+    assert set(servers.starts) == {"none"}
+
+
+def test_undecided_drafts_leave_half_of_the_minutes_to_flags_beside_the_variants_own(
+    run: Run, servers: Servers, planted: Callable[..., None]
+) -> None:
+    servers.add(UNDRAFTED, speed=1)
+    planted(UNDRAFTED, [(WINNER, 2)])
+    record, _ = run(UNDRAFTED, K2, minutes=0.0001, flags="exact")
+    assert [each.reference for each in record.flags] == ["none"]
+    assert record.verdict == record.flags[0].verdict == Verdict.INCONCLUSIVE
+    assert not record.is_decided
 
 
 @pytest.mark.parametrize(

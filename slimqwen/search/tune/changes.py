@@ -1,0 +1,147 @@
+"""Changes of settings that tune tries beside the best drafts, one row each.
+
+`when` has conditions on the plan of the changed server, as in eval/known_trouble.yaml. Values in braces are figures of
+the plan without the change. What a device does not have, vLLM's parser and the plan refuse.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from slimqwen.checkpoint.weights import Weight, read_weights
+from slimqwen.formats.compressed_tensors import PackedIntegers
+from slimqwen.identity.effects import may_round
+from slimqwen.plan import trouble
+from slimqwen.plan.facts import Plan
+
+_MOST_GRAPHS = 16
+"""Requests up to which a graph for each number of them is tried; above it vLLM's own sizes are as near."""
+
+
+def _is_4_bit_groups(weight: Weight) -> bool:
+    layout = weight.layout
+    if not isinstance(layout, PackedIntegers):
+        return False
+    return layout.bits == 4 and layout.symmetric and layout.group_size is not None
+
+
+@dataclass(frozen=True)
+class Change:
+    """A change of settings.
+
+    Attributes:
+        lines: lines of config.env; an empty value unsets.
+        speculation: settings of vLLM's speculative config.
+        when: conditions on the plan of the changed server, without which the change has no effect or dies.
+        takes: what each packed weight has to be; None for any.
+        of_sampling: whether it affects sampled requests alone, so that it is tried for a temperature above 0.
+    """
+
+    name: str
+    lines: Mapping[str, str] = field(default_factory=dict)
+    when: Mapping[str, Any] = field(default_factory=dict)
+    speculation: Mapping[str, Any] = field(default_factory=dict)
+    takes: Callable[[Weight], bool] | None = None
+    of_sampling: bool = False
+
+    @property
+    def rounds(self) -> bool:
+        """Whether it rounds numbers otherwise, which only the gate can judge."""
+        return any(map(may_round, self.lines))
+
+    def find_obstacle(self, plan: Plan, weights: Path) -> str:
+        """Why it has no effect or dies by the plan of the changed server; empty if nothing is known against it."""
+        for name, condition in self.when.items():
+            if not trouble.meets(plan, {name: condition}):
+                return f"not here: {name} is not {condition}"
+        if self.takes is not None:
+            for weight in read_weights(weights).values():
+                if weight.is_quantised and not self.takes(weight):
+                    return f"not with {weight.name} as it is packed"
+        return ""
+
+
+_CACHE, _HAS_CACHE = "VLLM_ENABLE_PREFIX_CACHING", {"prefix_caching": True}
+_IS_HYBRID = {"linear_attention": True}
+_MODEL_DRAFTS = {"speculative_method": ["mtp", "eagle3", "dflash", "dspark", "draft_model"]}
+_BUDGET, _GRAPHS = "VLLM_MAX_NUM_BATCHED_TOKENS", "VLLM_CUDAGRAPH_CAPTURE_SIZES"
+_KV, _ATTENTION = "VLLM_KV_CACHE_DTYPE", "VLLM_ATTENTION_BACKEND"
+_STATES = "VLLM_MAMBA_SSM_CACHE_DTYPE"
+
+ROWS = (
+    Change("prefix cache", {_CACHE: "{cache_on}"}, _HAS_CACHE),
+    # Without the unit a hit on a hybrid is whole blocks of 128 to 2,176 tokens, and shorter prompts find nothing.
+    Change(
+        "prefix cache in steps of 32",
+        {_CACHE: "1", "VLLM_MAMBA_CACHE_MODE": "align", "VLLM_PREFIX_MATCH_UNIT": "32"},
+        _HAS_CACHE | _IS_HYBRID,
+    ),
+    Change("no prefix cache", {_CACHE: "{cache_off}"}),
+    Change("half the token budget", {_BUDGET: "{half_budget}"}),
+    Change("twice the token budget", {_BUDGET: "{twice_budget}"}),
+    Change("long prompts in chunks of 512", {"VLLM_LONG_PREFILL_TOKEN_THRESHOLD": "512"}),
+    # A start on a cold compile cache profiles a pool that is up to 28,000 tokens smaller.
+    Change("pinned KV pool", {"VLLM_KV_CACHE_MEMORY_BYTES": "{pool_bytes}"}),
+    Change("a graph for each batch", {_GRAPHS: "{graph_sizes}"}),
+    Change("vLLM's graph sizes", {_GRAPHS: ""}),
+    Change("Triton attention", {_ATTENTION: "TRITON_ATTN"}),
+    Change("FlashInfer attention", {_ATTENTION: "FLASHINFER"}),
+    Change("adaptive verification", when=_MODEL_DRAFTS, speculation={"enable_adaptive_verification": True}),
+    Change(
+        "probabilistic drafts",
+        when=_MODEL_DRAFTS,
+        speculation={"draft_sample_method": "probabilistic"},
+        of_sampling=True,
+    ),
+    # Model runner V1 accepts the method and verifies token by token all the same.
+    Change(
+        "block verification",
+        when={"num_speculative_tokens": "> 0", "model_runner": "V2"},
+        speculation={"rejection_sample_method": "block"},
+        of_sampling=True,
+    ),
+    Change("FP8 KV", {_KV: "fp8"}),
+    Change("int8 KV", {_KV: "int8_per_token_head", _ATTENTION: "TRITON_ATTN"}),
+    Change("bfloat16 states", {_STATES: "bfloat16"}, _IS_HYBRID),
+    # float16 has more bits for a state, but CUDA's fused decode kernel does not take it since 0.31.
+    Change("float16 states", {_STATES: "float16"}, _IS_HYBRID),
+    # Machete and Humming ignore it; Marlin dies on other weights (marlin.py:79 and marlin_utils.py:786 of vLLM 0.32).
+    Change(
+        "int8 activations",
+        {"VLLM_MARLIN_INPUT_DTYPE": "int8"},
+        {"linear_kernels": "MarlinLinearKernel"},
+        takes=_is_4_bit_groups,
+    ),
+)
+
+
+def figures_of(plan: Plan) -> dict[str, str]:
+    """Figures of a plan that values of `ROWS` name; fewer of a plan that failed."""
+    figures: dict[str, str] = {}
+    if plan.engine:
+        budget, requests = plan.engine.max_num_batched_tokens, plan.engine.max_num_seqs
+        figures |= {"half_budget": str(budget // 2), "twice_budget": str(2 * budget)}
+        figures |= {"cache_off": "0"} if plan.engine.prefix_caching else {"cache_on": "1"}
+        if requests <= _MOST_GRAPHS:
+            tokens = 1 + plan.engine.num_speculative_tokens
+            figures["graph_sizes"] = ",".join(str(tokens * count) for count in range(1, requests + 1))
+    if plan.kv_cache:
+        figures["pool_bytes"] = str(plan.kv_cache.available_bytes)
+    return figures
+
+
+def list_changes(figures: Mapping[str, str], *, rounding: bool, sampling: bool) -> Iterator[Change]:
+    """The rows whose figures are known, with values.
+
+    Args:
+        rounding: also those that round numbers otherwise.
+        sampling: also those that affect sampled requests alone.
+    """
+    for row in ROWS:
+        if (row.rounds and not rounding) or (row.of_sampling and not sampling):
+            continue
+        try:
+            yield replace(row, lines={key: value.format_map(figures) for key, value in row.lines.items()})
+        except KeyError:  # a figure that the plan does not have
+            continue
