@@ -35,8 +35,16 @@ def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
     `dtype` (`torch_dtype` in older files) and `tie_word_embeddings` may be outside or inside `text_config`; the value
     outside takes precedence. A key that is in neither place is missing from the result, but for head_dim and
     num_key_value_heads, which follow from the heads where a config.json leaves them out.
+
+    Raises:
+        CorruptCheckpointError: `text_config` is no object, or a number is none.
     """
     inner: Mapping[str, Any] = config.get("text_config", config)
+    if not isinstance(inner, Mapping):
+        raise CorruptCheckpointError(f"config.json: text_config is {inner!r}, not an object")
+    for key in ("hidden_size", "num_attention_heads", "max_position_embeddings"):
+        if not isinstance(value := inner.get(key), int | None):
+            raise CorruptCheckpointError(f"config.json: {key} is {value!r}, not a whole number")
     shared: dict[str, Any] = {}
     if (heads := inner.get("num_attention_heads")) and (hidden := inner.get("hidden_size")):
         derived = {"head_dim": hidden // heads, "num_key_value_heads": heads}

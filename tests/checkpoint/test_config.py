@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 
+from slimqwen.checkpoint import CorruptCheckpointError
 from slimqwen.checkpoint.config import quantisation, quantised, text_config, untied
 
 
@@ -22,6 +23,22 @@ from slimqwen.checkpoint.config import quantisation, quantised, text_config, unt
 )
 def test_the_dtype_is_found_where_it_stands(config: dict[str, Any], dtype: str | None) -> None:
     assert text_config(config).get("dtype") == dtype
+
+
+@pytest.mark.parametrize(
+    ("config", "fault"),
+    [
+        ({"text_config": []}, r"text_config is \[\], not an object; make or download"),
+        (
+            {"hidden_size": "x", "num_attention_heads": 2},
+            "hidden_size is 'x', not a whole number; make",
+        ),
+        ({"text_config": {"max_position_embeddings": 0.5}}, "max_position_embeddings is 0.5, not a whole"),
+    ],
+)
+def test_a_value_of_another_type_is_one_line(config: dict[str, Any], fault: str) -> None:
+    with pytest.raises(CorruptCheckpointError, match=fault):
+        text_config(config)
 
 
 def test_the_language_part_keeps_its_own_keys_and_the_config_is_not_changed() -> None:
