@@ -103,6 +103,7 @@ def test_a_step_reads_fewer_bytes_of_every_part_that_the_recipe_changes(made: Va
         "output head",
         "draft layers",
         "draft head",
+        "states and KV cache",  # and the rows of the embedding that the tokens of the step gather
     }
 
 
