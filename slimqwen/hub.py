@@ -96,17 +96,26 @@ def download_checkpoint(variant: Variant, progress: Progress = silent) -> Manife
     return download_copy(repository, target, progress)
 
 
-def download_copy(repository: Repository, target: Path, progress: Progress = silent) -> Manifest:
-    """Download a checkpoint to a folder, or check the copy that is already there, as `download_checkpoint` does."""
+def download_copy(
+    repository: Repository,
+    target: Path,
+    progress: Progress = silent,
+    check: Callable[[Path, str], None] = checkpoint.check_folder,
+) -> Manifest:
+    """Download a checkpoint to a folder, or check the copy that is already there, as `download_checkpoint` does.
+
+    Args:
+        check: function of the folder and the end of an error message, which raises if the files are no checkpoint.
+    """
     if os.path.lexists(target):
-        return _check_copy(target, repository, f"move {target} away and run {repository.command}")
+        return _check_copy(target, repository, f"move {target} away and run {repository.command}", check)
     if repository.name.endswith(GGUF):
         return _download_gguf(repository, target, progress)
     started = time.monotonic()
     with download_files(repository, target, _select_checkpoint, progress) as (folder, commit, fetched):
         files = {name: record for name, record in fetched.items() if name != CARD}
         cure = f"{repository.name} has this fault at commit {commit}; correct {repository.place}"
-        checkpoint.check_folder(folder, cure)
+        check(folder, cure)
         manifest = Manifest(
             stage="download",
             files=files,
@@ -153,7 +162,9 @@ def _download_gguf(repository: Repository, target: Path, progress: Progress) -> 
         return write_manifest(folder, "download", facts, time.monotonic() - started)
 
 
-def _check_copy(folder: Path, repository: Repository, cure: str) -> Manifest:
+def _check_copy(
+    folder: Path, repository: Repository, cure: str, check: Callable[[Path, str], None]
+) -> Manifest:
     manifest = Manifest.read(folder) if (folder / MANIFEST).is_file() else None
     if manifest is None or manifest.stage != "download":
         raise HubError(f"{folder} was not downloaded by this command; {cure}")
@@ -162,7 +173,7 @@ def _check_copy(folder: Path, repository: Repository, cure: str) -> Manifest:
         raise HubError(
             f"{folder} is a copy of {name} at {revision}, which contradicts {repository.place}; {cure}"
         )
-    checkpoint.check_folder(folder, cure)
+    check(folder, cure)
     return manifest
 
 

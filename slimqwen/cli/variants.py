@@ -1,5 +1,6 @@
 """`slimqwen variant`: lists, creates, removes, promotes and publishes variants."""
 
+import json
 import os
 import re
 from pathlib import Path
@@ -12,6 +13,7 @@ from slimqwen.cli.console import console, progress_bar, relative, say, silence_h
 from slimqwen.cli.options import VariantOption
 from slimqwen.cli.report import update_page
 from slimqwen.errors import SlimqwenError
+from slimqwen.variant import Variant
 
 app = typer.Typer(help="List, create, remove, promote and publish variants.", no_args_is_help=True)
 
@@ -57,6 +59,13 @@ def new(
             help="text of the recipe: the model's own, a public mix, or yours",
         ),
     ] = "self",
+    drafter: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FOLDER|OWNER/NAME[@COMMIT]",
+            help="drafting model of another maker (EAGLE, DFlash, a small language model), a folder or on a hub",
+        ),
+    ] = None,
     evaluation: Annotated[
         str | None,
         typer.Option(
@@ -70,7 +79,8 @@ def new(
     from slimqwen.recipe import template
     from slimqwen.variant import scaffold
 
-    if [base, checkpoint, source].count(None) != 2 or (stage and not base) or (source and evaluation):
+    additions = stage or drafter
+    if [base, checkpoint, source].count(None) != 2 or (additions and not base) or (source and evaluation):
         raise typer.BadParameter(
             "give --checkpoint FOLDER for a baseline, --base NAME for a variant of it, or --from NAME alone for a copy"
         )
@@ -85,9 +95,11 @@ def new(
         assert base is not None
         text = name_text(corpus, variants.repository_root() / "experiments" / name)
         recipe = template.render_recipe(variants.load(base), stage, text) if stage else None
-        changes = f"with {', '.join(stage)}" if stage else "with its own flags"
+        own = f"with drafts by {drafter}" if drafter else "with its own flags"
+        changes = f"with {', '.join(stage)}" if stage else own
         expected = hypothesis or f"{base} {changes} is faster and keeps every score within its margin."
         lines = {"EVALUATION": evaluation} if evaluation else {}
+        lines |= _add_drafter(name, drafter, variants.load(base)) if drafter else {}
         folder = scaffold.create(name, base, expected, recipe=recipe, lines=lines)
     update_page(folder)
     for file in sorted(folder.iterdir()):
@@ -176,6 +188,29 @@ def _download_copy(name: str, checkpoint: str, command: str) -> tuple[Path, dict
         asked = hub.Repository(repository, "model", revision or None, command, place)
         manifest = hub.download_copy(asked, weights, progress)
     return weights, {"SOURCE": repository, "REVISION": str(manifest.facts["revision"])}
+
+
+def _add_drafter(name: str, drafter: str, base: Variant) -> dict[str, str]:
+    """Fetch a drafting model into weights/<name>-drafter unless it is a folder; return the lines for config.env."""
+    from slimqwen import checkpoint, hub
+    from slimqwen.models.drafter import check_files, describe_drafter
+    from slimqwen.variant import scaffold
+
+    scaffold.require_new(name, base.root)
+    checkpoint.check_folder(base.weights, variants.making_command(base.weights, base.root))
+    folder = Path(drafter).expanduser().resolve()
+    if not folder.is_dir():
+        silence_hub_client()
+        folder = base.root / "weights" / f"{name}-drafter"
+        repository, _, revision = drafter.partition("@")
+        command = f"`slimqwen variant new --name {name} --base {base.name} --drafter {drafter}`"
+        asked = hub.Repository(repository, "model", revision or None, command, "--drafter")
+        with progress_bar() as progress:
+            hub.download_copy(asked, folder, progress, check_files)
+    shown = folder.relative_to(base.root) if folder.is_relative_to(base.root) else folder
+    speculation = describe_drafter(folder, base.weights, str(shown))
+    say(f"{'drafter:':<15}{shown}, vLLM's method {speculation['method']}")
+    return {"VLLM_SPECULATIVE_CONFIG": f"'{json.dumps(speculation)}'"}
 
 
 @app.command()

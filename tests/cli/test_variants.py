@@ -1,5 +1,6 @@
 """`variant new`: a baseline of a checkpoint, and a variant of it whose recipe can be run as it is written."""
 
+import json
 import shutil
 import subprocess
 import time
@@ -18,9 +19,11 @@ from slimqwen.recipe.registry import STAGES
 from slimqwen.report import markdown
 from slimqwen.text.files import CorpusError
 from slimqwen.variant import Variant
+from tests import hub_server
 from tests.cli.conftest import said_by
 from tests.evals.recipe_made import gated, made  # noqa: F401  (a fixture)
 from tests.models.gguf_files import original_tokenizer, write_gguf
+from tests.models.test_drafter import drafter
 from tests.zoo.published_forms import PUBLISHED_FORMS
 
 
@@ -234,3 +237,16 @@ def test_an_own_variant_under_git_is_listed_and_its_page_checked(checkout: Path)
     with console.console.capture() as shown:
         assert CliRunner().invoke(app, ["report", "--check"]).exit_code == 1
     assert "experiments/mine/README.md" in shown.get()
+
+
+def test_a_drafter_of_another_maker_is_fetched_and_served(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said_by("variant new --name base --checkpoint weights/mymodel")
+    there = drafter(root / "hub", "DFlashDraftModel")
+    for _ in hub_server.running(there, monkeypatch):
+        said = said_by("variant new --name mine --base base --drafter owner/name")
+    assert "weights/mine-drafter, vLLM's method dflash" in said
+    assert (root / "weights" / "mine-drafter" / "model.safetensors").is_file()
+    speculation = json.loads(variant.load("mine", root).settings["VLLM_SPECULATIVE_CONFIG"].value)
+    assert (speculation["method"], speculation["model"]) == ("dflash", "weights/mine-drafter")
