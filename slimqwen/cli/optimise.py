@@ -251,14 +251,14 @@ def _run(asked: _Asked) -> bool:
             return _give_up(asked, "no recipe passed")
         variant = _tune(asked, made)
         if not _prove(asked, variant):
-            return _give_up(asked, "what passed on the search's items did not pass on all")
+            return _give_up(asked, f"{variant.name} did not pass the last gate")
         return _time_and_promote(asked, variant)
     except _HoursOverError as error:
         return _give_up(asked, str(error))
 
 
 def _try_recipes(asked: _Asked) -> Variant | None:
-    """Make and judge candidates on the search's side until one passes; None if none does."""
+    """Make and judge candidates on the search's side until one passes; else the last that nothing failed, or None."""
     from slimqwen.captured_log import capture_output
     from slimqwen.search import optimise
     from slimqwen.search.candidate import describe_changes
@@ -291,7 +291,9 @@ def _try_recipes(asked: _Asked) -> Variant | None:
         if judged["verdict"] == "pass":
             return variant
         if "taken back" not in judged:
-            return None
+            # What the search's items leave undecided is for the proof to decide, on others.
+            undecided = [each["variant"] for each in journal.tries if each["verdict"] == "inconclusive"]
+            return variants.load(undecided[-1], variant.root) if undecided else None
 
 
 def _fetch(asked: _Asked) -> None:

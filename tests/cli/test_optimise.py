@@ -5,6 +5,7 @@ import os
 import re
 import signal
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from slimqwen.cli import optimise
 from slimqwen.cli.baselines import name_of
 from slimqwen.search import optimise as search
 from slimqwen.search.optimise import MOST_TRIES, Optimisation
+from slimqwen.search.proof import Finalist
 from slimqwen.variant import Variant
 from tests.cli.conftest import run_on_one_line as run
 from tests.cli.conftest import said_by
@@ -183,6 +185,23 @@ def test_a_model_that_cannot_pass_ends_with_the_base_and_why(steps: Steps) -> No
     assert steps.done == known
 
 
+def test_what_the_search_s_items_leave_undecided_is_decided_by_those_of_the_proof(
+    steps: Steps, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    judge = optimise._judge
+
+    def judge_few(asked: Any, one: Variant, side: Any) -> Finalist:
+        found = judge(asked, one, side)
+        return found.model_copy(update={"verdict": "inconclusive"}) if side == "search" else found
+
+    monkeypatch.setattr(optimise, "_judge", judge_few)
+    code, said = run("optimise tiny --yes")
+    assert code == 0, said
+    (only,) = journal_of(steps).tries
+    assert only["verdict"] == "inconclusive"
+    assert f"serve {only['variant']}" in said
+
+
 def test_what_fails_on_items_that_no_try_saw_is_not_served(steps: Steps) -> None:
     def fails(check: str, one: Variant) -> bool:
         return check == "fidelity" and any(line.startswith("tune") for line in steps.done)
@@ -191,9 +210,8 @@ def test_what_fails_on_items_that_no_try_saw_is_not_served(steps: Steps) -> None
     code, said = run("optimise tiny --yes")
     assert code == 1, said
     assert "proof: fail: fidelity: " in said
-    assert (
-        "serve the base: `slimqwen serve tiny`: what passed on the search's items did not pass on all" in said
-    )
+    assert "serve the base: `slimqwen serve tiny`: tiny-optimised-" in said
+    assert said.endswith(" did not pass the last gate")
     assert not any(line.startswith(("gate", "timing")) for line in steps.done)
     assert not journal_of(steps).steps["proof"].passed
 
