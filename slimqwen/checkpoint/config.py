@@ -77,13 +77,6 @@ def quantised(config: Mapping[str, Any], form: Mapping[str, Any]) -> dict[str, A
     return changed
 
 
-def unquantised(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The same config without a quantization_config."""
-    changed = quantised(config, {})
-    del changed["quantization_config"]
-    return changed
-
-
 def untied(config: Mapping[str, Any]) -> dict[str, Any]:
     """The same config with an output head that is not tied to the embedding, in `text_config` too."""
     changed = {**config, "tie_word_embeddings": False}

@@ -1,5 +1,6 @@
 """Which linears and tables can be packed as compressed-tensors' integers, and packing them in blocks of rows."""
 
+import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +26,9 @@ LINEARS: Mapping[str, str] = {
     "draft_head": r"re:.*draft_head$",
 }
 """Kind of linears that can be packed -> the target of compressed-tensors that matches the names of their modules."""
+
+IN_LAYER = re.compile(r"(?!mtp\.)(?:.*\.)?layers\.(\d+)\.(.+)\.weight")
+"""Name of a weight of a decoder layer: number of the layer, module in it."""
 
 TABLES = ("embed_tokens", "lm_head")
 """Kinds with a row for every token; a packed one is tied to no other."""

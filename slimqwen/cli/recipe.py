@@ -68,7 +68,6 @@ def run_variant_recipe(
             "VLLM_LOAD_FORMAT=dummy."
         )
         return
-    from slimqwen.evals.model_card import tabulate_widths
     from slimqwen.recipe import variant_recipe
     from slimqwen.recipe.registry import STAGES
 
@@ -97,8 +96,6 @@ def run_variant_recipe(
     for outcome in outcomes:
         if decision := STAGES[outcome.stage].summarise(outcome.manifest.facts):
             say(f"{outcome.stage}: {decision}")
-    for widths in tabulate_widths(outcomes[-1].folder):
-        console.print(widths.as_rich())
     if compared := _compare_with_baseline(variant, outcomes):
         say(f"redistill_mtp: {compared}")
     for outcome in outcomes:

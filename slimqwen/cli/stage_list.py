@@ -28,6 +28,12 @@ which common trainers save without its head: `graft_mtp` gives it that of its or
 4-bit head by GPTQ (`rounding: gptq`), which measures its inputs on what `sample_outputs` wrote: one public report
 gained by it, the embedded model did not.
 
+`calibrate: {bits: 3.3}` gives each linear of the layers a width of 2 to 8 bits, with or without zero points, so that
+they take 3.3 bits a weight with scales and zero points; head, embedding and MTP head are not counted. What vLLM
+computes as one linear (q, k, v; gate, up) has one width. The manifest keeps the bits of every layer, the estimated
+divergence and the measured one; the model card shows the bits. `unpack`, which has no parameters, writes a twin in 16
+bits, to serve or judge a checkpoint where vLLM has no kernel for its widths.
+
 | stage | parameter | default | meaning |
 |---|---|---|---|
 """

@@ -1,7 +1,6 @@
 """The model card of a checkpoint that a recipe made: base, licences, scores, what a server needs for it, its gate."""
 
 import json
-import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -10,6 +9,7 @@ from slimqwen import checkpoint
 from slimqwen import variant as variants
 from slimqwen.checkpoint import draft_head
 from slimqwen.checkpoint.files import MANIFEST
+from slimqwen.checkpoint.packing import IN_LAYER
 from slimqwen.checkpoint.tensors import list_tensors
 from slimqwen.checkpoint.weights import has_mtp_head, read_weights
 from slimqwen.evals.gate import Gate
@@ -25,8 +25,6 @@ from slimqwen.variant import Variant
 
 if TYPE_CHECKING:
     from huggingface_hub import EvalResult
-
-_LINEAR = re.compile(r"(?!mtp\.)(?:.*\.)?layers\.(\d+)\.(.+)\.weight")
 
 
 def render_card(variant: Variant, gate: Path, record: Gate, licence: str | None = None) -> str:
@@ -128,7 +126,7 @@ def tabulate_widths(folder: Path) -> list[Table]:
     """
     widths: dict[str, dict[int, str]] = {}
     for name, weight in read_weights(folder).items():
-        if isinstance(weight.layout, PackedIntegers) and (match := _LINEAR.fullmatch(name)):
+        if isinstance(weight.layout, PackedIntegers) and (match := IN_LAYER.fullmatch(name)):
             mark = "" if weight.layout.symmetric else "+"
             widths.setdefault(match[2], {})[int(match[1])] = f"{weight.layout.bits}{mark}"
     if all(len(set(row.values())) == 1 for row in widths.values()):

@@ -30,8 +30,6 @@ from slimqwen.models.language_model import (
     run_layer,
 )
 
-_LINEAR = re.compile(r"(?!mtp\.)(?:.*\.)?layers\.(\d+)\.(.+)\.weight")
-
 
 class LayerErrorError(SlimqwenError):
     """The layers of two checkpoints cannot be compared."""
@@ -70,7 +68,7 @@ def measure_layer_errors(quantised: Path, original: Path, texts: Sequence[Sequen
     """
     packed: dict[int, list[Weight]] = {}
     for name, weight in read_weights(quantised).items():
-        if isinstance(weight.layout, PackedIntegers) and (match := _LINEAR.fullmatch(name)):
+        if isinstance(weight.layout, PackedIntegers) and (match := packing.IN_LAYER.fullmatch(name)):
             packed.setdefault(int(match[1]), []).append(weight)
     if not packed:
         return []

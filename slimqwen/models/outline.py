@@ -10,12 +10,11 @@ from typing import Any
 
 from slimqwen import checkpoint
 from slimqwen.checkpoint import draft_head, packing
-from slimqwen.checkpoint.config import quantisation, quantised, read_json_object, unquantised, untied
+from slimqwen.checkpoint.config import quantisation, quantised, read_json_object, untied
 from slimqwen.checkpoint.files import bytes_on_disk
 from slimqwen.checkpoint.tensors import INDEX, TensorInfo, find_output_head, list_tensors, tensor_bytes
-from slimqwen.checkpoint.weights import Weight, group_parts
 from slimqwen.formats import BY_ROW
-from slimqwen.formats.compressed_tensors import PackedIntegers, config_group, with_group
+from slimqwen.formats.compressed_tensors import config_group, with_group
 from slimqwen.models.published import published_tensors
 from slimqwen.models.shape import MTP_LAYERS, Packing, Shape, parts_of
 
@@ -169,16 +168,6 @@ class Outline:
                 tensors |= {part: _predicted(dtype, size) for part, (dtype, size) in parts.items()}
         return replace(self, config=config, tensors=tensors)
 
-    def unpacked(self) -> "Outline":
-        """The outline with every quantised weight in 16 bits."""
-        tensors = dict(self.tensors)
-        for weight in group_parts(self.tensors, quantisation(self.config)).values():
-            if weight.is_quantised:
-                for name in weight.tensor_names:
-                    del tensors[name]
-                tensors[weight.name] = _predicted("BF16", _unpacked_shape(weight))
-        return replace(self, config=unquantised(self.config), tensors=tensors)
-
     def with_outputs(self, outputs: SampledTexts) -> "Outline":
         """The outline with outputs of its own model beside it."""
         return replace(self, outputs=outputs)
@@ -191,14 +180,6 @@ class Outline:
 
 def _predicted(dtype: str, shape: tuple[int, ...]) -> TensorInfo:
     return TensorInfo(dtype, shape, Path(), 0, tensor_bytes(dtype, shape))
-
-
-def _unpacked_shape(weight: Weight) -> tuple[int, ...]:
-    if not isinstance(weight.layout, PackedIntegers):
-        return weight.shape
-    # A predicted weight has no file from which its shape could be read.
-    rows = weight.carrier.shape[0]
-    return rows, weight.layout.count(weight.carrier.elements) // rows
 
 
 def _num_weights(info: TensorInfo) -> int:

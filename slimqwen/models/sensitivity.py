@@ -6,9 +6,10 @@ pass keeps the input of each layer; then gradients go from the last layer to the
 The costs of all linears are added up (HIGGS, Malinovskii et al., arXiv 2411.17525: holds for medium widths).
 """
 
-from collections.abc import Mapping, Sequence
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,83 +26,79 @@ from slimqwen.models.language_model import (
 )
 from slimqwen.progress import Progress, silent
 
-
-class _Linear(NamedTuple):
-    """What passed through a linear."""
-
-    inputs: Tensor  # [texts, tokens, inputs]
-    gradients: Tensor  # of log p(y) by its outputs: [drawings, texts, tokens, outputs]
+_Passed = tuple[Tensor, Tensor]
+"""Inputs of a linear [texts, tokens, inputs]; gradients by its outputs [drawings, texts, tokens, outputs]."""
 
 
 def measure_costs(
     source: Path,
-    units: Mapping[str, Sequence[str]],
-    forms: Mapping[str, Sequence[PackedIntegers]],
+    units: Mapping[Any, Sequence[str]],
+    forms: Mapping[Any, Sequence[PackedIntegers]],
     texts: Sequence[Sequence[int]],
     draws: int,
     progress: Progress = silent,
-) -> dict[str, list[float]]:
+) -> dict[Any, list[float]]:
     """Estimate the divergence where a unit alone is rounded to nearest, nats a token, for each of its forms.
 
     Args:
         source: checkpoint that is not quantised.
-        units: name -> linears of one layer that are rounded together, named as in the text-only class.
-        forms: name of a unit -> the forms to try.
+        units: linears of one layer that are rounded together, named as in the text-only class.
+        forms: the forms to try of each unit.
         texts: token ids of texts of equal length.
-        draws: number of drawings of all next tokens; a text with a drawing is a sample of the square.
+        draws: number of drawings of all next tokens.
     """
-    count = read_text_config(source).num_hidden_layers
-    states = [read_embeddings(source, torch.tensor(texts))]
-    for number in range(count):
-        progress("keeping inputs of layers", number, count)
-        layer = load_layer(source, number, final_norm=number == count - 1)
-        states.append(torch.cat([run_layer(layer, state) for state in states[-1].split(1)]))
+    states = list(_states(source, texts, progress))
     gradients = _head_gradients(source, states.pop(), draws)
-    costs: dict[str, list[float]] = {}
+    count = len(states)
+    costs: dict[Any, list[float]] = {}
     for number in reversed(range(count)):
         progress("measuring what rounding costs", count - 1 - number, count)
         layer = load_layer(source, number, final_norm=number == count - 1).requires_grad_(False)
         modules = dict(layer.to(compute_device()).named_modules())
         inside = {unit: linears for unit, linears in units.items() if linears[0] in modules}
-        names = [name for linears in inside.values() for name in linears]
-        gradients, passed = _pull_back(
-            layer, {name: modules[name] for name in names}, states.pop(), gradients
-        )
-        for unit, linears in inside.items():
-            known = [(modules[name].weight, passed[name]) for name in linears]
+        linears = {name: modules[name] for names in inside.values() for name in names}
+        gradients, passed = _pull_back(layer, linears, states.pop(), gradients)
+        for unit, names in inside.items():
+            known = [(modules[name].weight, *passed[name]) for name in names]
             costs[unit] = [_cost(known, form) for form in forms[unit]]
     return costs
 
 
 def measure_divergence(original: Path, changed: Path, texts: Sequence[Sequence[int]]) -> float:
     """Mean divergence of a checkpoint's next-token distributions from those of the original, nats a token."""
-    logs = []
-    for folder in (original, changed):
-        count = read_text_config(folder).num_hidden_layers
-        states = read_embeddings(folder, torch.tensor(texts))
-        for number in range(count):
-            layer = load_layer(folder, number, final_norm=number == count - 1)
-            states = torch.cat([run_layer(layer, state) for state in states.split(1)])
-        head = load_without_layers(folder).lm_head
-        logs.append((head, states))
+    outputs = [deque(_states(folder, texts), 1)[0] for folder in (original, changed)]
+    heads = [load_without_layers(folder).lm_head for folder in (original, changed)]
     total = 0.0
     with torch.no_grad():
-        for given in zip(*(states for _, states in logs), strict=True):
-            expected, found = (
-                head(state).log_softmax(-1) for (head, _), state in zip(logs, given, strict=True)
-            )
+        for states in zip(*outputs, strict=True):
+            expected, found = (head(state).log_softmax(-1) for head, state in zip(heads, states, strict=True))
             total += float((expected.exp() * (expected - found)).sum(-1).double().mean())
     return total / len(texts)
 
 
-def _cost(linears: Sequence[tuple[Tensor, _Linear]], form: PackedIntegers) -> float:
-    """Half the mean square over texts and drawings, for each token."""
+def _states(folder: Path, texts: Sequence[Sequence[int]], progress: Progress = silent) -> Iterator[Tensor]:
+    """The input of each layer in turn, then the output of the last with the final norm."""
+    states = read_embeddings(folder, torch.tensor(texts))
+    count = read_text_config(folder).num_hidden_layers
+    for number in range(count):
+        yield states
+        progress("keeping inputs of layers", number, count)
+        layer = load_layer(folder, number, final_norm=number == count - 1)
+        states = torch.cat([run_layer(layer, state) for state in states.split(1)])
+    yield states
+
+
+def _cost(linears: Sequence[tuple[Tensor, Tensor, Tensor]], form: PackedIntegers) -> float:
+    """Half the mean square over drawings, texts and tokens; of weights with what passed through them.
+
+    Products between tokens are left out: their mean is small, and their noise would take many more drawings.
+    """
     moved: Any = 0
-    for weight, passed in linears:
+    for weight, inputs, gradients in linears:
         group = form.group_size or weight.shape[1]
         change = round_to_nearest(weight, group, form.bits, symmetric=form.symmetric) - weight
-        moved = moved + torch.einsum("dnto,nto->dn", passed.gradients, passed.inputs @ change.T)
-    return float(moved.double().square().mean() / 2 / linears[0][1].inputs.shape[1])
+        moved = moved + torch.einsum("dnto,nto->dnt", gradients, inputs @ change.T)
+    return float(moved.double().square().mean() / 2)
 
 
 def _head_gradients(source: Path, states: Tensor, draws: int) -> Tensor:
@@ -120,33 +117,31 @@ def _head_gradients(source: Path, states: Tensor, draws: int) -> Tensor:
 
 
 def _pull_back(
-    layer: Any, modules: Mapping[str, Any], states: Tensor, gradients: Tensor
-) -> tuple[Tensor, dict[str, _Linear]]:
+    layer: Any, linears: Mapping[str, Any], states: Tensor, gradients: Tensor
+) -> tuple[Tensor, dict[str, _Passed]]:
     """Gradients by the inputs of a layer, from those by its outputs; and what passed through its linears."""
     pulled = torch.empty_like(gradients)
-    rows: dict[str, list[_Linear]] = {name: [] for name in modules}
-    outputs: dict[str, tuple[Tensor, Tensor]] = {}
+    rows: dict[str, list[_Passed]] = {name: [] for name in linears}
+    kept: dict[str, _Passed] = {}
 
     def keep(name: str) -> Any:
-        return lambda _, given, output: outputs.update({name: (given[0].detach(), output)})
+        return lambda _, given, output: kept.update({name: (given[0].detach(), output)})
 
-    hooks = [module.register_forward_hook(keep(name)) for name, module in modules.items()]
+    hooks = [module.register_forward_hook(keep(name)) for name, module in linears.items()]
     for number, state in enumerate(states):
         leaf = state[None].to(compute_device(), copy=True).requires_grad_()
         result = layer.model(inputs_embeds=leaf, use_cache=False)[0]
-        wanted = [leaf, *(output for _, output in outputs.values())]
+        wanted = [leaf, *(output for _, output in kept.values())]
         given_back = gradients[:, number, None].to(leaf.device)
         found = [torch.autograd.grad(result, wanted, each, retain_graph=True) for each in given_back]
-        for draw, (by_input, *_) in enumerate(found):
-            pulled[draw, number] = by_input[0]
-        for place, (name, (given, _)) in enumerate(outputs.items(), start=1):
-            rows[name].append(_Linear(given, torch.stack([each[place] for each in found])))
+        by_input, *by_outputs = map(torch.stack, zip(*found, strict=True))
+        pulled[:, number] = by_input[:, 0]
+        for (name, (given, _)), gradient in zip(kept.items(), by_outputs, strict=True):
+            rows[name].append((given, gradient))
     for hook in hooks:
         hook.remove()
     passed = {
-        name: _Linear(
-            torch.cat([each.inputs for each in row]), torch.cat([each.gradients for each in row], 1)
-        )
+        name: (torch.cat([given for given, _ in row]), torch.cat([gradient for _, gradient in row], 1))
         for name, row in rows.items()
     }
     return pulled, passed

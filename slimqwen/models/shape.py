@@ -100,10 +100,6 @@ class Shape:
         config = self.config if kinds.keys().isdisjoint(packing.TABLES) else untied(self.config)
         return replace(self, config=config, quantised={**self.quantised, **kinds})
 
-    def unpacked(self) -> "Shape":
-        """The same model with nothing packed."""
-        return replace(self, quantised={})
-
     def with_outputs(self, outputs: object) -> "Shape":
         """The same model: texts beside a checkpoint have no dimensions."""
         return self

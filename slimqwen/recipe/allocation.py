@@ -7,9 +7,8 @@ from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 
-from slimqwen.checkpoint.packing import stored_bytes
+from slimqwen.checkpoint.packing import IN_LAYER, stored_bytes
 from slimqwen.checkpoint.tensors import TensorInfo
-from slimqwen.checkpoint.weights import text_name
 from slimqwen.formats.compressed_tensors import PackedIntegers
 from slimqwen.progress import Progress
 from slimqwen.recipe.stage import Facts, StageError
@@ -24,13 +23,8 @@ FUSED = (
 WIDTHS = tuple(product(range(2, 9), (True, False)))
 """Bits, and whether there are no zero points, of the forms to choose from."""
 
-DRAWS = 8
-"""Drawings of all next tokens; a text with a drawing is a sample of what a width costs."""
-
-_LINEAR = re.compile(r"model\.layers\.(\d+)\.(.+)\.weight")
-
-_WORD_ROWS = 32
-"""Zero points of so many rows fill whole words at every width; of fused linears each has to."""
+DRAWS = 2
+"""Drawings of all next tokens by which a width's cost is estimated."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +34,7 @@ class Allocation:
     Attributes:
         chosen: (layer, names of its modules) -> form.
         stored_bits: bits a weight, with scales and zero points.
-        predicted_kl_nats: sum of what each unit alone was estimated to cost, rounded to nearest.
+        predicted_kl_nats: sum of the estimates for each unit, rounded to nearest.
     """
 
     chosen: Mapping[tuple[int, tuple[str, ...]], PackedIntegers]
@@ -50,13 +44,10 @@ class Allocation:
     @property
     def targets(self) -> list[tuple[PackedIntegers, list[str]]]:
         """Each form with the targets of compressed-tensors that match its linears."""
-        layers: dict[tuple[PackedIntegers, tuple[str, ...]], list[str]] = defaultdict(list)
-        for (layer, modules), form in self.chosen.items():
-            layers[form, modules].append(str(layer))
         targets: dict[PackedIntegers, list[str]] = defaultdict(list)
-        for (form, modules), numbers in layers.items():
+        for (layer, modules), form in self.chosen.items():
             names = "|".join(map(re.escape, modules))
-            targets[form].append(rf"re:^(?!mtp\.).*layers\.({'|'.join(numbers)})\.({names})$")
+            targets[form].append(rf"re:^(?!mtp\.).*layers\.{layer}\.({names})$")
         return list(targets.items())
 
     @property
@@ -67,11 +58,8 @@ class Allocation:
         for (layer, modules), form in self.chosen.items():
             for module in modules:
                 widths.setdefault(f"bits of {module}", [0] * count)[layer] = form.bits
-        return {
-            "stored_bits": self.stored_bits,
-            "predicted_kl_nats": self.predicted_kl_nats,
-            **dict(sorted(widths.items())),
-        }
+        sums = {"stored_bits": self.stored_bits, "predicted_kl_nats": self.predicted_kl_nats}
+        return {**sums, **widths}
 
 
 def allocate_widths(
@@ -87,7 +75,6 @@ def allocate_widths(
     Args:
         linears: name of a weight -> its tensor.
         budget: stored bits a weight.
-        group_size: smallest number of weights that share a scale.
         texts: token ids of texts of equal length, on which the costs are estimated.
 
     Raises:
@@ -97,42 +84,36 @@ def allocate_widths(
 
     units: dict[tuple[int, tuple[str, ...]], list[TensorInfo]] = defaultdict(list)
     for name, info in linears.items():
-        if match := _LINEAR.fullmatch(text_name(name)):
+        if match := IN_LAYER.fullmatch(name):
             module = match[2]
             units[int(match[1]), next((row for row in FUSED if module in row), (module,))].append(info)
-    names = {f"{layer} {modules[0]}": (layer, modules) for layer, modules in units}
-    forms = {name: _forms(units[unit], group_size) for name, unit in names.items()}
-    paths = {
-        name: [f"model.layers.{layer}.{module}" for module in modules]
-        for name, (layer, modules) in names.items()
+    paths = {unit: [f"model.layers.{unit[0]}.{module}" for module in unit[1]] for unit in units}
+    # Zero points of 32 rows fill whole words at every width, which vLLM needs of each linear that it fuses.
+    forms = {
+        unit: [
+            PackedIntegers(bits, group_size, symmetric)
+            for bits, symmetric in WIDTHS
+            if symmetric or all(info.shape[0] % 32 == 0 for info in infos)
+        ]
+        for unit, infos in units.items()
     }
     measured = measure_costs(source, paths, forms, texts, DRAWS, progress)
-    costs = [measured[name] for name in names]
-    bits = [[8 * _bytes(units[unit], form) for form in forms[name]] for name, unit in names.items()]
+    costs = [measured[unit] for unit in units]
+    bits = [
+        [8 * sum(stored_bytes(form, *info.shape) for info in infos) for form in forms[unit]]
+        for unit, infos in units.items()
+    ]
     weights = sum(info.elements for infos in units.values() for info in infos)
-    least = sum(map(min, bits)) / weights
-    if least > budget:
+    if (least := sum(map(min, bits)) / weights) > budget:
         raise StageError(
             f"the narrowest form takes {least:.2f} stored bits a weight; set bits to that or more"
         )
     places = choose(costs, bits, budget * weights)
     return Allocation(
-        {unit: forms[name][place] for (name, unit), place in zip(names.items(), places, strict=True)},
+        {unit: forms[unit][place] for unit, place in zip(units, places, strict=True)},
         sum(row[place] for row, place in zip(bits, places, strict=True)) / weights,
         sum(row[place] for row, place in zip(costs, places, strict=True)),
     )
-
-
-def _forms(infos: Sequence[TensorInfo], group_size: int) -> list[PackedIntegers]:
-    """What a unit can be packed to: 2 to 8 bits, with and without zero points."""
-    can_shift = all(info.shape[0] % _WORD_ROWS == 0 for info in infos)
-    return [
-        PackedIntegers(bits, group_size, symmetric) for bits, symmetric in WIDTHS if symmetric or can_shift
-    ]
-
-
-def _bytes(infos: Sequence[TensorInfo], form: PackedIntegers) -> int:
-    return sum(stored_bytes(form, *info.shape) for info in infos)
 
 
 def choose(costs: Sequence[Sequence[float]], bits: Sequence[Sequence[int]], limit: float) -> list[int]:

@@ -17,10 +17,6 @@ Scheme = Literal[
 ]  # fmt: skip
 
 
-LAYERS = ("mlp", "attention", "linear_attention")
-"""The kinds of linears of decoder layers."""
-
-
 class Targets(Parameters):
     """Scheme of each kind of linears, in all layers; a list of kinds gives each of them W4A16.
 
@@ -95,7 +91,7 @@ class CalibrateParameters(Parameters):
     def _budget_is_for_all_layers(cls, values: Any) -> Any:
         if not isinstance(values, dict) or values.get("bits") is None:
             return values
-        kinds = values.get("targets", LAYERS)
+        kinds = values.get("targets", [kind for kind in Targets.model_fields if kind != "mtp"])
         if isinstance(kinds, list | tuple):
             kinds = {kind: "W4A16" if kind == "mtp" else "budget" for kind in kinds}
         return {**values, "targets": kinds}

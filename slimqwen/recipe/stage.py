@@ -111,9 +111,6 @@ class Dimensions(Protocol):
     def with_packing(self, kinds: Mapping[str, Packing]) -> Self:
         """The dimensions with the given kinds of linears packed."""
 
-    def unpacked(self) -> Self:
-        """The dimensions with every quantised weight in 16 bits."""
-
     def with_outputs(self, outputs: SampledTexts) -> Self:
         """The dimensions with outputs of their own model beside the checkpoint."""
 

@@ -71,9 +71,6 @@ _STATES = 7
 _LAYER_COPIES = 4
 """Float32 copies of a layer's weights in memory: the layer, AWQ's copy to restore them, and the rounded weights."""
 
-_OUTPUTS = 4
-"""Inputs and outputs of a layer's linears, over those of hidden state and MLP together."""
-
 _PACKED_BYTES = 1.25
 """Upper bound of bytes per packed weight: 8 bits, with scales and zero points of groups."""
 
@@ -167,7 +164,7 @@ def needs(outline: Outline, parameters: CalibrateParameters) -> Needs:
         numbers += 3 * (hidden**2 + inner**2)  # the Hessians, and the inverse of the largest one
     few = min(tokens, max(_CHECKED_TOKENS, corpus.length)) if parameters.bits else 0
     layers = outline.text["num_hidden_layers"]
-    numbers += few * (layers * hidden + (DRAWS + 1) * _OUTPUTS * (hidden + inner))
+    numbers += few * (layers * hidden + (DRAWS + 1) * 4 * (hidden + inner))
     passes = _PASSES + (_SEARCH_PASSES if parameters.scaling == "awq" else 0)
     operations = 2 * tokens * (passes * targets + 3 * outline.num_weights) + 2 * few * len(WIDTHS) * targets
     disk_bytes = outline.disk_bytes + int(_PACKED_BYTES * targets)
@@ -249,10 +246,7 @@ def _target_tensors(outline: Outline, parameters: CalibrateParameters) -> dict[s
 
 
 def _allocated(
-    source: Path,
-    targets: Mapping[str, Mapping[str, TensorInfo]],
-    parameters: CalibrateParameters,
-    progress: Progress,
+    source: Path, targets: Mapping[str, Any], parameters: CalibrateParameters, progress: Progress
 ) -> tuple[list[list[int]], Allocation | None]:
     """The calibration text in tokens, and the widths where a budget decides them."""
     import transformers
@@ -261,14 +255,12 @@ def _allocated(
     sequences = calibration_sequences(parameters.corpus, source, tokenizer)
     if parameters.bits is None:
         return sequences, None
-    weights = {
-        name: info
-        for kind, weights in targets.items()
-        if parameters.targets.schemes[kind] == "budget"
-        for name, info in weights.items()
+    schemes = parameters.targets.schemes
+    linears = {
+        name: info for kind in targets if schemes[kind] == "budget" for name, info in targets[kind].items()
     }
-    few = _first(sequences)
-    return sequences, allocate_widths(source, weights, parameters.bits, parameters.group_size, few, progress)
+    budget, size = parameters.bits, parameters.group_size
+    return sequences, allocate_widths(source, linears, budget, size, _first(sequences), progress)
 
 
 def _calibrated(

@@ -10,31 +10,17 @@ from pathlib import Path
 
 from slimqwen import checkpoint
 from slimqwen.checkpoint import packing
-from slimqwen.checkpoint.config import unquantised, write_config
+from slimqwen.checkpoint.config import quantised, write_config
 from slimqwen.checkpoint.files import carry_side_files
 from slimqwen.checkpoint.tensors import NewTensor, rewrite
 from slimqwen.checkpoint.weights import Weight, group_parts
 from slimqwen.models.outline import Outline
 from slimqwen.progress import Progress
-from slimqwen.recipe.stage import D, Facts, Fault, Needs, Parameters, Stage, require_fit
-
-_IMPORTS_BYTES = 700 * 2**20
-"""Resident memory of torch and compressed-tensors, bytes."""
+from slimqwen.recipe.stage import Facts, Fault, Needs, Parameters, Stage, require_fit
 
 
-class UnpackParameters(Parameters):
-    """The stage has no parameters."""
-
-
-def unpack_weights(
-    source: Path, destination: Path, parameters: UnpackParameters, progress: Progress
-) -> Facts:
-    """Write source to destination without a quantised weight.
-
-    Raises:
-        StageError: no weight is quantised, or the KV cache is.
-        UnsupportedFormatError: a weight is in a layout that is not read here.
-    """
+def unpack_weights(source: Path, destination: Path, parameters: Parameters, progress: Progress) -> Facts:
+    """Write source to destination without a quantised weight. Raises StageError and UnsupportedFormatError."""
     outline = Outline.read(source)
     require_fit(inspect_unpacking(outline, parameters))
     replaced: dict[str, Mapping[str, NewTensor]] = {}
@@ -46,7 +32,9 @@ def unpack_weights(
         }
     rewrite(source, destination, lambda name, _: replaced.get(name), progress)
     carry_side_files(source, destination)
-    write_config(destination, unquantised(outline.config))
+    config = quantised(outline.config, {})
+    del config["quantization_config"]
+    write_config(destination, config)
     return {"unpacked_weights": len(found)}
 
 
@@ -62,12 +50,7 @@ def _quantised(outline: Outline) -> list[Weight]:
     return [weight for weight in weights if weight.is_quantised]
 
 
-def needs(outline: Outline, parameters: UnpackParameters) -> Needs:
-    """Needs: disk for 16 bits a weight; memory for a block of rows."""
-    return Needs(2 * outline.num_weights, _IMPORTS_BYTES + 16 * packing.BLOCK_BYTES, 20 * outline.num_weights)
-
-
-def inspect_unpacking(outline: Outline, parameters: UnpackParameters) -> Iterator[Fault]:
+def inspect_unpacking(outline: Outline, parameters: Parameters) -> Iterator[Fault]:
     """Find faults: nothing is quantised, or the scales of an 8-bit KV cache would lose their config."""
     if not _quantised(outline):
         yield Fault(f"{outline.name} has no quantised weight; remove unpack from the recipe")
@@ -75,17 +58,12 @@ def inspect_unpacking(outline: Outline, parameters: UnpackParameters) -> Iterato
         yield Fault(f"{outline.name} has scales of an 8-bit KV cache, which only a quantised checkpoint has")
 
 
-def reshape(shape: D, parameters: UnpackParameters, /) -> D:
-    """The dimensions with every weight in 16 bits."""
-    return shape.unpacked()
-
-
 STAGE = Stage(
     name="unpack",
-    parameters=UnpackParameters,
+    parameters=Parameters,
     run=unpack_weights,
-    needs=needs,
+    needs=lambda outline, _: Needs(2 * outline.num_weights, 2**30, 20 * outline.num_weights),
     inspect=inspect_unpacking,
-    reshape=reshape,
+    last=True,
     changes=lambda _: tuple(map(packing.tensor_pattern, packing.LINEARS)),
 )

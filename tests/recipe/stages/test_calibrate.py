@@ -35,7 +35,6 @@ from slimqwen.recipe import recipe_file, runner, variant_recipe
 from slimqwen.recipe.calibration_text import CalibrationText, calibration_documents, calibration_sequences
 from slimqwen.recipe.recipe_file import Step
 from slimqwen.recipe.registry import STAGES
-from slimqwen.recipe.schemes import LAYERS
 from slimqwen.recipe.stage import StageError, require_fit
 from slimqwen.recipe.stages import calibrate
 from slimqwen.recipe.stages.calibrate import CalibrateParameters
@@ -306,6 +305,9 @@ def test_every_kind_has_a_scheme_of_its_own(source: Path, mixed: Path) -> None:
     assert {weight.name for weight in weights if weight.layout and weight.layout.bits == 8} == {
         f"{layers}.3.self_attn.{module}_proj.weight" for module in "qkvo"
     }
+
+
+LAYERS = ("mlp", "attention", "linear_attention")
 
 
 @pytest.fixture(scope="session")
