@@ -213,7 +213,7 @@ class _Tuner:
         near_ties = 0
         with share_server(variant, port=subject.port, log=log, progress=progress) as served:
             if self._plain and not arm.rounds and not contest.turns_of(arm):
-                near_ties = self._compare(self._plain, served, progress)
+                near_ties = self._compare(self._plain, arm, served, progress)
             side.take_round(0, served, watch)  # round number 0: every round sends the same requests
             loads = [_read_load(side, load) for load in subject.loads]
             if subject.sessions and contest is not self._drafts:
@@ -231,13 +231,15 @@ class _Tuner:
             near_ties=near_ties,
         )
 
-    def _compare(self, plain: PlainResponses, served: SharedServer, progress: Progress) -> int:
+    def _compare(self, plain: PlainResponses, arm: Arm, served: SharedServer, progress: Progress) -> int:
         """Compare a server's greedy responses with the plain engine's; returns the number of near ties.
 
         Raises:
-            WrongResponsesError: responses differ by more than near ties, or none came from the prefix cache.
+            WrongResponsesError: responses differ by more than near ties, or none came from a prefix cache that the arm
+                switches on.
         """
-        caches = read_cache_labels(served).get("enable_prefix_caching") == "True"
+        has_cache = read_cache_labels(served).get("enable_prefix_caching") == "True"
+        caches = has_cache and "VLLM_ENABLE_PREFIX_CACHING" in arm.changes
         loads = [1, max(self._subject.loads)]
         near_ties = plain.compare(served.server, loads if caches else sorted({*loads}), progress)
         if caches and not counters(served.server.base_url).get(PREFIX_HITS):

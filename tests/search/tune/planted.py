@@ -14,7 +14,7 @@ CORRUPT, DYING = 3, 5
 
 QUICK, SLOW, WRONG = 1001, 1002, 1003
 """Token budgets: one with quick steps, one with slow steps, one whose responses are wrong."""
-_STEP_S = {QUICK: 0.0, SLOW: 0.08}
+_STEP_S = {QUICK: 0.0, SLOW: 0.04}
 
 
 def install(folder: Path) -> None:
@@ -49,20 +49,21 @@ def register() -> None:
 
 
 def plant_in_scheduler() -> None:
-    """Make each step last as its token budget decides, and change tokens under the wrong one."""
+    """Make each step last as its token budget decides, and change tokens under the wrong one.
+
+    Another body of `Scheduler.schedule` would be refused: this project's patches were written for vLLM's own.
+    """
     scheduler = importlib.import_module("vllm.v1.core.sched.scheduler").Scheduler
-    schedule, update = scheduler.schedule, scheduler.update_from_output
-    if getattr(schedule, "is_planted", False):
+    stock = scheduler.update_from_output
+    if getattr(stock, "is_planted", False):
         return
 
-    def wait(self: Any, *arguments: Any, **more: Any) -> Any:
-        time.sleep(_STEP_S.get(self.scheduler_config.max_num_batched_tokens, 0.03))
-        return schedule(self, *arguments, **more)
-
-    def change(self: Any, scheduled: Any, output: Any) -> Any:
-        if self.scheduler_config.max_num_batched_tokens == WRONG:
+    def update(self: Any, scheduled: Any, output: Any) -> Any:
+        budget = self.scheduler_config.max_num_batched_tokens
+        time.sleep(_STEP_S.get(budget, 0.01))
+        if budget == WRONG:
             output.sampled_token_ids = [[7] * len(tokens) for tokens in output.sampled_token_ids]
-        return update(self, scheduled, output)
+        return stock(self, scheduled, output)
 
-    wait.is_planted = True  # type: ignore[attr-defined]
-    scheduler.schedule, scheduler.update_from_output = wait, change
+    update.is_planted = True  # type: ignore[attr-defined]
+    scheduler.update_from_output = update
