@@ -58,6 +58,8 @@ def test_the_sampler_learns_how_far_a_candidate_is_beyond_its_limits(ladder: Lad
             assert told[number] == pytest.approx(1 - trial.acceptance_share.value)
         elif trial.rung != "roofline" and told[number] > 0:
             assert told[number] == pytest.approx(max(0, trial.worst_share - 1), abs=1e-6)
+    passed = next(trial for trial in known.values() if trial.passed)
+    assert study._excess(passed.model_copy(update={"worst_share": 1.5})) == pytest.approx(0.5)
 
 
 @pytest.mark.parametrize("meeting", [True, False])
