@@ -19,7 +19,7 @@ def write_recipe(tmp_path, text):
 
 
 def test_a_recipe_of_every_stage_names_its_text_once(tmp_path):
-    stages = sorted({*STAGES} - {*CHAIN}) + CHAIN
+    stages = sorted({*STAGES} - {*CHAIN, "unpack"}) + CHAIN  # a twin has no parameters, and no stage after it
     stages.sort(key=lambda name: STAGES[name].last)
     text = template.render_recipe(variant.load("tiny-mtp4"), stages, "tinyworld")
     assert "path:" not in text
