@@ -31,7 +31,7 @@ def test_a_variant_is_its_checkpoint_or_the_shape_that_it_will_have():
     assert here.settings["VLLM_MODEL"] == "weights/tiny"
     planned = find_subject("qwen3.5-4b-best", ROOT)
     assert planned.source.endswith("qwen3.5-4b-best/recipe.yaml")
-    assert planned.tensors["mtp.draft_head.weight"][1] == (32768, 2560)
+    assert planned.tensors["mtp.draft_head.weight_packed"][1] == (32768, 2560 // 8)
 
 
 def test_a_folder_is_its_tensors_and_a_config_json_what_it_promises(tmp_path: Path):

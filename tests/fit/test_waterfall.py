@@ -55,7 +55,8 @@ def test_each_optimisation_saves_the_bytes_that_it_is_for():
     assert packed.part_bytes["output head"] == drafts.part_bytes["output head"]
     assert pruned.part_bytes["output head"] == 65536 * 2560 * 2
     assert pruned.seconds < packed.seconds
-    assert trimmed.part_bytes["draft head"] == 4 * 32768 * 2560 * 2
+    # 4 bits, and a scale of 16 bits for 32 weights.
+    assert trimmed.part_bytes["draft head"] == 4 * 32768 * 2560 * 4.5 / 8
     assert packed_drafts.part_bytes["draft layers"] < 0.3 * trimmed.part_bytes["draft layers"]
 
 

@@ -33,13 +33,15 @@ def prepare_arms(subject: Subject, arms: Sequence[Arm], log: Path, progress: Pro
     needed = find_refused_fields(subject.workload, subject.variant.root, subject.served.platform)
     for arm in arms:
         try:
-            commands[arm.name] = _resolve(subject, arm, needed)
-            first = commands.get(arms[0].name)
-            if arm.parts and first and _decisive(commands[arm.name]) == _decisive(first):
-                raise SearchError("it changes nothing on this device")
+            command = _resolve(subject, arm, needed)
         except SlimqwenError as error:
-            commands.pop(arm.name, None)
             refused[arm.name] = shorten(error, subject)
+            continue
+        first = commands.get(arms[0].name)
+        if arm.parts and first and _decisive(command) == _decisive(first):
+            refused[arm.name] = "it changes nothing on this device"
+        else:
+            commands[arm.name] = command
     planned = [arm for arm in arms if arm.name in commands]
     plans = _plan(subject, planned, log, progress)
     for arm in planned:

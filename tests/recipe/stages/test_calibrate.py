@@ -437,7 +437,7 @@ def test_targets_that_cannot_be_are_refused(targets: Any, message: str) -> None:
 def test_gptq_leaves_a_smaller_output_error_than_rounding_to_nearest(source: Path, tmp_path: Path) -> None:
     corpus = CalibrationText(path="tinyworld", sequences=32, length=64)
     tokens = torch.tensor(
-        calibrate._sequences(corpus, source, transformers.AutoTokenizer.from_pretrained(source))
+        calibration_sequences(corpus, source, transformers.AutoTokenizer.from_pretrained(source))
     )
     exact = log_probabilities(source, tokens)
     nearest, gptq = (
