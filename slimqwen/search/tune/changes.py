@@ -94,7 +94,7 @@ ROWS = (
         speculation={"draft_sample_method": "probabilistic"},
         of_sampling=True,
     ),
-    # Model runner V1 accepts the method and verifies token by token all the same.
+    # Model runner V1 accepts this method, but verifies each token by itself.
     Change(
         "block verification",
         when={"num_speculative_tokens": "> 0", "model_runner": "V2"},
