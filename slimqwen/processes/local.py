@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Self
 
 from slimqwen import host
-from slimqwen.processes.task import ExecutorError, Outcome, Task
+from slimqwen.processes.task import ENGINE_BYTES, ExecutorError, Outcome, Task
 from slimqwen.processes.task_process import TaskProcess
 from slimqwen.progress import Progress, progress_of, silent
 
@@ -91,13 +91,20 @@ class LocalExecutor:
         """Start queued tasks in their order while a lane and enough memory are free."""
         while self._waiting and (lane := self._find_free_lane(self._waiting[0])) is not None:
             task = self._running[lane] = self._waiting.popleft()
+            self._make_room(task)
             self._process(lane).begin(task, progress_of(task.title, self._progress))
         if not self._waiting and 1 < self._width > len(self._running) and _ALONE not in self._running:
             self._use_idle_cores()
 
+    def _make_room(self, task: Task) -> None:
+        """End the processes without a task if their memory is needed; a later task of their lane starts them again."""
+        if task.resources.memory_bytes > host.available_memory():
+            for lane in self._processes.keys() - self._running.keys():
+                self._processes.pop(lane).close()
+
     def _use_idle_cores(self) -> None:
         """Give the last tasks every core, and start the process of tasks that run alone, one of which often follows."""
-        if self._warm:
+        if self._warm and self._memory_of_tasks() + ENGINE_BYTES <= host.total_memory():
             self._process(_ALONE).start()
         for lane in self._running:
             self._processes[lane].use_every_cpu()
@@ -112,10 +119,14 @@ class LocalExecutor:
         runs_alone = self._width > 1 and bool(task.resources.whole_node or task.resources.gpus)
         if not self._running:
             return _ALONE if runs_alone else 0
-        memory = sum(each.resources.memory_bytes for each in (task, *self._running.values()))
-        if runs_alone or _ALONE in self._running or memory > host.total_memory():
+        needed = self._memory_of_tasks() + task.resources.memory_bytes
+        if runs_alone or _ALONE in self._running or needed > host.total_memory():
             return None
         return next((lane for lane in range(self._width) if lane not in self._running), None)
+
+    def _memory_of_tasks(self) -> int:
+        """Bytes that the running tasks need."""
+        return sum(task.resources.memory_bytes for task in self._running.values())
 
     def _cpus(self, lane: int) -> Collection[int]:
         """CPUs of a lane, as many as each other lane has; empty if the lane may use every CPU."""

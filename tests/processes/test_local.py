@@ -113,6 +113,23 @@ def test_a_task_that_needs_the_whole_node_or_too_much_memory_runs_alone(tmp_path
     assert ended["1"][1] == ended["4"][1] == os.sched_getaffinity(0)  # a timing, an engine on a GPU
 
 
+@pytest.mark.skipif((os.cpu_count() or 1) < 2, reason="two tasks on CPUs of their own need two CPUs")
+@pytest.mark.usefixtures("all_cpus")
+@pytest.mark.parametrize(("needed", "left"), [(1 << 20, 2), (3 << 30, 1)])
+def test_processes_without_a_task_end_if_their_memory_is_needed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, needed: int, left: int
+) -> None:
+    monkeypatch.setattr(local.host, "available_memory", lambda: 2 << 30)
+    before = set(psutil.Process().children())
+    with LocalExecutor(tmp_path, width=2) as executor:
+        for name in ("a", "b"):
+            executor.submit(Task(name, name, tasks.meet, name))
+        executor.wait(), executor.wait()
+        executor.submit(Task("c", "c", tasks.double, 1, Resources(memory_bytes=needed)))
+        executor.wait()
+        assert len(set(psutil.Process().children()) - before) == left
+
+
 @pytest.mark.parametrize("others", [0, 1])
 def test_an_interrupt_stops_every_running_task(tmp_path: Path, others: int) -> None:
     with LocalExecutor(tmp_path, width=2) as executor:
