@@ -79,8 +79,9 @@ def new(
     from slimqwen.recipe import template
     from slimqwen.variant import scaffold
 
-    additions = stage or drafter
-    if [base, checkpoint, source].count(None) != 2 or (additions and not base) or (source and evaluation):
+    has_one_origin = sum(origin is not None for origin in (base, checkpoint, source)) == 1
+    adds_to_nothing = (stage or drafter) and not base
+    if not has_one_origin or adds_to_nothing or (source and evaluation):
         raise typer.BadParameter(
             "give --checkpoint FOLDER for a baseline, --base NAME for a variant of it, or --from NAME alone for a copy"
         )

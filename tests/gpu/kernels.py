@@ -101,7 +101,7 @@ def compare_draft_heads(source: Path, place: Path, bits: int, progress: Progress
 
 
 def compare_with_twin(source: Path, packed: Path, place: Path) -> dict[str, Any]:
-    """Distance of a packed checkpoint from its twin in 16 bits, nats a token, beside noise and rounding; their times."""
+    """Nats a token between a packed checkpoint and its twin in 16 bits, beside noise and rounding; their times."""
     twin = folder(place, f"{packed.name}-twin")
     unpack.unpack_weights(packed, twin, Parameters(), silent)
     (exact,) = (read_in_float32(source),)
