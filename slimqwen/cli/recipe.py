@@ -125,7 +125,7 @@ def _announce_upgrade(variant: Variant) -> None:
 
 
 def _compare_with_baseline(variant: Variant, outcomes: "Sequence[runner.Outcome]") -> str | None:
-    """What a trained head is worth beside the served baseline's; a failure says why, for the checkpoint is made."""
+    """Compare the drafts of a trained head with the served baseline's, in a line; an error is a line too."""
     from slimqwen.captured_log import capture_output
     from slimqwen.recipe import served_baseline
 

@@ -29,7 +29,7 @@ class ModelOpt(Format):
         return f"{self.method} {self._algorithm}"
 
     def packs(self, module: str) -> bool:
-        """Every linear and output head whose name no entry has as a part of it, nor matches as a wildcard."""
+        """Every linear and output head, except those named by `ignore` or `exclude_modules`, wildcards included."""
         left = self.settings.get("ignore") or self.settings.get("exclude_modules") or ()
         is_left = is_named(module, left) or any(fnmatch(module, entry) for entry in left)
         return not module.endswith("embed_tokens") and not is_left

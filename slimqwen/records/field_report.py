@@ -19,7 +19,7 @@ _TOLERANCE = 0.1
 """By how much steps, tokens per step and tokens may disagree; committed records: up to 4 %."""
 
 _OVERLAP = 1.25
-"""By how much the output rate may exceed that of so many requests at their mean TPOT: means of other things differ."""
+"""Largest output rate allowed, over requests in flight / mean TPOT: a mean of rates exceeds the rate of a mean."""
 
 
 class FieldCard(Block):

@@ -135,15 +135,6 @@ def test_latest_is_the_newest_that_fits(tmp_path, quality, latency):
 
 
 @pytest.mark.usefixtures("stamps")
-def test_no_record_of_a_busy_host_is_the_latest(tmp_path, result):
-    path = store.write_record(tmp_path, result())
-    later = result().as_json()
-    later["provenance"]["host_load"] = host_load(busy=True)
-    write(tmp_path, later)
-    assert store.latest(tmp_path, StartUp) == path
-
-
-@pytest.mark.usefixtures("stamps")
 def test_no_record_of_a_busy_host_or_of_a_split_stands_for_a_variant(tmp_path, quality):
     path = write(tmp_path, quality, ITEMS)
     write(tmp_path, quality | {"split": {"side": "proof", "proof_share": 0.5}}, ITEMS)

@@ -108,13 +108,6 @@ def test_each_bad_file_is_named_and_the_others_are_checked_all_the_same(reposito
     assert all(fault.fault and fault.cure and "\n" not in fault.fault for fault in result)
 
 
-def test_items_are_held_against_their_digest(repository, quality):
-    items = quality.with_suffix(".items.jsonl")
-    items.write_text(items.read_text().replace('"value": 1.0', '"value": 0.0'))
-    location = f"experiments/b/quality_{STAMP}.items.jsonl"
-    assert any(at == location and "not the items" in reason for at, reason in faults(repository))
-
-
 def test_a_copied_record_is_named(repository, quality):
     shutil.copy(quality, quality.with_name("quality_2027-01-01T000000Z.json"))
     reasons = dict(faults(repository))

@@ -51,7 +51,7 @@ class Change:
         return any(map(may_round, self.lines))
 
     def find_obstacle(self, plan: Plan, weights: Path) -> str:
-        """Why it has no effect or dies by the plan of the changed server; empty if nothing is known against it."""
+        """Why the change is not tried: its condition does not hold in the plan, or a weight's packing; else empty."""
         for name, condition in self.when.items():
             if not trouble.meets(plan, {name: condition}):
                 return f"not here: {name} is not {condition}"
