@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from slimqwen import processes, variant
+from slimqwen import processes, variant, workspace
 from slimqwen.cli import demo
 from slimqwen.cli.demo import DemoRecords
 from slimqwen.host_load import HostBusyError
@@ -80,6 +80,23 @@ def test_the_baseline_is_checked_while_the_variant_is_made_and_times_are_taken_l
     assert result.missing == {"quality": LOST, "speed": BUSY}
     assert {part: len(paths) for part, paths in result.records.items()} == {"acceptance": 2, "fidelity": 1}
     assert len([line for line in said if line.startswith("    reused: tests/cli/test_demo.py, made ")]) == 1
+
+
+def test_an_empty_folder_becomes_a_workspace_and_another_stays(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, said: list[str]
+) -> None:
+    monkeypatch.setattr(demo, "is_checkout", lambda: False)
+    monkeypatch.delenv(workspace.HOME, raising=False)
+    monkeypatch.chdir(tmp_path)
+    assert [demo._find_root() for _ in range(2)] == [tmp_path] * 2
+    assert said == [f"{tmp_path} is a workspace now"]
+    other = tmp_path.with_name("other")
+    other.mkdir()
+    (other / "file").touch()
+    monkeypatch.chdir(other)
+    demo._find_root()
+    assert not (other / workspace.MARKER).exists()
+    assert len(said) == 1
 
 
 @pytest.mark.parametrize("subject", demo.MODELS.values(), ids=list(demo.MODELS))

@@ -60,6 +60,11 @@ def test_an_answer_of_this_run_is_known_at_once_and_not_reused(tmp_path):
         assert len(answers) == 2
 
 
+def test_an_answer_that_is_known_is_not_made_again(tmp_path):
+    with locked(tmp_path / "answers.jsonl") as answers:
+        assert [answers.answer(ASK, lambda made=made: made) for made in (1, 2)] == [1, 1]
+
+
 def test_a_second_process_is_refused_and_a_finished_run_forgotten(tmp_path):
     file = tmp_path / "answers.jsonl"
     with locked(file) as answers:

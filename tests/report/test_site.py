@@ -136,6 +136,15 @@ def test_a_variant_names_the_command_of_each_missing_record(small, tmp_path):
     assert "No fidelity record: slimqwen eval fidelity --variant quick" in words
 
 
+def test_a_variant_lists_the_items_on_which_it_differs_from_its_baseline(small, add_record, tmp_path):
+    def miss(item):
+        return item | {"value": 0.0, "output": "not that"} if item["task"] == "tinyworld_facts" else item
+
+    assert "not that" not in Page(site.build_page(tmp_path, tmp_path / "report").index).words
+    add_record("quick", "quality", "2026-01-02T000000Z", edit_items=miss)
+    assert "not that" in Page(site.build_page(tmp_path, tmp_path / "report").index).words
+
+
 def test_the_chart_describes_its_figures(small, tmp_path):
     rows = [
         row

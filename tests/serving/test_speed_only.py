@@ -53,6 +53,7 @@ def root(tmp_path: Path) -> Path:
 )
 def test_every_check_of_answers_refuses(root: Path, name: str, reason: str) -> None:
     subject, run = variant.load(name, root), Invocation(["x"])
+    assert speed_only.is_speed_only(subject)
     for measure in (
         lambda: quality.measure_quality(subject, None, None, run),  # type: ignore[arg-type]
         lambda: fidelity.measure_fidelity(subject, None, run),  # type: ignore[arg-type]
@@ -64,5 +65,6 @@ def test_every_check_of_answers_refuses(root: Path, name: str, reason: str) -> N
 
 
 def test_a_trained_checkpoint_whose_drafts_are_judged_is_let_through(root: Path) -> None:
-    speed_only.refuse_speed_only(variant.load("tiny", root), "quality")
-    speed_only.refuse_speed_only(variant.load("tiny-mtp4"), "quality")
+    for subject in (variant.load("tiny", root), variant.load("tiny-mtp4")):
+        speed_only.refuse_speed_only(subject, "quality")
+        assert not speed_only.is_speed_only(subject)

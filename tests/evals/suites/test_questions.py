@@ -106,6 +106,15 @@ def test_a_chat_passes_through_the_text_that_lm_eval_carries():
     assert questions.chat_of(CHAT + CHAT) == (CHAT + CHAT, None)
 
 
+def test_a_request_has_the_arguments_of_an_earlier_call_as_text():
+    message = {"role": "assistant", "tool_calls": [{"function": CALL}]}
+    function = {**CALL, "arguments": json.dumps(CALL["arguments"])}
+    assert questions.as_request(message)["tool_calls"] == [
+        {"id": "call", "type": "function", "function": function}
+    ]
+    assert questions.as_request(CHAT[0]) == CHAT[0]
+
+
 def test_choices_follow_the_prompt_under_letters():
     text = questions.question_text(item(prompt="Sky?", choices=["red", "blue"], answer="blue"))
     assert text.startswith("Sky?\nA. red\nB. blue\n")

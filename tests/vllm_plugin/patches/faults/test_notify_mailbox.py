@@ -46,16 +46,13 @@ def has_post(reader, seconds=0.0):
 def test_a_busy_reader_empties_its_mailbox(pair):
     assert notify_mailbox.install()
     writer, reader = pair()
-    assert notified(writer, reader)
-    for _ in range(notify_mailbox.READS - 1):
+    for _ in range(2):
+        assert notified(writer, reader)
+        for _ in range(notify_mailbox.READS - 1):
+            reader.record_read()
+        assert has_post(reader)
         reader.record_read()
-    assert has_post(reader)
-    reader.record_read()
-    assert not has_post(reader)
-    assert notified(writer, reader)
-    for _ in range(notify_mailbox.READS):
-        reader.record_read()
-    assert not has_post(reader)
+        assert not has_post(reader)
 
 
 def test_a_notification_that_came_while_busy_still_wakes_who_waits(pair):
