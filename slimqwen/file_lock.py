@@ -102,7 +102,10 @@ def describe_holders(file: Path) -> str:
         0,
         os.getpid(),
     }
-    names = [f"process {pid} of {name_owner(pid)}" for pid in sorted(holders)]
+    names = [
+        f"process {pid} of {owner}" if (owner := name_owner(pid)) else f"process {pid}, which has ended"
+        for pid in sorted(holders)
+    ]
     return f" ({', '.join(names)})" if names else ""
 
 
@@ -114,12 +117,12 @@ def identify(file: Path) -> tuple[int, int] | None:
     return None
 
 
-def name_owner(pid: int) -> str:
-    """Name of the user who runs a process, or the user id where it has no name."""
+def name_owner(pid: int) -> str | None:
+    """Name of the user who runs a process, or the user id where it has no name; None once the process has ended."""
     try:
         owner = Path(f"/proc/{pid}").stat().st_uid
         return pwd.getpwuid(owner).pw_name
-    except OSError:  # it has ended
-        return "nobody"
+    except OSError:
+        return None
     except KeyError:
         return f"uid {owner}"

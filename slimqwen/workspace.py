@@ -38,8 +38,16 @@ def is_checkout() -> bool:
 
 
 def name_installer(text: str) -> str:
-    """A message whose `make install` is `slimqwen install` in an installed package."""
-    return text if is_checkout() else text.replace("make install", "slimqwen install")
+    """A message whose `make install` is `slimqwen install` in an installed package, its variables options."""
+    if is_checkout():
+        return text
+    return re.sub(
+        r"make install((?: [A-Z]+=[\w-]+)*)",
+        lambda found: (
+            "slimqwen install" + re.sub(r"([A-Z]+)=", lambda name: f"--{name[1].lower()} ", found[1])
+        ),
+        text,
+    )
 
 
 def repository_root() -> Path:
@@ -56,6 +64,15 @@ def repository_root() -> Path:
         f"no workspace holds {_working_folder() or 'this folder'}; `slimqwen init FOLDER` makes one, "
         f"or name one by {HOME}=FOLDER"
     )
+
+
+def root_to_read() -> Path:
+    """The workspace as by `repository_root`, else the installation: for verbs that write nothing.
+
+    Raises:
+        WorkspaceError: the workspace is another user's, or its variable names none.
+    """
+    return find_workspace() or installation_root()
 
 
 def find_workspace() -> Path | None:

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from slimqwen.file_lock import FileLockError, describe_holders, hold_lock, take_lock
+from slimqwen import file_lock
+from slimqwen.file_lock import FileLockError, Lock, describe_holders, hold_lock, identify, take_lock
 
 
 def is_free(file: Path, *, shared: bool = False) -> bool:
@@ -67,6 +68,18 @@ def test_another_process_that_holds_a_lock_is_named_with_its_owner(tmp_path: Pat
         assert describe_holders(file) == f" (process {other.pid} of {owner})"
         other.communicate("")
     assert describe_holders(file) == describe_holders(tmp_path / "none") == ""
+
+
+def test_a_process_that_ended_is_no_users(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Root's own files may belong to a user called nobody."""
+    file = tmp_path / ".lock"
+    file.touch()
+    found = identify(file)
+    assert found
+    with subprocess.Popen([sys.executable, "-c", ""]) as other:
+        other.wait()
+    monkeypatch.setattr(file_lock, "list_locks", lambda: [Lock(other.pid, found, False)])
+    assert describe_holders(file) == f" (process {other.pid}, which has ended)"
 
 
 @pytest.mark.parametrize("code", [errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP])

@@ -44,6 +44,15 @@ def test_the_nearest_folder_above_is_the_workspace_then_the_variable_then_the_ch
     assert variant.repository_root() == CHECKOUT
 
 
+def test_verbs_that_only_read_need_no_workspace_beside_an_installed_package(own, tmp_path, monkeypatch):
+    monkeypatch.setattr(workspace, "installation_root", lambda: Path("/x/slimqwen/shipped"))
+    assert workspace.root_to_read() == own
+    monkeypatch.chdir(tmp_path)
+    assert workspace.root_to_read() == Path("/x/slimqwen/shipped")
+    with pytest.raises(WorkspaceError, match="`slimqwen init FOLDER` makes one"):
+        variant.repository_root()
+
+
 def test_a_checkout_inside_a_workspace_is_its_own_workspace(own, monkeypatch):
     monkeypatch.setattr(workspace, "installation_root", lambda: own / "clone")
     (own / "clone" / "eval").mkdir(parents=True)
@@ -199,6 +208,10 @@ def test_an_installed_package_is_repaired_by_its_own_command(monkeypatch):
     assert workspace.name_installer("x; run `make install`") == "x; run `make install`"
     monkeypatch.setattr(workspace, "installation_root", lambda: Path("/x/slimqwen/shipped"))
     assert workspace.name_installer("x; run `make install`") == "x; run `slimqwen install`"
+    assert (
+        workspace.name_installer("`make install PLATFORM=cuda` or") == "`slimqwen install --platform cuda` or"
+    )
+    assert workspace.name_installer("`make install EXTRAS=ray`") == "`slimqwen install --extras ray`"
 
 
 def test_tasks_whose_data_the_workspace_lacks_read_that_of_the_installation(own):

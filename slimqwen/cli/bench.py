@@ -1,6 +1,6 @@
 """`slimqwen bench`: is a variant fast?"""
 
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -14,6 +14,9 @@ from slimqwen.cli.options import (
     WorkloadName,
 )
 from slimqwen.variant import Variant
+
+if TYPE_CHECKING:
+    from slimqwen.bench.workload import Workload
 
 app = typer.Typer(help="Is a variant fast? Latency, start-up.", no_args_is_help=True)
 
@@ -36,11 +39,20 @@ def latency(
     rounds: Annotated[int | None, typer.Option(help="rounds, instead of the workload's")] = None,
     port: Port = None,
     even_if_busy: EvenIfBusy = False,
+    guidellm: Annotated[
+        bool,
+        typer.Option(
+            "--guidellm", help="print the GuideLLM lines of a load like the workload's, and time nothing"
+        ),
+    ] = False,
 ) -> None:
     """Time variants in turns over a workload: TTFT, TPOT, ITL, end-to-end latency, throughput."""
     from slimqwen.bench import latency
     from slimqwen.bench.workload import Workload, name_workload
 
+    if guidellm:
+        _print_guidellm(variant, Workload.load(workload or name_workload(variant), variant.root), port)
+        return
     subjects = [variant, *(against or ())]
     if baseline:
         if len(subjects) > 1 or subjects[0].baseline is None:
@@ -63,6 +75,21 @@ def latency(
             say(verdict)
     if len(paths) == 1 and variant.baseline:
         say(f"Next: `slimqwen bench latency {variant.name} --baseline` times its baseline in turns with it.")
+
+
+def _print_guidellm(variant: Variant, workload: "Workload", port: int | None) -> None:
+    """Print a command line of GuideLLM for each class, alone on stdout, so that a shell can run them."""
+    from slimqwen.bench.guidellm_lines import list_lines
+    from slimqwen.serving.command import ServerCommand
+    from slimqwen.serving.context_length import resolve_context
+
+    server = ServerCommand.resolve(variant, port=port)
+    context = resolve_context(variant.weights, server.flags, server.variables)
+    sequences = int(server.flags.get("max-num-seqs", 1))
+    for line in list_lines(
+        workload, server.url, server.served_model_name, str(variant.weights), context, sequences
+    ):
+        say(line)
 
 
 @app.command()

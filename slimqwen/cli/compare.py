@@ -1,5 +1,6 @@
 """`slimqwen compare`: what to serve on this machine, or a comparison of two measured variants."""
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -25,12 +26,25 @@ def compare_variants(
         bool,
         typer.Option("--settings", help="the lines of config.env, stages and parameters that differ instead"),
     ] = False,
+    external: Annotated[
+        Path | None,
+        typer.Option(
+            "--with",
+            metavar="FILE",
+            help="result of GuideLLM, AIPerf or `vllm bench serve` to set beside their latency instead",
+        ),
+    ] = None,
 ) -> None:
     """Say what to serve on this machine; or compare two variants: scores paired by item, latency ratios, size."""
     from slimqwen.report import choice, tables
 
-    if not names and (items or settings):
-        raise typer.BadParameter(f"--{'items' if items else 'settings'} needs a variant, or two")
+    asked = [
+        name for name, given in {"items": items, "settings": settings, "with": external}.items() if given
+    ]
+    if len(asked) > 1:
+        raise typer.BadParameter(f"give --{' or --'.join(asked)}, not both")
+    if not names and asked:
+        raise typer.BadParameter(f"--{asked[0]} needs a variant, or two")
     if not names:
         _say_what_to_serve()
         return
@@ -47,6 +61,11 @@ def compare_variants(
         console.print(settings_table(*subjects).as_rich())
         return
     folders = [each.folder for each in subjects]
+    if external:
+        from slimqwen.report.external import external_table
+
+        console.print(external_table(folders[0], folders[1], external.expanduser()).as_rich())
+        return
     if items:
         table = tables.changed_items(*folders)
         if table is None:

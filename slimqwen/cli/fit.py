@@ -4,8 +4,8 @@ from typing import Annotated
 
 import typer
 
-from slimqwen import variant as variants
 from slimqwen.cli.console import console, say, silence_hub_client
+from slimqwen.workspace import root_to_read
 
 
 def fit(
@@ -56,7 +56,7 @@ def fit(
     from slimqwen.plan.host_gpus import choose_gpu
 
     silence_hub_client()
-    root = variants.repository_root()
+    root = root_to_read()
     found = choose_gpu(gpu, root)
     subject = find_subject(model, root)
     here = found.here if found and gpu is None else 1

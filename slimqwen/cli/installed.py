@@ -70,6 +70,6 @@ def describe_version() -> str:
     commit = (
         f"commit {state.commit[:12]}{', changed since' if state.dirty else ''}"
         if state.commit
-        else "of no commit"
+        else "its commit is not known"
     )
     return f"slimqwen {importlib.metadata.version('slimqwen')}, {commit}"

@@ -11,12 +11,15 @@ from slimqwen.cli.installed import become_installer
 
 
 def init(
-    folder: Annotated[Path, typer.Argument(help="made if it is not there; files in it stay as they are")],
+    folder: Annotated[
+        Path, typer.Argument(help="made if it is not there; files in it stay as they are")
+    ] = Path(),
 ) -> None:
-    """Make a folder a workspace: the place of your own variants, texts and questions, outside this checkout."""
+    """Make a folder a workspace: the place of your own variants, texts and questions; by default the working folder."""
     for file in workspace.create_workspace(folder.expanduser()):
         say(f"written: {file}")
-    say(f"next: `cd {folder}`, then `slimqwen variant new --name base --checkpoint FOLDER`")
+    enter = "" if folder.expanduser().resolve() == Path.cwd() else f"`cd {folder}`, then "
+    say(f"next: {enter}`slimqwen variant new --name base --checkpoint FOLDER`")
 
 
 def install(

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from slimqwen.checkpoint.files import CARD, CHECKSUMS, COMPILE_CACHE, carry_all, publish, tree_records
 from slimqwen.errors import SlimqwenError
-from slimqwen.evals import EvalError
+from slimqwen.evals import EvalError, compressor_recipe
 from slimqwen.evals.licences import list_parts
 from slimqwen.evals.model_card import render_card
 from slimqwen.evals.promotion import find_passing_gate
@@ -56,6 +56,8 @@ def publish_variant(
         carry_all(variant.weights, folder, leave_out=COMPILE_CACHE)
         (folder / EXTRAS).mkdir()
         (folder / EXTRAS / "recipe.yaml").write_text(recipe, encoding="utf-8")
+        if modifiers := compressor_recipe.render_compressor_recipe(variant):
+            (folder / EXTRAS / compressor_recipe.NAME).write_text(modifiers, encoding="utf-8")
         for path in (gate, *record.evidence(variant.root / "experiments")):
             shutil.copyfile(path, folder / EXTRAS / f"{path.parent.name}_{path.name}")
         (folder / CARD).write_text(render_card(variant, gate, record, licence), encoding="utf-8")

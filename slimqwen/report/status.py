@@ -30,7 +30,7 @@ class Running:
 
     Attributes:
         what: words of the command line after the program; of a server the name of its checkpoint's folder.
-        owner: user who runs it.
+        owner: user who runs it; None if it has ended meanwhile.
         seconds: time since its start.
         folder: its working folder; None if only its owner may know.
         port: TCP port of a server.
@@ -39,7 +39,7 @@ class Running:
 
     pid: int
     what: str
-    owner: str
+    owner: str | None
     seconds: float
     folder: Path | None
     port: str | None

@@ -21,6 +21,11 @@ from slimqwen.records.record import MeasuredCheckpoint, Record
 from slimqwen.records.table import Table
 from slimqwen.vllm_plugin.patches.table import KNOWN_VERSIONS, PATCHES
 
+_NO_VARIANTS = (
+    "None yet: `slimqwen variant new --name base --checkpoint FOLDER` makes one of your model. Those that are shipped, "
+    "such as tiny-best, work by their names."
+)
+
 Sources = list[tuple[Record, Path]]
 """Records that a table is made from, with their files; functions that yield rows add the records they use."""
 
@@ -42,7 +47,11 @@ def comparison_tables(first: Path, second: Path) -> list[Table]:
         except store.MissingRecordError as error:
             missing.append(error)
     if not tables:
-        raise missing[0]
+        raise store.MissingRecordError(
+            f"neither quality nor latency of {first.name} and {second.name} was measured comparably; `slimqwen gate "
+            f"{second.name}` scores it and its baseline, `slimqwen bench latency {second.name} --against {first.name}` "
+            "times both in turns"
+        )
     if missing:
         notes = (*tables[-1].notes, *(f"Not shown: {error}." for error in missing))
         tables[-1] = replace(tables[-1], notes=notes)
@@ -111,7 +120,8 @@ def variants_table(root: Path, *, with_weights: bool = False) -> Table:
         )
     columns: tuple[str, ...] = ("variant", "hypothesis", "baseline", "verdict", "quality", "median E2EL, ms")
     columns = (*columns, "weights here") if with_weights else columns
-    return Table("Variants", columns, tuple(rows), text_columns=len(columns))
+    notes = () if rows else (_NO_VARIANTS,)
+    return Table("Variants", columns, tuple(rows), notes, text_columns=len(columns))
 
 
 def summary_table(root: Path, baseline: str, name: str, folder: str = "experiments") -> Table:

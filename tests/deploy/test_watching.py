@@ -84,6 +84,8 @@ def test_the_unit_keeps_the_key_out_of_arguments_and_waits_for_the_drain():
         int(lines["TimeoutStopSec"]) >= 120 + 20
     )  # the drain of deploy/README.md, and what vLLM takes after it
     assert lines["DynamicUser"] == lines["NoNewPrivileges"] == "yes"
+    # A group that a host lacks, such as render, ends every start.
+    assert lines.keys().isdisjoint({"User", "Group", "SupplementaryGroups"})
 
 
 def test_the_units_command_starts_the_variant_with_the_key_of_the_file(tmp_path):
