@@ -6,7 +6,6 @@ vLLM, llmcompressor and lm-eval print hundreds of lines a run.
 import contextlib
 import logging
 import os
-import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -39,19 +38,3 @@ def capture_output(log: Path, *loggers: str) -> Iterator[None]:
             os.close(terminal)
             for name in loggers:
                 logging.getLogger(name).removeHandler(handler)
-
-
-@contextlib.contextmanager
-def capture_logger(name: str, log: Path) -> Iterator[None]:
-    """Append the records of the logger `name` to the file `log`, and hide Python's warnings, for a `with` block."""
-    log.parent.mkdir(parents=True, exist_ok=True)
-    handler = logging.FileHandler(log, encoding="utf-8")
-    logger = logging.getLogger(name)
-    logger.addHandler(handler)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        logger.removeHandler(handler)
-        handler.close()

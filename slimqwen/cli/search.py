@@ -1,6 +1,5 @@
 """`slimqwen search`: the fastest variant on a GPU in a budget; `slimqwen tune`: the fastest drafts and flags here."""
 
-import math
 import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -36,43 +35,37 @@ def search(
         str | None,
         typer.Option(metavar="NAME", help="limits of eval/gates/ (default: the base's EVALUATION)"),
     ] = None,
-    space: Annotated[
+    candidates: Annotated[int, typer.Option(min=1, help="candidates to make and check at most")] = 5,
+    corpus: Annotated[
         str | None,
-        typer.Option(metavar="NAME", help="file of eval/search/ (default: the one named as the budget)"),
-    ] = None,
-    trials: Annotated[
-        int | None, typer.Option(min=1, help="candidates to try (default: the space's)")
-    ] = None,
-    minutes: Annotated[
-        float | None, typer.Option(min=0, help="begin no candidate after this many minutes")
-    ] = None,
-    finalists: Annotated[
-        int | None, typer.Option(min=0, help="number of candidates to prove (default: the space's)")
+        typer.Option(
+            metavar="self|general|FILE|FOLDER",
+            help="text of the recipes (default: that of the promoted recipe, else self)",
+        ),
     ] = None,
     ray: RayAddress = None,
     width: Width = None,
 ) -> None:
-    """Search recipes and flags for the fastest variant within a quality budget, with cheap checks first.
+    """Find the fastest recipe and drafts for a GPU within a quality budget, and prove them.
+
+    What each change costs in quality and saves of a step is measured and computed; a few candidates are checked.
 
     Ctrl-C keeps what has been measured; the same command continues.
     """
-    from slimqwen.search.driver import Extent, search_variants
-    from slimqwen.search.space import SearchSettings
+    from slimqwen.cli.variants import name_text
+    from slimqwen.search.driver import search_variants
 
     root = variants.repository_root()
     subject = variants.load(base, root)
-    limits = budget or subject.evaluation
-    settings = SearchSettings.load(space or limits, root)
-    extent = Extent(
-        trials or settings.trials,
-        settings.finalists if finalists is None else finalists,
-        math.inf if minutes is None else 60 * minutes,
-        width,
-    )
     with progress_bar() as progress:
-        executor = _executor(ray, root, progress, width)
         path = search_variants(
-            subject, gpu, limits, settings, executor, extent, command=command(), progress=progress
+            subject,
+            gpu,
+            budget or subject.evaluation,
+            _executor(ray, root, progress, width),
+            command=command(),
+            candidates=candidates,
+            corpus=name_text(corpus, subject.folder) if corpus else None,
         )
     show_record(path)
 

@@ -8,11 +8,11 @@ little influence can stay within the limits.
 
 import math
 import re
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -29,6 +29,8 @@ from slimqwen.models.language_model import (
     read_text_config,
     run_layer,
 )
+
+Name = TypeVar("Name")
 
 
 class LayerErrorError(SlimqwenError):
@@ -94,46 +96,49 @@ def measure_layer_errors(quantised: Path, original: Path, texts: Sequence[Sequen
 
 
 def measure_kind_divergences(
-    original: Path, kinds: Collection[str], group_size: int, ids: Sequence[int]
-) -> dict[str, float]:
-    """Divergence of the next-token distributions of a text where one kind alone is rounded to 4 bits, nats a token.
+    original: Path, forms: Mapping[Name, tuple[str, PackedIntegers]], ids: Sequence[int]
+) -> dict[Name, float]:
+    """Divergence of the next-token distributions of a text where one kind alone is rounded to nearest, nats a token.
 
     The error of a layer does not show what it does to the distributions: Gated DeltaNet of the small model, with the
     largest error of a layer, cost a fiftieth of the divergence, and the output head has no layer.
 
     Args:
         original: checkpoint that is not quantised.
-        kinds: kinds of linears (`packing.LINEARS`) but the MTP head.
+        forms: kind of linears (`packing.LINEARS`) but the MTP head, and its form, by the name of the result.
         ids: tokens of a text.
     """
     text = torch.tensor([list(ids)])
-    states = dict.fromkeys(["", *kinds], read_embeddings(original, text))
+    exact = read_embeddings(original, text)
+    states = dict.fromkeys(forms, exact)
     count = read_text_config(original).num_hidden_layers
     for number in range(count):
         layer = load_layer(original, number, final_norm=number == count - 1)
-        for kind, state in states.items():
-            with _rounded(layer, kind, group_size):
-                states[kind] = run_layer(layer, state)
+        exact = run_layer(layer, exact)
+        for name, (kind, form) in forms.items():
+            with _rounded(layer, kind, form):
+                states[name] = run_layer(layer, states[name])
     around = load_without_layers(original)
     with torch.no_grad():
-        expected = around.lm_head(states.pop("")).log_softmax(-1)
+        expected = around.lm_head(exact).log_softmax(-1)
         divergences = {}
-        for kind, state in states.items():
-            with _rounded(around, kind, group_size):
-                found = around.lm_head(state).log_softmax(-1)
-            divergences[kind] = float((expected.exp() * (expected - found)).sum(-1).double().mean())
+        for name, (kind, form) in forms.items():
+            with _rounded(around, kind, form):
+                found = around.lm_head(states.pop(name)).log_softmax(-1)
+            divergences[name] = float((expected.exp() * (expected - found)).sum(-1).double().mean())
     return divergences
 
 
 @contextmanager
-def _rounded(model: Any, kind: str, group_size: int) -> Iterator[None]:
-    """The linears of a kind rounded to 4 bits for the length of a `with` block; no linear of an empty kind."""
-    pattern = re.compile(packing.LINEARS[kind].removeprefix("re:") if kind else r"(?!)")
+def _rounded(model: Any, kind: str, form: PackedIntegers) -> Iterator[None]:
+    """The linears of a kind rounded to nearest for the length of a `with` block."""
+    pattern = re.compile(packing.LINEARS[kind].removeprefix("re:"))
     found = [module for name, module in model.named_modules() if pattern.fullmatch(name)]
     kept = [module.weight for module in found]
-    for module in found:
-        rounded = round_to_nearest(module.weight.detach().cpu(), group_size, 4)
-        module.weight = torch.nn.Parameter(rounded.to(module.weight.device), requires_grad=False)
+    for module, weight in zip(found, kept, strict=True):
+        group_size = form.group_size or weight.shape[1]
+        rounded = round_to_nearest(weight.detach().cpu(), group_size, form.bits, symmetric=form.symmetric)
+        module.weight = torch.nn.Parameter(rounded.to(weight.device), requires_grad=False)
     yield
     for module, weight in zip(found, kept, strict=True):
         module.weight = weight

@@ -1,15 +1,11 @@
-"""A candidate: one point of a search's space, as a recipe and lines of config.env.
+"""A candidate: the choices of a recipe and of drafts, as recipe.yaml and lines of config.env.
 
-Points that give the same checkpoint and the same flags give equal candidates. Candidates are variants of an overlay,
-.cache/search/<base>/overlay/: a repository of its own with links to the files of the real one. Both share
-weights/store, so a variant of experiments/ with the same recipe has the same content keys and reuses the outputs.
+Choices that give the same checkpoint and the same flags give equal candidates.
 """
 
 import json
-import os
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields, replace
-from pathlib import Path
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import yaml
@@ -17,12 +13,16 @@ import yaml
 from slimqwen import checkpoint
 from slimqwen import variant as variants
 from slimqwen.identity import digest_of
+from slimqwen.models.shape import Shape
+from slimqwen.recipe.registry import STAGES
 from slimqwen.recipe.stages.prune_vocab import stored_rows
-from slimqwen.search.space import Point, Space
 from slimqwen.variant import Variant, scaffold
 
 Steps = list[tuple[str, dict[str, Any]]]
 """Stages of a recipe in order, each with its parameters."""
+
+KINDS = ("mlp", "attention", "linear_attention")
+"""Kinds of linears of the language model's layers, each with a scheme of its own."""
 
 
 @dataclass(frozen=True)
@@ -34,18 +34,14 @@ class Candidate:
         attention: quantisation scheme of full attention's linears.
         linear_attention: quantisation scheme of Gated DeltaNet's linears.
         mtp: quantisation scheme of the MTP head's linears.
-        group_size: number of 4-bit weights in a row that share a scale.
+        group_size: number of weights of fewer than 8 bits in a row that share a scale.
         rounding: rounding of quantised linears: nearest or gptq.
         head_bits: bits of the output head.
         vocabulary: share of the vocabulary that is kept.
         embedding_bits: bits of the input embedding.
         draft_vocabulary: share of the kept vocabulary that may be drafted.
         draft_bits: bits of the draft head, if only a share may be drafted.
-        redistillation: whether the MTP head is trained for the changed model.
         depth: tokens drafted at a time (K); 0 for no drafts.
-        state_dtype: dtype of recurrent states; auto for the checkpoint's.
-        kv_cache_dtype: dtype of the KV cache; auto for that of the activations.
-        max_sequences: sequences served at once; 0 for the base's number.
     """
 
     mlp: str = "none"
@@ -59,38 +55,28 @@ class Candidate:
     embedding_bits: int = 16
     draft_vocabulary: float = 1.0
     draft_bits: int = 16
-    redistillation: bool = False
     depth: int = 0
-    state_dtype: str = "auto"
-    kv_cache_dtype: str = "auto"
-    max_sequences: int = 0
 
     @classmethod
-    def from_point(cls, point: Point) -> "Candidate":
-        """The candidate of a point; choices that have no effect beside the others get their default."""
-        candidate = cls(**dict(point))  # type: ignore[arg-type]
+    def of(cls, choices: Mapping[str, Any]) -> "Candidate":
+        """The candidate of some choices; those that have no effect beside the others get their default."""
+        candidate = cls(**choices)
         if not candidate.depth:
-            candidate = replace(candidate, mtp="none", draft_vocabulary=1.0, redistillation=False)
+            candidate = replace(candidate, mtp="none", draft_vocabulary=1.0)
         if candidate.draft_vocabulary == 1:
             candidate = replace(candidate, draft_bits=16)
         schemes = candidate.calibrated
         if not schemes:
             candidate = replace(candidate, rounding="nearest")
         packed = candidate.embedding_bits < 16 or 4 in (candidate.head_bits, candidate.draft_bits)
-        if "W4A16" not in (*schemes.values(), candidate.mtp) and not packed:
+        if {*schemes.values(), candidate.mtp} <= {"none", "W8A16"} and not packed:
             candidate = replace(candidate, group_size=32)
         return candidate
 
     @property
     def calibrated(self) -> dict[str, str]:
         """Quantisation schemes of the language model's linears, by kind."""
-        kinds = ("mlp", "attention", "linear_attention")
-        return {kind: getattr(self, kind) for kind in kinds if getattr(self, kind) != "none"}
-
-    @property
-    def target(self) -> "Candidate":
-        """The same candidate without drafts: the target model, which alone determines the responses."""
-        return Candidate.from_point({**asdict(self), "depth": 0})
+        return {kind: getattr(self, kind) for kind in KINDS if getattr(self, kind) != "none"}
 
     @property
     def changes(self) -> dict[str, Any]:
@@ -109,8 +95,8 @@ class Candidate:
             rows: size of the base's vocabulary.
         """
         steps: Steps = []
+        rounding = {} if self.rounding == "nearest" else {"rounding": self.rounding}
         if schemes := self.calibrated:
-            rounding = {} if self.rounding == "nearest" else {"rounding": self.rounding}
             steps.append(("calibrate", {"targets": schemes, "group_size": self.group_size, **rounding}))
         kept_rows = rows
         if self.vocabulary < 1:
@@ -120,23 +106,24 @@ class Candidate:
             steps.append(("quantise_lm_head", {"group_size": self.group_size}))
         if self.embedding_bits < 16:
             steps.append(("quantise_embedding", {"bits": self.embedding_bits, "group_size": self.group_size}))
-        if self.draft_vocabulary < 1 or self.redistillation:
-            steps.append(("sample_outputs", {}))
         if self.draft_vocabulary < 1:
+            steps.append(("sample_outputs", {}))
             packed = {"bits": self.draft_bits, "group_size": self.group_size} if self.draft_bits < 16 else {}
             size = stored_rows(round(kept_rows * self.draft_vocabulary))
             steps.append(("trim_draft_vocab", {"size": size, **packed}))
-        if self.redistillation:
-            steps.append(("redistill_mtp", {"rows": "drafted"} if self.draft_vocabulary < 1 else {}))
         steps = [(stage, {**stage_parameters.get(stage, {}), **parameters}) for stage, parameters in steps]
         if self.mtp != "none":
-            # Rounding to nearest needs no text.
-            steps.append(("calibrate", {"targets": {"mtp": self.mtp}, "group_size": self.group_size}))
+            # Rounding to nearest needs no text, and GPTQ the outputs that were sampled.
+            own = rounding if self.draft_vocabulary < 1 else {}
+            steps.append(("calibrate", {"targets": {"mtp": self.mtp}, "group_size": self.group_size, **own}))
         return steps
 
-    def recipe(self, base: Variant, space: Space) -> str | None:
-        """Content of recipe.yaml; None if the candidate has the base's checkpoint."""
-        return self.render(base, space.settings.stages)
+    def shape(self, shape: Shape) -> Shape:
+        """Dimensions of the candidate's checkpoint, from those of its base."""
+        for name, values in self.steps({}, shape.text["vocab_size"]):
+            stage = STAGES[name]
+            shape = stage.reshape(shape, stage.parameters.model_validate(values))
+        return shape
 
     def render(
         self, base: Variant, stage_parameters: Mapping[str, Mapping[str, Any]], corpus: str | None = None
@@ -160,46 +147,39 @@ class Candidate:
 
     def lines(self, base: Variant) -> dict[str, str]:
         """Lines of config.env that differ from those of the base."""
-        lines = {}
         if self.depth:
             drafts = json.dumps({"method": "mtp", "num_speculative_tokens": self.depth})
-            lines["VLLM_SPECULATIVE_CONFIG"] = f"'{drafts}'"
-        elif "VLLM_SPECULATIVE_CONFIG" in base.settings:
-            lines["VLLM_SPECULATIVE_CONFIG"] = ""
-        if self.state_dtype != "auto":
-            lines["VLLM_MAMBA_SSM_CACHE_DTYPE"] = self.state_dtype
-        if self.kv_cache_dtype != "auto":
-            lines["VLLM_KV_CACHE_DTYPE"] = self.kv_cache_dtype
-        base_sequences = base.settings.get("VLLM_MAX_NUM_SEQS")
-        if self.max_sequences and (base_sequences is None or base_sequences.value != str(self.max_sequences)):
-            lines["VLLM_MAX_NUM_SEQS"] = str(self.max_sequences)
-        return lines
+            return {"VLLM_SPECULATIVE_CONFIG": f"'{drafts}'"}
+        return {"VLLM_SPECULATIVE_CONFIG": ""} if "VLLM_SPECULATIVE_CONFIG" in base.settings else {}
 
-    def name(self, base: Variant, space: Space) -> str:
-        """Name of the candidate's variant: the base's name, and a digest of the candidate's recipe and `lines`."""
-        return f"{base.name}-search-{digest_of([self.recipe(base, space), self.lines(base)])[:10]}"
+    def scaffold(
+        self,
+        base: Variant,
+        label: str,
+        stage_parameters: Mapping[str, Mapping[str, Any]],
+        corpus: str | None,
+        evaluation: str | None,
+        gain: str = "faster",
+    ) -> Variant:
+        """The variant of the candidate, written into experiments/ if it is not there.
 
-    def scaffold(self, base: Variant, space: Space, hypothesis: str, root: Path) -> Variant:
-        """Write the candidate's folder into experiments/ of the repository `root` if it is missing, and load it."""
-        name = self.name(base, space)
-        if name not in variants.names(root):
-            recipe, lines = self.recipe(base, space), self.lines(base)
-            scaffold.create(name, base.name, hypothesis, recipe=recipe, lines=lines, root=root)
-        return variants.load(name, root)
+        Args:
+            label: what made the candidate, a part of the variant's name.
+            corpus: as for `render`.
+            evaluation: what judges the variant; None for what judges the base.
+            gain: what the candidate is expected to be.
+        """
+        recipe, lines = self.render(base, stage_parameters, corpus), self.lines(base)
+        own = base.settings.get("EVALUATION")
+        if evaluation and (own is None or own.value != evaluation):
+            lines["EVALUATION"] = evaluation
+        name = f"{base.name}-{label}-{digest_of([recipe, lines])[:6]}"
+        if name not in variants.names(base.root):
+            hypothesis = f"{base.name} with {describe_changes(self.changes)} is {gain} and keeps every limit."
+            scaffold.create(name, base.name, hypothesis, recipe=recipe, lines=lines, root=base.root)
+        return variants.load(name, base.root)
 
 
 def describe_changes(changes: Mapping[str, Any]) -> str:
     """The changed choices with their values, as one line."""
     return ", ".join(f"{choice} {value}" for choice, value in changes.items()) or "nothing"
-
-
-def make_overlay(base: Variant, folder: Path) -> Path:
-    """Make an overlay of the base's repository in `folder`: links to its files, but own variants and weights."""
-    (base.root / "weights" / "store").mkdir(parents=True, exist_ok=True)
-    for parent in ("experiments", "weights", "."):
-        (folder / parent).mkdir(parents=True, exist_ok=True)
-        for target in (base.root / parent).iterdir():
-            link = folder / parent / target.name
-            if target.is_dir() and not target.name.startswith(".") and not os.path.lexists(link):
-                link.symlink_to(os.path.relpath(target, link.parent))
-    return folder

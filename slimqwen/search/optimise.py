@@ -12,12 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from slimqwen import checkpoint, host
-from slimqwen import variant as variants
 from slimqwen.checkpoint import draft_head, packing
 from slimqwen.file_lock import describe_holders, take_lock
 from slimqwen.fit.optimised import list_optimised
 from slimqwen.fit.subject import find_subject
-from slimqwen.identity import digest_of
+from slimqwen.formats.compressed_tensors import PackedIntegers
 from slimqwen.models.families import SCALED_WITH
 from slimqwen.models.layer_error import measure_kind_divergences
 from slimqwen.models.outline import Outline
@@ -29,11 +28,11 @@ from slimqwen.recipe.schemes import CalibrateParameters
 from slimqwen.records import store
 from slimqwen.records.journal import RunInProgressError
 from slimqwen.report.choice import Goal
-from slimqwen.search.candidate import Candidate, describe_changes
+from slimqwen.search.candidate import Candidate
 from slimqwen.search.proof import Finalist
 from slimqwen.stats.verdict import Verdict
 from slimqwen.text.corpus import SELF, text_digest
-from slimqwen.variant import Variant, scaffold
+from slimqwen.variant import Variant
 
 MOST_TRIES = 4
 """Recipes that are judged at most: the first, and three of which a step was taken back."""
@@ -48,7 +47,7 @@ _OF_FIT: Mapping[str, Mapping[str, Any]] = {
 }
 """Choices of a candidate by the optimisation's name in `slimqwen fit`; `choose_first` makes those that count rows."""
 
-_STAGES: Mapping[str, Mapping[str, Any]] = {
+STAGES_HERE: Mapping[str, Mapping[str, Any]] = {
     platform: {"calibrate": {"corpus": corpus}, "sample_outputs": {"texts": 1024, "tokens": 96}}
     for platform, corpus in {
         "cuda": {"sequences": 256, "length": 2048},
@@ -171,7 +170,7 @@ def choose_first(base: Variant, corpus: str, goal: Goal = "speed") -> Candidate:
     if goal == "speed" and choices.keys() & {"mtp", "draft_vocabulary"}:
         choices["depth"] = _DEPTH
     absent = _absent_kinds(base)
-    return Candidate.from_point({key: value for key, value in choices.items() if key not in absent})
+    return Candidate.of({key: value for key, value in choices.items() if key not in absent})
 
 
 def _absent_kinds(base: Variant) -> set[str]:
@@ -191,21 +190,12 @@ def make_variant(
 
     Args:
         evaluation: what judges it; None for what judges the base.
-        stages: parameters of stages; None for `_STAGES` of this machine.
+        stages: parameters of stages; None for `STAGES_HERE` of this machine.
     """
-    stages = stages or _STAGES[host.detect()]
-    recipe, lines = candidate.render(base, stages, corpus), candidate.lines(base)
-    own = base.settings.get("EVALUATION")
-    if evaluation and (own is None or own.value != evaluation):
-        lines["EVALUATION"] = evaluation
-    name = f"{base.name}-optimised-{digest_of([recipe, lines])[:6]}"
-    if name not in variants.names(base.root):
-        gain = "faster" if goal == "speed" else "smaller"
-        hypothesis = (
-            f"{base.name} with {describe_changes(candidate.changes)} is {gain} and keeps every limit."
-        )
-        scaffold.create(name, base.name, hypothesis, recipe=recipe, lines=lines, root=base.root)
-    return variants.load(name, base.root)
+    gain = "faster" if goal == "speed" else "smaller"
+    return candidate.scaffold(
+        base, "optimised", stages or STAGES_HERE[host.detect()], corpus, evaluation, gain
+    )
 
 
 def take_back(
@@ -256,7 +246,8 @@ def _find_costliest(variant: Variant, kinds: Sequence[str], progress: Progress) 
     assert isinstance(parameters, CalibrateParameters)
     base = variant_recipe.base_folder(recipe.base, variant.root)
     ids = _first_tokens(parameters, outcomes[number - 1].folder if number else base)
-    costs = measure_kind_divergences(base, kinds, parameters.group_size, ids)
+    form = PackedIntegers(4, parameters.group_size)
+    costs = measure_kind_divergences(base, {kind: (kind, form) for kind in kinds}, ids)
     kind = max(costs, key=lambda each: costs[each])
     return kind, f", which costs most ({costs[kind]:.4f} nats a token)"
 

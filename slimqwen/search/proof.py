@@ -7,6 +7,7 @@ at or below `sequential.ALPHA`.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -67,6 +68,51 @@ class Proof(Block):
     finalists: tuple[Finalist, ...] = Field(min_length=1)
 
 
+@dataclass
+class Climb:
+    """How far a variant came up the checks.
+
+    Attributes:
+        reasons: why it ended; empty where nothing failed.
+        findings: figures of the checks that were measured.
+        failed: figures of the check that failed, if one did.
+    """
+
+    reasons: list[str] = field(default_factory=list)
+    findings: list[Finding] = field(default_factory=list)
+    failed: Sequence[Finding] = ()
+
+
+def climb(
+    names: Sequence[str], checks: Sequence[str], executor: Executor, settings: RecordSettings, root: Path
+) -> dict[str, Climb]:
+    """Make variants and measure some checks one after the other; the first that fails ends a variant.
+
+    Args:
+        names: variants of the repository, each with a baseline and an EVALUATION.
+        checks: names of checks.
+        executor: executor that is entered already.
+    """
+    climbs = {name: Climb() for name in names}
+    climbing = [variants.load(name, root) for name in climbs]
+    reasons = {name: each.reasons for name, each in climbs.items()}
+    _run_round(_recipe_tasks, climbing, settings, reasons, executor)
+    for check in checks:
+        values = _run_round(partial(_check_tasks, only=check), climbing, settings, reasons, executor)
+        for name, measured in values.items():
+            try:
+                paths = [path for each in measured for path in each.paths]
+                found = list(settings.load_checks(variants.load(name, root))[check].findings(paths))
+            except SlimqwenError as error:
+                reasons[name].append(str(error))
+                continue
+            climbs[name].findings += found
+            if overall([each.verdict for each in found]) == Verdict.FAIL:
+                climbs[name].failed = found
+                reasons[name].extend(_name_failures(found))
+    return climbs
+
+
 def prove_finalists(
     names: Sequence[str],
     executor: Executor,
@@ -102,16 +148,13 @@ def prove_finalists(
         if each.baseline is None:
             raise SearchError(f"{each.name} has no baseline to compare with; name variants that have one")
     settings = RecordSettings(tuple(command), split_side=side)
-    reasons: dict[str, list[str]] = {each.name: [] for each in finalists}
-    failed: dict[str, Sequence[Finding]] = {}
-    rounds: list[tuple[str, ListTasks]] = [("", _recipe_tasks), ("", _check_tasks), ("", _gate_tasks)]
-    if first_failure_ends:
-        rounds[1:2] = [(check.name, partial(_check_tasks, only=check.name)) for check in CHECKS]
+    checks = [check.name for check in CHECKS] if first_failure_ends else []
     with executor:
-        for check, list_tasks in rounds:
-            values = _run_round(list_tasks, finalists, settings, reasons, executor)
-            if check:
-                failed |= _find_failed(check, values, settings, reasons, root)
+        climbs = climb([each.name for each in finalists], checks, executor, settings, root)
+        reasons = {name: each.reasons for name, each in climbs.items()}
+        if not checks:
+            _run_round(_check_tasks, finalists, settings, reasons, executor)
+        values = _run_round(_gate_tasks, finalists, settings, reasons, executor)
     gates: list[Path | None] = [next(iter(values.get(name, ())), None) for name in reasons]
     p_values = [gate.gate_p_value(path) if path else 1.0 for path in gates]
     splits = [store.read_record(path, Gate).split for path in gates if path]
@@ -119,7 +162,7 @@ def prove_finalists(
         alpha=ALPHA,
         proof_share=splits[0].proof_share if splits and splits[0] else None,
         finalists=tuple(
-            _judge_finalist(name, reasons[name], failed.get(name, ()), path, p_value, adjusted)
+            _judge_finalist(name, reasons[name], climbs[name].failed, path, p_value, adjusted)
             for name, path, p_value, adjusted in zip(
                 reasons, gates, p_values, multiplicity.holm(p_values), strict=True
             )
@@ -154,28 +197,6 @@ def _run_round(
         if not reasons[name]:
             values[name] = [one.value for one in ended if isinstance(one, Result)]
     return values
-
-
-def _find_failed(
-    check: str,
-    values: Mapping[str, Sequence[Any]],
-    settings: RecordSettings,
-    reasons: Mapping[str, list[str]],
-    root: Path,
-) -> dict[str, list[Finding]]:
-    """Figures of a measured check by finalist, where it failed; adds to `reasons` what failed."""
-    failed: dict[str, list[Finding]] = {}
-    for name, measured in values.items():
-        try:
-            paths = [path for each in measured for path in each.paths]
-            found = list(settings.load_checks(variants.load(name, root))[check].findings(paths))
-        except SlimqwenError as error:
-            reasons[name].append(str(error))
-            continue
-        if overall([each.verdict for each in found]) == Verdict.FAIL:
-            failed[name] = found
-            reasons[name].extend(_name_failures(found))
-    return failed
 
 
 def _recipe_tasks(finalist: Variant, _: RecordSettings) -> list[Task]:

@@ -1,194 +1,203 @@
-"""The record kind search: every candidate that a search tried, the rung at which it ended, and the result."""
+"""The record kind search: what each change costs, the candidates of the front that were checked, and the result."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-from pydantic import Field, PositiveFloat
+from pydantic import Field, NonNegativeFloat, PositiveFloat
 
 from slimqwen.records.provenance import source_notes
-from slimqwen.records.record import Block, Count, Estimate, NonNegative, Positive, Ratio, Record, VariantName
+from slimqwen.records.record import Block, Finding, Record, VariantName, Verdict
 from slimqwen.records.table import Table
 from slimqwen.report.choice import Case, decide
-from slimqwen.search.candidate import describe_changes
+from slimqwen.search.candidate import Candidate, describe_changes
 from slimqwen.search.proof import Finalist, Proof
 
-Rung = Literal["roofline", "fidelity", "acceptance", "speed"]
-RUNGS: tuple[Rung, ...] = ("roofline", "fidelity", "acceptance", "speed")
+
+class Sensitivity(Block):
+    """What one change of the base costs alone."""
+
+    change: str = Field(min_length=1, description="The change in words.")
+    kl_nats: NonNegativeFloat | None = Field(
+        description="Divergence by rounding to nearest, nats a token; null for a change of the drafts."
+    )
+    acceptance_share: NonNegativeFloat | None = Field(
+        description="Share of the base's acceptance length at the gate's depth; null for a change of the weights."
+    )
+    saved: float = Field(description="Share of the base's decode step that it saves, by the roofline.")
 
 
-class SearchTrial(Block):
-    """A candidate, and the rung at which it ended. Figures of rungs that it did not reach are null."""
+class Trial(Block):
+    """A candidate: what was expected of it, what was measured, and why it ended."""
 
-    number: Count
-    name: str = Field(min_length=1, description="Variant of the candidate; a finalist's is in experiments/.")
+    name: VariantName = Field(description="Its variant.")
     changes: dict[str, Any] = Field(description="Choices that differ from the base's.")
-    rung: Rung = Field(
-        description="Rung at which it ended; records of 2026-11-23 name fidelity for any crash of an engine."
+    forecast_kl_nats: NonNegativeFloat | None = Field(
+        description="Sum over its changes; null in searches before 2026-11-28, which had none."
     )
-    reason: str = Field(description="Why it ended there; empty if it passed every rung.")
-    crashed: bool = Field(description="Whether a task died or raised; such a trial has no score.")
-    checkpoint_bytes: Count
-    bound_tokens_per_second: NonNegative = Field(
-        description="Roofline by the first rung's acceptance length."
+    forecast_acceptance_share: NonNegativeFloat | None = Field(description="As forecast_kl_nats.")
+    forecast_tokens_per_second: PositiveFloat
+    findings: tuple[Finding, ...] = Field(
+        description="Figures of the checks that it climbed, on the search's items."
     )
-    kl_nats: Estimate | None = None
-    fidelity_share: float | None = Field(None, description="Largest fidelity figure as a share of its limit.")
-    fidelity_figure: str | None = Field(None, description="Name of that figure.")
-    acceptance_length: Estimate | None = Field(None, description="Tokens per verify step at its depth.")
-    acceptance_share: Ratio | None = Field(
-        None, description="Acceptance length over the base's on the same prompts, at the gate's depth."
+    reason: str = Field(description="Why it ended or is undecided; empty if all that was measured passes.")
+    tokens_per_second: PositiveFloat | None = Field(
+        description="Roofline by the measured acceptance; null if it failed fidelity or acceptance."
     )
-    tokens_per_second: PositiveFloat | None = Field(None, description="Roofline by the measured length.")
-    worst_share: float | None = Field(
-        None, description="Largest share of a limit that is used: of fidelity, or of the loss of acceptance."
+    speedup: PositiveFloat | None = Field(
+        default=None, description="Times as fast as the incumbent, timed in turns."
     )
-    seconds: NonNegative = Field(description="Time in the rungs that need an engine.")
 
     @property
-    def passed(self) -> bool:
-        """Whether the candidate passed every rung."""
-        return not self.reason
-
-    @property
-    def speed(self) -> float:
-        """Tokens per second; 0 if the candidate ended before the last rung."""
-        return self.tokens_per_second or 0.0
-
-    @property
-    def scores(self) -> tuple[float, float, float]:
-        """Figures to minimise: negative speed, largest used share of a limit, size in bytes."""
-        return -self.speed, self.worst_share or 0.0, float(self.checkpoint_bytes)
+    def candidate(self) -> Candidate:
+        """The candidate."""
+        return Candidate(**self.changes)
 
     @property
     def label(self) -> str:
         """The candidate's changes as one line."""
         return describe_changes(self.changes)
 
+    @property
+    def kl(self) -> Finding | None:
+        """The measured divergence."""
+        return self._find("fidelity", "kl_nats")
+
+    @property
+    def share(self) -> Finding | None:
+        """The measured share of the base's acceptance length."""
+        return self._find("acceptance", "acceptance length")
+
+    @property
+    def is_undecided(self) -> bool:
+        """Whether a figure's interval contains its limit."""
+        return any(each.verdict != Verdict.PASS for each in self.findings)
+
+    def factor_over(self, tokens_per_second: float) -> float:
+        """Times as fast as an incumbent with this bound: timed, else by the bound; 0 for one that ended."""
+        return self.speedup or (self.tokens_per_second or 0.0) / tokens_per_second
+
+    def _find(self, gate: str, figure: str) -> Finding | None:
+        found = (each for each in self.findings if each.gate == gate and each.figure.startswith(figure))
+        return next(found, None)
+
 
 class Incumbent(Block):
-    """The variant that candidates have to be faster than."""
+    """The variant that candidates have to be faster than: the fastest promoted one, else the base."""
 
     variant: VariantName
     tokens_per_second: PositiveFloat
-    acceptance_length: Estimate | None
+    acceptance_share: PositiveFloat | None = Field(
+        description="Share of the base's acceptance length by its gate; null without drafts, and in old searches."
+    )
 
 
 class Search(Record):
-    """The candidates of a search for the fastest variant within a quality budget, by the roofline of a GPU."""
+    """The candidates of a search for the fastest variant within a quality budget, and the proof of the winner."""
 
     kind = "search"
-    version = 4
+    version = 5
     verb = "search"
 
     gpu: str = Field(min_length=1, description="Name of the GPU in eval/devices.yaml.")
     budget: str = Field(min_length=1, description="eval/gates/<budget>.yaml.")
-    space: str = Field(min_length=1, description="Choices and settings of the space, as YAML.")
-    context_len: Positive = Field(description="Cached tokens of each sequence of the modelled decoding.")
-    sequences: Positive
     incumbent: Incumbent
-    trials: tuple[SearchTrial, ...] = Field(min_length=1)
-    proof: Proof | None = Field(default=None, description="Proof of the finalists; null without one.")
-
-    @property
-    def front(self) -> list[SearchTrial]:
-        """Pareto front: trials that no other trial beats in speed, share of a limit and size, the fastest first."""
-        passed = [trial for trial in self.trials if trial.passed]
-        best = [trial for trial in passed if not any(_dominates(other, trial) for other in passed)]
-        return sorted(best, key=lambda trial: -trial.speed)
-
-    @property
-    def faster(self) -> list[SearchTrial]:
-        """Trials of the front whose modelled speed is above the incumbent's."""
-        return [trial for trial in self.front if trial.speed > self.incumbent.tokens_per_second]
+    sensitivities: tuple[Sensitivity, ...]
+    trials: tuple[Trial, ...] = Field(description="Empty where no candidate of the front may be faster.")
+    is_timed: bool = Field(
+        description="Whether the GPU was here and finalists were timed; else the roofline decided."
+    )
+    winner: VariantName | None = Field(
+        description="Fastest trial that no check failed; null if there is none."
+    )
+    proof: Proof | None = Field(description="Proof of the winner on items that the search did not see.")
 
     @property
     def advice(self) -> str:
         """The variant to serve, and the reason."""
         incumbent, least = self.incumbent.variant, self.incumbent.tokens_per_second
-        if not self.faster:
+        by = f"timed on the {self.gpu}" if self.is_timed else f"by the roofline of the {self.gpu}"
+        if self.proof is None:
+            none = (
+                f"none of {len(self.trials)} candidates on the front"
+                if self.trials
+                else "no candidate of the front"
+            )
+            return f"Serve {incumbent}: {none} kept within the limits of {self.budget} and is faster than it, {by}."
+        finalist = max(self.proof.finalists, key=lambda each: each.passed)
+        factor = next(each for each in self.trials if each.name == finalist.variant).factor_over(least)
+        decision = decide(Case(finalist.variant, incumbent, finalist.verdict, factor > 1))
+        if decision.serve != finalist.variant:
             return (
-                f"Serve {incumbent}: of {len(self.trials)} candidates none that kept within the limits of "
-                f"{self.budget} is faster by the roofline of the {self.gpu}."
+                f"Serve {incumbent}: {finalist.variant}, {factor:.2f} times as fast {by}, is not proven on items that "
+                f"the search had not seen ({finalist.reason})."
             )
-        within_limits = [trial for trial in self.faster if (trial.worst_share or 0) <= 1]
-        fastest = (within_limits or self.faster)[0]
-        if not self.proof:
-            factor = (
-                f"{fastest.speed / least:.2f} times as fast as {incumbent} by the roofline of the {self.gpu}"
-            )
-            return f"Fastest candidate, not proven: {fastest.label}; {factor}."
-        speeds = {trial.name: trial.speed for trial in self.trials}
-        proven = next((each for each in self.proof.finalists if self._is_served(each, speeds)), None)
-        if not proven:
-            return f"Serve {incumbent}: no finalist passed on items that the search had not seen."
-        speed = speeds[proven.variant] / least
         return (
-            f"Serve {proven.variant}: it passed every check on items that the search had not seen (adjusted p-value "
-            f"{proven.adjusted_p_value:.2g}, alpha {self.proof.alpha:g}), and by the roofline of the {self.gpu} it is "
-            f"{speed:.2f} times as fast as {incumbent}."
-        )
-
-    def _is_served(self, finalist: Finalist, speeds: Mapping[str, float]) -> bool:
-        """Whether a finalist is to be served, by the rule of all verbs; its speed is modelled."""
-        incumbent = self.incumbent
-        is_faster = speeds[finalist.variant] > incumbent.tokens_per_second
-        return (
-            decide(Case(finalist.variant, incumbent.variant, finalist.verdict, is_faster)).serve
-            == finalist.variant
+            f"Serve {finalist.variant}: it passed every check on items that the search had not seen (p-value "
+            f"{finalist.p_value:.2g}, alpha {self.proof.alpha:g}), and {by} it is {factor:.2f} times as fast as "
+            f"{incumbent}."
         )
 
     def tables(self, path: Path) -> list[Table]:
-        """Tables of the front, of the proof if there is one, and of how many candidates ended at each rung."""
+        """Tables of the candidates, of the proof if there is one, and of what each change costs."""
         least = self.incumbent.tokens_per_second
-        front: dict[str, Callable[[SearchTrial], object]] = {
+        trials: dict[str, Callable[[Trial], object]] = {
             "candidate": lambda row: row.label,
-            f"tokens/s (roofline of the {self.gpu})": lambda row: f"{row.speed:,.0f}",
-            f"times {self.incumbent.variant}": lambda row: f"{row.speed / least:.2f}",
-            "acceptance length ± SE": lambda row: _format(row.acceptance_length, ".3f"),
-            "share of the base's [95 %]": lambda row: _format(row.acceptance_share, ".3f"),
-            "KL, nats a token ± SE": lambda row: _format(row.kl_nats, ".5f"),
-            "of a limit": lambda row: _format(row.worst_share, ".0%"),
-            "MB": lambda row: f"{row.checkpoint_bytes / 1e6:.2f}",
+            "ended because": lambda row: row.reason or None,
+            "KL, nats a token: forecast": lambda row: _number(row.forecast_kl_nats, ".5f"),
+            "measured [95 %]": lambda row: _format(row.kl, ".5f"),
+            "share of the base's acceptance: forecast": lambda row: _number(
+                row.forecast_acceptance_share, ".3f"
+            ),
+            "measured [95 %] ": lambda row: _format(row.share, ".3f"),
+            "tokens/s (roofline)": lambda row: (
+                f"{row.tokens_per_second or row.forecast_tokens_per_second:,.0f}"
+            ),
+            f"times {self.incumbent.variant}": lambda row: (
+                f"{row.factor_over(least):.2f}" if row.factor_over(least) else None
+            ),
         }
-        notes = [
-            self.advice,
-            f"No speed here was measured: it is modelled at a batch size of {self.sequences}, {self.context_len:,} "
-            f"cached tokens a sequence. Of a limit: how much of a limit of {self.budget} a candidate uses, for the "
-            "figure nearest to it. Above 100 % the estimate is beyond the limit, but not its whole interval.",
-            *source_notes(self, path),
-        ]
-        ended: dict[str, Callable[[Rung], object]] = {
-            "rung": lambda rung: rung,
-            "for instance": lambda rung: next((trial.reason for trial in self._ended_at(rung)), "") or None,
-            "ended there": lambda rung: len(self._ended_at(rung)),
-            "crashed": lambda rung: sum(trial.crashed for trial in self._ended_at(rung)),
+        decided = (
+            "Finalists were timed in turns."
+            if self.is_timed
+            else (
+                f"Nothing was timed: there is no {self.gpu} here, so the roofline of one sequence decided which is "
+                f"faster; that of {self.incumbent.variant} is {least:,.0f} tokens/s."
+            )
+        )
+        changes: dict[str, Callable[[Sensitivity], object]] = {
+            "change": lambda row: row.change,
+            "KL, nats a token": lambda row: _number(row.kl_nats, ".5f"),
+            "share of the base's acceptance": lambda row: _number(row.acceptance_share, ".3f"),
+            "of the step saved": lambda row: f"{row.saved:.1%}",
         }
         proof: dict[str, Callable[[Finalist], object]] = {
             "finalist": lambda row: row.variant,
             "because": lambda row: row.reason or "every figure within its limit",
             "verdict": lambda row: row.verdict,
-            "adjusted p-value": lambda row: f"{row.adjusted_p_value:.2g}",
+            "p-value": lambda row: f"{row.p_value:.2g}",
         }
-        return [
-            Table.from_rows(f"Front of the search from {self.variant}", self.front, front, *notes),
-            *(
-                [Table.from_rows("Proof of the finalists", self.proof.finalists, proof, text_columns=3)]
-                if self.proof
-                else []
-            ),
-            Table.from_rows("Where the candidates ended", RUNGS, ended, text_columns=2),
+        title = f"Candidates on the front of {self.variant} for the {self.gpu}"
+        tables = [
+            Table.from_rows(
+                title, self.trials, trials, self.advice, decided, *source_notes(self, path), text_columns=2
+            )
         ]
-
-    def _ended_at(self, rung: Rung) -> list[SearchTrial]:
-        return [trial for trial in self.trials if trial.rung == rung]
-
-
-def _dominates(first: SearchTrial, second: SearchTrial) -> bool:
-    """Whether `first` is at least as good as `second` in speed, share of a limit and size, and better in one."""
-    pairs = list(zip(first.scores, second.scores, strict=True))
-    return all(a <= b for a, b in pairs) and any(a < b for a, b in pairs)
+        if self.proof:
+            tables.append(Table.from_rows("Proof of the winner", self.proof.finalists, proof, text_columns=3))
+        return [*tables, Table.from_rows("What each change costs alone", self.sensitivities, changes)]
 
 
-def _format(value: float | Estimate | Ratio | None, spec: str) -> str | None:
+def _number(value: float | None, spec: str) -> str | None:
     return None if value is None else f"{value:{spec}}"
+
+
+def _format(finding: Finding | None, spec: str) -> str | None:
+    if finding is None or finding.value is None:
+        return None
+    interval = (
+        ""
+        if finding.low is None or finding.high is None
+        else f" [{finding.low:{spec}}, {finding.high:{spec}}]"
+    )
+    return f"{finding.value:{spec}}{interval}"

@@ -31,10 +31,6 @@ from slimqwen.plan.start import MissingPlanError
 from slimqwen.records import provenance, registry, store
 from slimqwen.records.settings import Settings
 from slimqwen.search import measurements
-from slimqwen.search.candidate import Candidate, make_overlay
-from slimqwen.search.ladder import Ladder
-from slimqwen.search.rungs import Budget
-from slimqwen.search.space import SearchSettings, Space
 from slimqwen.search.tune import tuner
 from slimqwen.serving.command import ServerCommand
 from slimqwen.variant import Variant
@@ -171,21 +167,6 @@ def read_engine(root: Path) -> Reader:
     return read_journal(name)
 
 
-def read_search(root: Path) -> Reader:
-    def key() -> object:
-        base = variant.load("tiny", root)
-        a10g = devices.read_gpu("a10g", root)
-        calibration = {"calibrate": {"corpus": {"path": str(root / OWN / "chats.jsonl")}}}
-        space = Space.derive(base, a10g, SearchSettings(stages=calibration))
-        overlay = make_overlay(base, root / ".cache/search/tiny/overlay")
-        ladder = Ladder(base, overlay, a10g, space, Budget.of_variant(base, "mine"))
-        candidate = Candidate(mlp="W4A16", rounding="gptq", depth=2)
-        return ladder.fidelity_task(candidate).key, ladder.acceptance_task(base, 2).key
-
-    (root / OWN / "chats.jsonl").write_text("".join(PASSAGES[:9]))
-    return read_journal(key)
-
-
 def read_plan(root: Path) -> Reader:
     """`serve` takes the plan."""
     made = rehearsal.digest_inputs(small(root), devices.read_gpu("a10g", root))
@@ -216,7 +197,7 @@ READERS: dict[str, Callable[[Path], Reader] | None] = {
     "latency": read_latency,
     "latency, interrupted": read_rounds,
     "tune": read_tune,
-    "search": read_search,
+    "search": None,  # it takes the records of checks, and outputs by the content key of their stage
     "plan": read_plan,
     "start_up": None,  # no verb takes one: reports show it with its source
     "roundings": None,
@@ -312,7 +293,6 @@ INPUTS: dict[str, tuple[str, ...]] = {
     "latency": ("eval/workloads/classes.yaml", f"{OWN}/texts.jsonl", *_TIMED),
     "latency, interrupted": (f"{OWN}/prompts.jsonl", f"{OWN}/workload.yaml", *_TIMED),
     "tune": (f"{OWN}/prompts.jsonl", f"{OWN}/workload.yaml", *_TIMED),
-    "search": (f"{OWN}/texts.jsonl", f"{OWN}/gate.yaml", f"{OWN}/chats.jsonl", "weights/tiny/config.json"),
     "plan": ("weights/small/config.json", "eval/devices.yaml", "a line of config.env"),
 }
 

@@ -1,23 +1,17 @@
-"""Repositories in small: one whose checks are stand-ins, one with a ladder to search on."""
+"""A repository in small, whose checks are stand-ins."""
 
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from slimqwen import variant
 from slimqwen.checkpoint.files import carry_all
 from slimqwen.evals import quality
 from slimqwen.evals.invocation import Invocation
 from slimqwen.evals.quality import Quality
 from slimqwen.evals.suites.scored import Item, TaskRun
 from slimqwen.evals.suites.suite import Limit, Suite
-from slimqwen.plan.devices import read_gpu
 from slimqwen.records import store
-from slimqwen.search.candidate import make_overlay
-from slimqwen.search.ladder import Ladder
-from slimqwen.search.rungs import Budget
-from slimqwen.search.space import SearchSettings, Space
 from slimqwen.variant import Variant
 from tests.evals.gate_checks import Checks, link_settings
 
@@ -74,28 +68,3 @@ def root(tmp_path: Path, add_variant: Callable[..., Path]) -> Path:
         carry_all(ROOT / "weights" / "tiny", tmp_path / "weights" / name)
     link_settings(tmp_path)
     return tmp_path
-
-
-@pytest.fixture
-def small_root(tmp_path: Path) -> Path:
-    """A repository with tiny, its incumbent and its settings, by links to what a search reads of the real one."""
-    for parent, names in {
-        "experiments": ("tiny", "tiny-mtp4", "tiny-classic"),
-        "weights": ("tiny",),
-        "eval": tuple(path.name for path in (ROOT / "eval").iterdir() if path.name != "search"),
-    }.items():
-        (tmp_path / parent).mkdir(exist_ok=True)
-        for name in names:
-            (tmp_path / parent / name).symlink_to(ROOT / parent / name)
-    (tmp_path / "eval" / "search").mkdir()
-    (tmp_path / "eval" / "search" / "tinyworld.yaml").symlink_to(Path(__file__).with_name("tinyworld.yaml"))
-    return tmp_path
-
-
-@pytest.fixture
-def ladder(small_root: Path) -> Ladder:
-    base = variant.load("tiny", small_root)
-    a10g = read_gpu("a10g", small_root)
-    space = Space.derive(base, a10g, SearchSettings.load("tinyworld", small_root))
-    overlay = make_overlay(base, small_root / ".cache" / "search" / "tiny" / "overlay")
-    return Ladder(base, overlay, a10g, space, Budget.of_variant(base, "tinyworld"))

@@ -6,6 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from slimqwen.search.rungs import Budget
+from slimqwen.search.space import SearchSettings
+from tests.search.recorded_rungs import RecordedRungs
 
 from slimqwen import variant
 from slimqwen.records import store
@@ -14,9 +17,6 @@ from slimqwen.search import driver
 from slimqwen.search.driver import Extent
 from slimqwen.search.proof import Finalist, Proof
 from slimqwen.search.record import Search
-from slimqwen.search.rungs import Budget
-from slimqwen.search.space import SearchSettings
-from tests.search.recorded_rungs import RecordedRungs
 
 
 @pytest.fixture

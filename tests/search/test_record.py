@@ -3,12 +3,13 @@
 from pathlib import Path
 from typing import Any
 
+from tests.search.trials import trial
+
 from slimqwen import variant
 from slimqwen.records import provenance, store
 from slimqwen.records.record import Estimate, Finding, Verdict
 from slimqwen.search.proof import Finalist, Proof
 from slimqwen.search.record import RUNGS, Incumbent, Search, SearchTrial
-from tests.search.trials import trial
 
 LENGTH = Estimate(value=4.5, standard_error=0.02, count=18)
 

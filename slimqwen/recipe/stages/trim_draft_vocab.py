@@ -222,6 +222,13 @@ def _ranked(counts: Ids, required: Ids) -> Ids:
     return np.concatenate([required, order[~np.isin(order, required)]])
 
 
+def rank_ids(source: Path) -> Ids:
+    """All ids of a checkpoint with sampled outputs in the order in which the stage takes them."""
+    vocab_size: int = checkpoint.text_config(checkpoint.read_config(source))["vocab_size"]
+    counts = _counts((output for output in read_outputs(source) if not output.held_out), vocab_size)
+    return _ranked(counts, _required_ids(source, vocab_size))
+
+
 def _share(counts: Ids, ids: Ids) -> float:
     return round(float(counts[ids].sum() / counts.sum()), 6)
 
