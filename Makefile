@@ -78,8 +78,8 @@ eval-latency: | $(READY) ## time VARIANT over WORKLOAD=classes|arrivals|poisson|
 gate: | $(READY) ## is VARIANT as good as its baseline? fidelity, acceptance, quality, engine: one verdict
 	@$(RUN) gate --variant $(VARIANT)
 
-search: | $(READY) ## find the fastest variant of BASE for a GPU within its quality budget, and prove it (BASE=tiny GPU=a10g TRIALS=n MINUTES=n)
-	@$(RUN) search --base $(or $(BASE),tiny) --gpu $(or $(GPU),a10g) $(call option,TRIALS,--trials) $(call option,MINUTES,--minutes)
+search: | $(READY) ## find the fastest variant of BASE for a GPU within its quality budget, and prove it (BASE=tiny GPU=a10g CANDIDATES=n)
+	@$(RUN) search --base $(or $(BASE),tiny) --gpu $(or $(GPU),a10g) $(call option,CANDIDATES,--candidates)
 
 tune: | $(READY) ## do drafts pay here? every way to speculate for VARIANT, in turns with none (LOAD=1,4,16 MINUTES=30 APPLY=name)
 	@$(RUN) tune --variant $(VARIANT) $(call option,LOAD,--load) $(call option,MINUTES,--minutes) $(call option,APPLY,--apply)

@@ -1,44 +1,61 @@
-"""The driver of a search: which variants it makes of what was found, and the record that it writes."""
+"""The driver of a search: which candidates it makes, what ends them, and the record that it writes."""
 
-import hashlib
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
-from slimqwen.search.rungs import Budget
-from slimqwen.search.space import SearchSettings
-from tests.search.recorded_rungs import RecordedRungs
 
 from slimqwen import variant
+from slimqwen.checkpoint.files import carry_all
+from slimqwen.progress import Progress
 from slimqwen.records import store
-from slimqwen.records.record import Verdict
-from slimqwen.search import driver
-from slimqwen.search.driver import Extent
-from slimqwen.search.proof import Finalist, Proof
+from slimqwen.search import driver, measurements
 from slimqwen.search.record import Search
+from slimqwen.search.sensitivities import Change, Sensitivities
+from tests.checkpoints import TINY
+from tests.evals.gate_checks import Checks
+from tests.search.in_process import InProcess
+
+RATES = [0.9, 0.8, 0.7, 0.6, 0.5, 0.4]
+COSTS = Sensitivities(
+    {
+        Change("mlp", "W4A16", 32): 0.0012,
+        Change("mlp", "W8A16"): 0.0002,
+        Change("attention", "W4A16", 32): 0.0009,
+        Change("linear_attention", "W4A16", 32): 0.0011,
+    },
+    {Change("mtp", "W4A16", 32): RATES},
+    RATES,
+)
 
 
 @pytest.fixture
-def proven(monkeypatch: pytest.MonkeyPatch) -> list[Sequence[str]]:
-    """The finalists of every proof; each passes."""
-    families: list[Sequence[str]] = []
+def made(monkeypatch: pytest.MonkeyPatch, checks: Checks) -> list[str]:
+    """The variants whose recipes ran, as copies of tiny; sensitivities are `COSTS`."""
+    names: list[str] = []
 
-    def prove(names: Sequence[str], *_: Any, **__: Any) -> Proof:
-        families.append(names)
-        passed = {"verdict": Verdict.PASS, "reason": None, "p_value": 0.001, "adjusted_p_value": 0.002}
-        finalists = tuple(Finalist(variant=name, findings=(), record=None, **passed) for name in names)
-        return Proof(alpha=0.025, proof_share=0.5, finalists=finalists)
+    def run(root: Path, argument: tuple[str, int | None], _: Progress) -> None:
+        if not (root / "weights" / argument[0]).exists():
+            names.append(argument[0])
+            carry_all(TINY, root / "weights" / argument[0])
 
-    monkeypatch.setattr(driver, "prove_finalists", prove)
-    return families
+    monkeypatch.setattr(measurements, "run_stages", run)
+    monkeypatch.setattr(driver, "measure_sensitivities", lambda *_: COSTS)
+    # A copy has not the changes of its recipe.
+    for name in ("unexplained_changes", "unexplained_settings", "unexplained_files"):
+        monkeypatch.setattr(f"slimqwen.recipe.variant_recipe.{name}", lambda _: [])
+    return names
 
 
-def run(root: Path, name: str = "tinyworld", trials: int = 24, finalists: int = 2, **changes: Any) -> Search:
-    settings = SearchSettings.load(name, root).model_copy(update=changes)
-    base, command = variant.load("tiny", root), ["slimqwen", "search", "--base", "tiny", "--gpu", "a10g"]
+def search(root: Path, executor: InProcess | None = None, **options: Any) -> Search:
     path = driver.search_variants(
-        base, "a10g", "tinyworld", settings, RecordedRungs(root), Extent(trials, finalists), command=command
+        variant.load("tiny", root),
+        "a10g",
+        "tinyworld",
+        executor or InProcess(root),
+        command=["slimqwen", "search", "--base", "tiny", "--gpu", "a10g"],
+        corpus="tinyworld",
+        **{"candidates": 3, **options},
     )
     assert path.parent == root / "experiments" / "tiny"
     record = store.read_record(path, Search)
@@ -46,47 +63,96 @@ def run(root: Path, name: str = "tinyworld", trials: int = 24, finalists: int = 
     return record
 
 
-def test_the_record_has_the_digest_of_the_settings_that_were_read(small_root: Path) -> None:
-    own = small_root / "eval" / "search" / "mine.yaml"
-    own.write_text((small_root / "eval" / "search" / "tinyworld.yaml").read_text() + "# mine\n")
-    record = run(small_root, "mine", trials=2, finalists=0)
-    assert record.provenance.datasets["eval/search/mine.yaml"] == hashlib.sha256(own.read_bytes()).hexdigest()
-    assert "eval/search/tinyworld.yaml" not in record.provenance.datasets
-    assert record.proof is None
+def test_the_fastest_that_passes_all_checks_is_proven_alone(root: Path, made: list[str]) -> None:
+    record = search(root)
+    assert made == [trial.name for trial in record.trials]
+    fastest = max(record.trials, key=lambda trial: trial.tokens_per_second or 0)
+    assert record.winner == fastest.name
+    assert record.proof is not None
+    assert [each.variant for each in record.proof.finalists] == [fastest.name]
+    assert record.advice.startswith(f"Serve {fastest.name}: it passed every check")
+    assert record.incumbent.variant == "tiny"
+    assert {each.change for each in record.sensitivities} == {
+        each.label for each in (*COSTS.kl_nats, *COSTS.rates)
+    }
 
 
-def test_the_fastest_of_the_front_become_variants_and_are_proven(small_root: Path, proven: list[Any]) -> None:
-    record = run(small_root)
-    budget = Budget.of_variant(variant.load("tiny", small_root), "tinyworld")
-    within = [trial for trial in record.faster if budget.is_met_by(trial)]
-    assert proven == [[trial.name for trial in within[:2]]]
-    for name, trial in zip(proven[0], within, strict=False):
-        made = variant.load(name, small_root)
-        assert made.baseline == "tiny"
-        assert made.recipe is not None
-        assert trial.label in made.hypothesis
-    assert record.advice.startswith(f"Serve {within[0].name}: it passed")
-    assert len(record.trials) == 24
-
-
-def test_a_second_run_measures_nothing_and_proves_the_same_variants(
-    small_root: Path, proven: list[Any]
+def test_only_the_fastest_climbs_the_checks_that_take_long(
+    root: Path, made: list[str], checks: Checks
 ) -> None:
-    first, second = run(small_root), run(small_root)
-    assert proven[0] == proven[1]
+    record = search(root)
+    asked = {
+        check: [name for kind, name in checks.asked if kind == check] for check in ("fidelity", "quality")
+    }
+    assert sorted(set(asked["fidelity"])) == sorted(trial.name for trial in record.trials)
+    assert set(asked["quality"]) == {"tiny", record.winner}
+
+
+def test_what_fails_on_the_search_s_items_makes_room_for_the_next(
+    root: Path, made: list[str], checks: Checks
+) -> None:
+    first = search(root)
+    checks.wrong = {(str(first.winner), "search"): 200}
+    for path in (root / "experiments" / str(first.winner)).glob("*_20*"):
+        path.unlink()
+    second = search(root)
+    assert second.winner not in (None, first.winner)
+    [ended] = [trial for trial in second.trials if trial.name == first.winner]
+    assert ended.reason.startswith("quality: ")
+
+
+def test_divergence_beside_its_forecast_moves_the_limit_for_later_candidates(
+    root: Path, made: list[str], checks: Checks
+) -> None:
+    checks.kl_nats = 0.0001
+    *early, late = search(root).trials
+    assert max(trial.forecast_kl_nats or 0 for trial in early) <= 0.003
+    assert (late.forecast_kl_nats or 0) > 0.003
+
+
+def test_a_crash_ends_a_candidate_and_not_the_search(root: Path, made: list[str]) -> None:
+    names = [trial.name for trial in search(root).trials]
+    for path in (root / "experiments" / names[0]).glob("*_20*"):
+        path.unlink()
+    executor = InProcess(root)
+    executor.broken = f"fidelity of {names[0]}"
+    record = search(root, executor)
+    assert record.trials[0].reason == "its process died (SIGSEGV)"
+    assert record.trials[0].tokens_per_second is None
+    assert record.winner in names[1:]
+
+
+def test_a_second_run_makes_and_measures_nothing(root: Path, made: list[str], checks: Checks) -> None:
+    first = search(root)
+    made.clear()
+    checks.asked.clear()
+    second = search(root)
+    assert (made, checks.asked) == ([], [])
     assert second.trials == first.trials
-    assert len(list((small_root / "experiments").glob("tiny-search-*"))) == 2
 
 
-def test_no_variant_is_made_where_nothing_is_faster(small_root: Path, proven: list[Any]) -> None:
-    incumbent = {"mlp": "W4A16", "vocabulary": 0.96875, "depth": 4}
-    only = {name: (value,) for name, value in incumbent.items()}
-    still = {
-        "attention": ("none",), "linear_attention": ("none",), "mtp": ("none",), "head_bits": (16,),
-        "group_size": (32,), "draft_vocabulary": (1.0,),
-    }  # fmt: skip
-    record = run(small_root, choices={**only, **still}, points=())
-    assert {trial.rung for trial in record.trials} == {"speed"}
-    assert record.proof is None
-    assert proven == []
-    assert record.advice.startswith("Serve tiny-classic: of ")
+def test_an_interrupted_search_goes_on(root: Path, made: list[str], checks: Checks) -> None:
+    with pytest.raises(KeyboardInterrupt):
+        search(root, InProcess(root, interrupt_after=4))
+    known = list(checks.asked)
+    record = search(root)
+    assert record.winner is not None
+    assert [each for each in known if checks.asked.count(each) > 1 and each[0] == "fidelity"] == []
+
+
+def test_without_a_candidate_that_may_be_faster_nothing_is_made(
+    root: Path, made: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(driver, "measure_sensitivities", lambda *_: Sensitivities({}, {}, []))
+    record = search(root)
+    assert (made, record.trials, record.proof) == ([], (), None)
+    assert record.advice.startswith("Serve tiny: no candidate of the front")
+
+
+def test_texts_are_those_of_the_promoted_recipe() -> None:
+    texts = driver._Texts.of(variant.load("tiny-best"), None)
+    assert texts.stages["calibrate"]["corpus"]["path"] == "../../eval/texts/tinyworld.jsonl"
+    assert texts.stages["sample_outputs"]["texts"] == 512
+    assert driver._Texts.of(variant.load("tiny"), None).corpus == "self"
+    assert driver._Texts.of(variant.load("tiny-best"), "general").corpus == "general"
+    assert [each.name for each in driver._list_promoted(variant.load("tiny"))] == ["tiny-best"]
