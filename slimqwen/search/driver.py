@@ -214,7 +214,7 @@ def search_variants(
     acceptance = gate.of(AcceptanceSettings).at_depth_of(base)
     limits = Limits(gate.of(FidelitySettings).limits.kl_nats, acceptance.least_share, acceptance.gate_depth)
     promoted = [*_list_promoted(base), base]
-    # Their texts are those of the newest promoted recipe, whichever is the fastest on the GPU.
+    # Any promoted recipe names texts; which one is the incumbent is known only with the sensitivities.
     texts = _Texts.of(promoted[0], corpus)
     with executor:
         sensitivities = measure_sensitivities(
