@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from slimqwen import variant
+from slimqwen.formats.compressed_tensors import PackedIntegers
 from slimqwen.models.layer_error import measure_kind_divergences
 from slimqwen.recipe import variant_recipe
 from slimqwen.records.record import Finding
@@ -112,9 +113,10 @@ def plant_outliers(folder: Path, layer: int) -> Path:
 def test_the_kind_with_outliers_costs_most(tmp_path: Path) -> None:
     ids = list(range(300, 428))
     kinds = ("mlp", "attention", "linear_attention", "lm_head")
-    before = measure_kind_divergences(TINY, kinds, 32, ids)
+    forms = {kind: (kind, PackedIntegers(4, 32)) for kind in kinds}
+    before = measure_kind_divergences(TINY, forms, ids)
     assert min(before.values()) > 0
-    planted = measure_kind_divergences(plant_outliers(tmp_path / "source", 1), kinds, 32, ids)
+    planted = measure_kind_divergences(plant_outliers(tmp_path / "source", 1), forms, ids)
     assert max(planted, key=lambda kind: planted[kind]) == "mlp"
 
 
