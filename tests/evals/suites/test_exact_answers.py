@@ -1,6 +1,6 @@
 import pytest
 
-from slimqwen.evals.suites.exact_answers import Tolerance, contains, is_same
+from slimqwen.evals.suites.exact_answers import Tolerance, contains, is_any, is_same
 
 SAME = [
     ("４２。", "42"), ("1,000", "1000"), ("1 000", "1000"), ("1'000", "1000"), ("1,00,000", "100000"), ("3.0", "3"),
@@ -30,7 +30,11 @@ def test_another_content_is_another_answer(response, answer):
 def test_a_number_is_right_within_its_tolerance():
     assert is_same("3.2", "3", Tolerance(0.25, False))
     assert not is_same("3.3", "3", Tolerance(0.25, False))
-    assert is_same("110", "100", Tolerance(0.1, True))
+    share = Tolerance(0.1, True)
+    assert is_same("110", "100", share)
+    for answers in (["100"], ["7", "100"]):
+        assert is_any("About 110", ["110"], answers, share)
+        assert not is_any("111", ["-90"], answers, share)  # 11 is less than a tenth of 111, not of 100
     assert not is_same("3.2 kg", "3 m", Tolerance(0.25, False))
 
 
