@@ -30,6 +30,7 @@ from slimqwen.evals.fidelity_figures import (
 from slimqwen.evals.invocation import Invocation
 from slimqwen.progress import Progress, silent
 from slimqwen.records import provenance, store
+from slimqwen.records.journal import journal_file, locked
 from slimqwen.records.record import (
     Block,
     Estimate,
@@ -174,16 +175,27 @@ def measure_fidelity(
     Raises:
         ServingError: the variant's weights are random, or its acceptance length is set by a flag.
         EvalError: the checkpoints, texts or settings allow no comparison.
+        RunInProgressError: another process compares the same two.
         ServerLostError: the server died or refused a request; nothing is recorded.
     """
-    from slimqwen.evals import token_distributions
-
     speed_only.refuse_speed_only(variant, "fidelity")
-    started = provenance.utc_now()
-    root = variant.root
-    baseline = variants.load(variant.baseline, root) if variant.baseline else variant
+    baseline = variants.load(variant.baseline, variant.root) if variant.baseline else variant
     for side in (variant, baseline):
         side.require_weights()
+    key = settings.model_dump(mode="json"), checkpoint.digest(baseline.weights), invocation.split
+    # For its lock: the comparison takes a minute and begins anew if it is interrupted.
+    with locked(journal_file("fidelity", ServerCommand.resolve(variant), *map(str, key))) as journal:
+        path = _compare(variant, baseline, settings, invocation)
+        journal.discard()
+    return path
+
+
+def _compare(variant: Variant, baseline: Variant, settings: FidelitySettings, invocation: Invocation) -> Path:
+    """Compare a variant with its baseline, and write the record."""
+    from slimqwen.evals import token_distributions
+
+    started = provenance.utc_now()
+    root = variant.root
     server_command = ServerCommand.resolve(variant)
     reference = token_distributions.ReferenceTexts.load(
         variant.weights,

@@ -1,4 +1,4 @@
-"""Fidelity: which variant counts as unchanged."""
+"""Fidelity: which variant counts as unchanged, and two that compare the same at once."""
 
 import shutil
 
@@ -6,6 +6,9 @@ import pytest
 
 from slimqwen import variant
 from slimqwen.evals import fidelity
+from slimqwen.evals.fidelity_figures import FidelitySettings
+from slimqwen.records.journal import RunInProgressError
+from tests.evals.gate_checks import ONCE
 
 ROOT = variant.repository_root()
 
@@ -30,3 +33,19 @@ def test_only_the_baselines_own_checkpoint_and_dtypes_are_unchanged(add_variant,
     (other / "config.json").write_text((other / "config.json").read_text() + "\n")
     base, compared = (variant.load(name, tmp_path) for name in ("base", "other"))
     assert fidelity._has_same_model(compared, base) == is_same
+
+
+def test_who_compares_the_same_two_meanwhile_is_refused_and_the_next_is_not(one, monkeypatch):
+    settings, done = FidelitySettings.load("tinyworld", one.root), []
+
+    def meanwhile(*_):
+        with pytest.raises(RunInProgressError, match=r"runs the same measurement .* wait until it ends"):
+            fidelity.measure_fidelity(one, settings, ONCE)
+        done.append(one.folder / "a record")
+        return done[-1]
+
+    monkeypatch.setattr(fidelity, "_compare", meanwhile)
+    for _ in range(2):
+        assert fidelity.measure_fidelity(one, settings, ONCE) == done[-1]
+    assert len(done) == 2
+    assert list((one.root / ".cache" / "fidelity").iterdir()) == []
