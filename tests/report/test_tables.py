@@ -78,7 +78,7 @@ def test_a_kind_that_was_not_measured_is_left_out_and_named(repository):
 def test_nothing_measured_is_an_error(repository, tmp_path):
     with pytest.raises(store.MissingRecordError, match=r"`slimqwen gate c` scores it and its baseline"):
         tables.comparison_tables(repository / "experiments" / "a", tmp_path / "c")
-    with pytest.raises(store.MissingRecordError, match=r"`slimqwen gate c` scores it and its baseline"):
+    with pytest.raises(store.MissingRecordError, match="slimqwen eval quality --variant c"):
         tables.results_tables(tmp_path / "c")
 
 
