@@ -148,6 +148,17 @@ def test_where_the_cache_is_required_flashinfer_compiles_nothing(register, monke
     assert os.environ["FLASHINFER_DISABLE_JIT"] == "1"
 
 
+@pytest.mark.parametrize("kernels", ["", "missing"])
+def test_triton_looks_into_its_cache_where_there_is_one_and_its_functions_are_known(
+    register, monkeypatch, kernels
+):
+    looks = MagicMock()
+    monkeypatch.setattr(compile_watch.triton_cache, "find_beside_group_file", looks)
+    register(kernels=kernels)
+    required = compile_watch.require.call_args.args
+    assert ("find_beside_group_file" in required) is looks.called is bool(kernels)
+
+
 def test_a_flashinfer_without_a_folder_of_prebuilt_libraries_is_refused(flashinfer, tmp_path):
     del flashinfer.FLASHINFER_AOT_DIR
     with pytest.raises(PatchError, match=r"compile_watch\.py .*flashinfer has no AOT folder"):
