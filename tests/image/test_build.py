@@ -25,7 +25,7 @@ def test_every_argument_of_the_dockerfile_is_given_and_no_other(tool, content, t
         content,
         folder=tmp_path,
         base=f"debian@{DIGEST}",
-        tag="localhost/x:y",
+        tag=build.tag_of("child", "cpu"),
         wheelhouse=tmp_path / "wheels",
     )
     declared = set(re.findall(r"^ARG (\w+)", (ROOT / "Dockerfile").read_text(), re.MULTILINE))
@@ -35,6 +35,7 @@ def test_every_argument_of_the_dockerfile_is_given_and_no_other(tool, content, t
     assert (given["VARIANT"], given["PLATFORM"], given["PORT"]) == ("child", "cpu", "8099")
     assert given["CHECKPOINT"] == checkpoint.digest(content.command.variant.weights)
     assert words[:2] == [tool, "build"]
+    assert "--tag=localhost/slimqwen:child-cpu" in words
     assert f"--build-context=wheelhouse={tmp_path / 'wheels'}" in words
     assert words[-1] == str(tmp_path)
     # Else HEALTHCHECK is dropped.
