@@ -29,10 +29,6 @@ def folder(tmp_path: Path) -> Path:
     return made
 
 
-def test_a_file_is_read_by_its_name(folder: Path, tmp_path: Path) -> None:
-    assert Limits.load("good", tmp_path).most == 2
-
-
 @pytest.mark.parametrize(("name", "is_own"), [("mine", True), ("other", False), (None, False)])
 def test_a_variant_is_judged_by_an_own_evaluation_where_there_is_such_a_folder(
     tmp_path: Path, name: str | None, is_own: bool

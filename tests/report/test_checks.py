@@ -169,13 +169,6 @@ def test_absent_weights_are_a_note(repository):
     assert any("not on this machine" in note and note.rstrip(".").endswith("b") for note in result.notes)
 
 
-def test_a_cited_record_that_is_gone_is_a_fault(repository):
-    cite(repository, "b", "quality_2020-01-01T000000Z.json")
-    fault = the_fault(repository)
-    assert fault.location == "experiments/b/quality_2020-01-01T000000Z.json"
-    assert "measurements.json cites it" in fault.fault
-
-
 def test_a_table_that_differs_is_a_fault_and_a_bad_one_does_not_hide_the_next(repository):
     readme = repository / "README.md"
     readme.write_text(readme.read_text().replace("0.500", "0.501", 1))
