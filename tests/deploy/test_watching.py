@@ -94,9 +94,15 @@ def test_the_units_command_starts_the_variant_with_the_key_of_the_file(tmp_path)
     program = tmp_path / "slimqwen"
     program.write_text('#!/bin/sh\necho "$VLLM_API_KEY|$*"\n')
     program.chmod(0o755)
-    said = subprocess.run(
-        ["/bin/sh", "-c", command.replace("/opt/slimqwen/bin/slimqwen", str(program)), "serve", "mine"],
-        env={"CREDENTIALS_DIRECTORY": str(tmp_path), "PATH": "/usr/bin:/bin"},
-        capture_output=True, text=True, check=True,
-    )  # fmt: skip
-    assert said.stdout == "sesame|serve mine\n"
+    words = ["/bin/sh", "-c", command.replace("/opt/slimqwen/bin/slimqwen", str(program)), "serve", "mine"]
+    started, refused = (
+        subprocess.run(
+            words,
+            env={"CREDENTIALS_DIRECTORY": str(folder), "PATH": "/usr/bin:/bin"},
+            capture_output=True,
+            text=True,
+        )
+        for folder in (tmp_path, tmp_path / "none")
+    )
+    assert (started.returncode, started.stdout) == (0, "sesame|serve mine\n")
+    assert (refused.returncode, refused.stdout) == (1, "")  # never without a key
