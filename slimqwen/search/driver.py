@@ -297,10 +297,15 @@ def _is_share(finding: Finding) -> bool:
 def _describe(sensitivities: Sensitivities, front: Front) -> Iterator[Sensitivity]:
     """What each change costs, and the share of the base's step that it saves with drafts of the gate's depth."""
     depth = front.limits.depth if sensitivities.base_rates else 0
-    whole = 1 / front.bound(front.model(front.shape), depth, 1.0)
+    draft_heads = [each for each in sensitivities.rates if each.choice == "draft_vocabulary"]
+
+    def seconds(changes: Sequence[Change]) -> float:
+        return 1 / front.bound(front.model_with(changes), depth, 1.0)
 
     def saved(change: Change) -> float:
-        return 1 - 1 / front.bound(front.model_with([change]), depth, 1.0) / whole
+        # Only a draft head of its own can be packed.
+        beside = draft_heads[:1] if change.choice == "draft_bits" else []
+        return (seconds(beside) - seconds([*beside, change])) / seconds([])
 
     for change, kl_nats in sensitivities.kl_nats.items():
         yield Sensitivity(change=change.label, kl_nats=kl_nats, acceptance_share=None, saved=saved(change))
