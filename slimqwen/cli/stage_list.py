@@ -45,6 +45,14 @@ computes as one linear (q, k, v; gate, up) has one width. The manifest keeps the
 divergence and the measured one; the model card shows the bits. `unpack`, which has no parameters, writes a twin in 16
 bits, to serve or judge a checkpoint where vLLM has no kernel for its widths.
 
+`calibrate: {heal: {steps: 200}}` trains each layer after its rounding, by AWQ or GPTQ too, to give what its 16-bit
+weights give for the inputs that the rounded model sees: integers (by half a step at most, as in AutoRound, arXiv
+2309.05516), scales and norms, in the format's own values, with one layer in memory. A layer whose error on the
+calibration text does not fall stays as it was rounded. The manifest has each layer's error before and after; whether
+other text gains, too, is for the gate to say: [a real model](real-model.md) has measurements. llmcompressor's AutoRound
+was not taken, by its source (0.14): it trains no norms, hands back scales without the zero points that belong to them,
+and passes its outputs on inside the modifier, of which a layer at a time needs a new one.
+
 | stage | parameter | default | meaning |
 |---|---|---|---|
 """

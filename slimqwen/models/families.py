@@ -21,6 +21,9 @@ SCALED_WITH: Mapping[str, tuple[str, ...]] = {
 }
 """Kind of linears -> unquantised modules that AWQ scales together with the inputs of these linears."""
 
+NORMS = r"(?<!mtp\.)layers\.\d+\.(\w+\.)?\w*norm\.weight$"
+"""Norms of the layers, those of heads and of Gated DeltaNet included."""
+
 _KINDS = {
     r"^mtp\.": "MTP head",
     r"(^|\.)visual\.": "vision tower",

@@ -58,6 +58,20 @@ class Targets(Parameters):
         return {kind: scheme for kind, scheme in self.schemes.items() if kind != "mtp"}
 
 
+HEALED_SEQUENCES = 4
+"""Sequences of a step of healing."""
+
+
+class Healing(Parameters):
+    """Training of each rounded layer to give the outputs that its 16-bit weights give for the same inputs.
+
+    Attributes:
+        steps: training steps a layer, of 4 sequences each, for integers, scales and norms; 0 for none.
+    """
+
+    steps: Annotated[int, Field(ge=0)] = 0
+
+
 class CalibrateParameters(Parameters):
     """Parameters of the stage.
 
@@ -71,6 +85,7 @@ class CalibrateParameters(Parameters):
         rounding: nearest, or gptq (Frantar et al., arXiv 2210.17323), in which later columns compensate the error of
             earlier ones; after AWQ's scales, as in llm-compressor's own Qwen3.5 recipe. That of the MTP head reads what
             `sample_outputs` wrote.
+        heal: training of each layer after its rounding.
         corpus: calibration text.
         layer_error_ratio: largest error of a decoder layer's output that passes, over that of round-to-nearest. AWQ and
             GPTQ start from round-to-nearest, so the ratio is 1 if their searches find nothing.
@@ -82,6 +97,7 @@ class CalibrateParameters(Parameters):
     group_size: Literal[32, 64, 128] = 32
     scaling: Literal["awq", "none"] = "awq"
     rounding: Literal["nearest", "gptq"] = "nearest"
+    heal: Healing = Healing()
     corpus: CalibrationText = Field(default={})  # type: ignore[assignment]  # validated, as every default
     layer_error_ratio: Annotated[float, Field(gt=0)] = 1.5
     threads: Annotated[int, Field(ge=1)] = 2
@@ -100,6 +116,12 @@ class CalibrateParameters(Parameters):
     def _budget_has_kinds(self) -> Self:
         if ("budget" in self.targets.schemes.values()) != (self.bits is not None):
             raise ValueError("the scheme budget needs bits, and bits a kind with the scheme budget")
+        return self
+
+    @model_validator(mode="after")
+    def _layers_are_healed(self) -> Self:
+        if self.heal.steps and not self.targets.calibrated:
+            raise ValueError("heal trains layers; name mlp, attention or linear_attention in the targets")
         return self
 
     @property

@@ -11,10 +11,8 @@ the outputs that `sample_outputs` wrote (`slimqwen.models.mtp_rounding`). A wors
 Neither needs a text of its own, so a recipe may do it after stages that train the head of an already packed checkpoint.
 """
 
-import gc
 import re
-from collections import deque
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -24,23 +22,24 @@ from slimqwen import checkpoint
 from slimqwen.checkpoint import packing
 from slimqwen.checkpoint.config import quantised, write_config
 from slimqwen.checkpoint.files import carry_side_files
-from slimqwen.checkpoint.tensors import NewTensor, TensorInfo, list_tensors, rewrite, write_tensors
-from slimqwen.checkpoint.weights import text_name
+from slimqwen.checkpoint.tensors import NewTensor, TensorInfo, list_tensors, rewrite
 from slimqwen.formats import find_format
 from slimqwen.formats.compressed_tensors import ADDED, config_group, with_group
-from slimqwen.models.calibrated_model import (
-    describe_quantisation,
-    pack_layer,
-    released_session,
-    with_quantisation,
-)
-from slimqwen.models.families import SCALED_WITH, FamilyError, find_family
+from slimqwen.models.calibrated_model import with_quantisation
+from slimqwen.models.families import NORMS, SCALED_WITH, FamilyError, find_family
 from slimqwen.models.outline import Outline
 from slimqwen.progress import Progress
 from slimqwen.recipe import head_rounding
 from slimqwen.recipe.allocation import DRAWS, WIDTHS, Allocation, allocate_widths
 from slimqwen.recipe.calibration_text import calibration_sequences
-from slimqwen.recipe.schemes import CalibrateParameters, config_groups, forms_of, packing_of
+from slimqwen.recipe.layer_calibration import BATCH, calibrate_layers
+from slimqwen.recipe.schemes import (
+    HEALED_SEQUENCES,
+    CalibrateParameters,
+    config_groups,
+    forms_of,
+    packing_of,
+)
 from slimqwen.recipe.stage import (
     TORCH_ENVIRONMENT,
     D,
@@ -52,9 +51,6 @@ from slimqwen.recipe.stage import (
     require_fit,
 )
 from slimqwen.recipe.text_check import inspect_text
-
-_BATCH = 8
-"""Sequences per forward pass."""
 
 _CHECKED_TOKENS = 2048
 """Tokens on which layers are compared with round-to-nearest: few suffice, and their hidden states fill memory."""
@@ -70,6 +66,9 @@ _STATES = 7
 
 _LAYER_COPIES = 4
 """Float32 copies of a layer's weights in memory: the layer, AWQ's copy to restore them, and the rounded weights."""
+
+_HEALED_COPIES = 7
+"""The same while a layer is healed: the layer, what it was, places, gradients and their products with the integers."""
 
 _PACKED_BYTES = 1.25
 """Upper bound of bytes per packed weight: 8 bits, with scales and zero points of groups."""
@@ -114,10 +113,22 @@ def calibrate_weights(
             forms = forms_of(parameters.targets, parameters.group_size) + (
                 allocation.targets if allocation else []
             )
-            quantization, changed = _calibrated(
-                source, names, config_groups(forms), parameters, sequences, Path(layers), progress
+            stored, patterns = list_tensors(source), changes(parameters)
+            changeable = {
+                name: info for name, info in stored.items() if any(re.search(each, name) for each in patterns)
+            }
+            quantization, changed, healed = calibrate_layers(
+                source,
+                names,
+                config_groups(forms),
+                parameters,
+                sequences,
+                changeable,
+                Path(layers),
+                progress,
             )
-            config = with_quantisation(config, quantization, list_tensors(source))
+            facts |= healed
+            config = with_quantisation(config, quantization, stored)
         if head:
             form = packing_of(parameters.targets.mtp, parameters.group_size)
             rounded = (
@@ -157,9 +168,10 @@ def needs(outline: Outline, parameters: CalibrateParameters) -> Needs:
     hidden, inner, heads = text["hidden_size"], text["intermediate_size"], text["num_attention_heads"]
     tokens = corpus.sequences * corpus.length
     targets = outline.num_weights_of(*parameters.targets.calibrated)
-    numbers = _LAYER_COPIES * outline.num_layer_weights + tokens * (_STATES * hidden + inner)
+    steps, copies = parameters.heal.steps, _HEALED_COPIES if parameters.heal.steps else _LAYER_COPIES
+    numbers = copies * outline.num_layer_weights + tokens * (_STATES * hidden + inner)
     # Within a layer, only for one batch: intermediate states of MLP and Gated DeltaNet, and attention scores.
-    numbers += _BATCH * corpus.length * (8 * inner + 3 * heads * corpus.length)
+    numbers += BATCH * corpus.length * (8 * inner + 3 * heads * corpus.length)
     if parameters.rounding == "gptq":
         numbers += 3 * (hidden**2 + inner**2)  # the Hessians, and the inverse of the largest one
     few = min(tokens, max(_CHECKED_TOKENS, corpus.length)) if parameters.bits else 0
@@ -167,6 +179,7 @@ def needs(outline: Outline, parameters: CalibrateParameters) -> Needs:
     numbers += few * (layers * hidden + (DRAWS + 1) * 4 * (hidden + inner))
     passes = _PASSES + (_SEARCH_PASSES if parameters.scaling == "awq" else 0)
     operations = 2 * tokens * (passes * targets + 3 * outline.num_weights) + 2 * few * len(WIDTHS) * targets
+    operations += 6 * steps * HEALED_SEQUENCES * corpus.length * targets
     disk_bytes = outline.disk_bytes + int(_PACKED_BYTES * targets)
     return Needs(disk_bytes, _IMPORTS_BYTES + 4 * numbers, operations, fixed_seconds=25)
 
@@ -231,11 +244,12 @@ def data(parameters: CalibrateParameters) -> dict[str, str]:
 
 
 def changes(parameters: CalibrateParameters) -> tuple[str, ...]:
-    """Regular expressions of the quantised linears, and of the norms and linears that AWQ scales with them."""
+    """Regular expressions of the quantised linears, of norms and linears that AWQ scales with them, of healed norms."""
     linears = map(packing.tensor_pattern, parameters.targets.schemes)
     kinds = parameters.targets.calibrated if parameters.scaling == "awq" else ()
     scaled = [module for kind in kinds for module in SCALED_WITH[kind]]
-    return (*linears, *(rf"(?<!mtp\.)layers\.\d+\.{re.escape(module)}\." for module in scaled))
+    norms = [NORMS] if parameters.heal.steps else []
+    return (*linears, *(rf"(?<!mtp\.)layers\.\d+\.{re.escape(module)}\." for module in scaled), *norms)
 
 
 def _target_tensors(outline: Outline, parameters: CalibrateParameters) -> dict[str, dict[str, TensorInfo]]:
@@ -261,128 +275,6 @@ def _allocated(
     }
     budget, size = parameters.bits, parameters.group_size
     return sequences, allocate_widths(source, linears, budget, size, _first(sequences), progress)
-
-
-def _calibrated(
-    source: Path,
-    names: Collection[str],
-    groups: Mapping[str, Any],
-    parameters: CalibrateParameters,
-    sequences: Sequence[Sequence[int]],
-    folder: Path,
-    progress: Progress,
-) -> tuple[dict[str, Any], dict[str, Mapping[str, NewTensor]]]:
-    """Calibrate and pack the named weights, layer by layer, into files of a folder.
-
-    Returns:
-        The quantization_config, and the tensors to write instead of each changed tensor.
-    """
-    import torch
-    import transformers
-    from llmcompressor.modifiers.gptq import GPTQModifier
-    from llmcompressor.modifiers.quantization import QuantizationModifier
-    from llmcompressor.modifiers.transform.awq import AWQModifier
-    from llmcompressor.modifiers.transform.awq.dynamic_mappings import get_layer_mappings_from_model
-
-    from slimqwen.models.language_model import build_empty_model, read_embeddings
-
-    tokenizer = transformers.AutoTokenizer.from_pretrained(source)
-    whole = build_empty_model(source)
-    targets = {text_name(name).removesuffix(".weight") for name in names}
-    linears = [name for name, module in whole.named_modules() if isinstance(module, torch.nn.Linear)]
-    options = {
-        "config_groups": groups,
-        "ignore": [name for name in linears if name not in targets],
-    }
-    rounding = GPTQModifier if parameters.rounding == "gptq" else QuantizationModifier
-    # A single layer does not show which kinds of attention the whole model has.
-    mappings = get_layer_mappings_from_model(whole)
-    stored, patterns = list_tensors(source), changes(parameters)
-    changeable = {
-        name: info for name, info in stored.items() if any(re.search(pattern, name) for pattern in patterns)
-    }
-    count = 1 + max(int(name.split(".")[2]) for name in targets)
-    changed: dict[str, Mapping[str, NewTensor]] = {}
-    states = list(read_embeddings(source, torch.tensor(sequences)).split(_BATCH))
-    for number in range(count):
-        progress("layers", number, count)
-        scaling = [AWQModifier(mappings=mappings)] if parameters.scaling == "awq" else []
-        recipe = [*scaling, rounding(**options)]
-        states, replaced = _calibrate_layer(source, number, tokenizer, states, recipe, changeable)
-        changed |= _moved_to_disk(replaced, folder / str(number))
-        del replaced
-        # Modules and llmcompressor's hooks refer to each other; without a collection the layer would stay in memory.
-        gc.collect()
-    progress("layers", count, count)
-    settings = rounding(**options).resolved_config
-    return describe_quantisation(whole, settings, stored), changed
-
-
-def _calibrate_layer(
-    source: Path,
-    number: int,
-    tokenizer: Any,
-    states: Sequence[Any],
-    recipe: Sequence[Any],
-    stored: Mapping[str, TensorInfo],
-) -> tuple[list[Any], dict[str, dict[str, NewTensor]]]:
-    """Scale, round and pack a layer, on the GPU if there is one.
-
-    Args:
-        states: batches of the layer's inputs, float32 [sequences, tokens, hidden] each.
-        recipe: llmcompressor's modifiers.
-        stored: tensors of the model that the modifiers may change.
-
-    Returns:
-        The layer's outputs with the changed weights, and the tensors to write instead of each tensor of the layer.
-
-    Raises:
-        StageError: a weight or an output is not finite. llmcompressor would only log a NaN and skip the layer, and the
-            result would be silently worse.
-    """
-    import torch
-    from llmcompressor import oneshot
-    from llmcompressor.pipelines.cache import IntermediatesCache
-
-    from slimqwen.models.language_model import load_layer
-
-    if not torch.accelerator.is_available():
-        # Without an accelerator torch cannot pin memory, and there is no device to copy to.
-        IntermediatesCache.pin_memory = lambda *_, **__: None
-    layer = load_layer(source, number)
-    for name, parameter in layer.named_parameters():
-        if not torch.isfinite(parameter).all():
-            raise StageError(f"{source}: {name} is not finite; make that checkpoint again")
-    # llmcompressor runs the layer twice; the second outputs, which are kept, are those of the changed weights.
-    outputs: deque[Any] = deque(maxlen=len(states))
-
-    def keep(_module: Any, _inputs: Any, output: Any) -> None:
-        if not torch.isfinite(output).all():
-            raise StageError(
-                f"layer {number} of {source} gave NaN or infinity on the calibration text; that checkpoint is damaged"
-            )
-        outputs.append(output.cpu())
-
-    hook = next(iter(layer.model.layers)).register_forward_hook(keep)
-    loader = torch.utils.data.DataLoader([{"inputs_embeds": batch} for batch in states], batch_size=None)
-    with torch.no_grad(), released_session():
-        # The processor is not used, but without one llmcompressor would look for an image processor.
-        oneshot(model=layer, processor=tokenizer, recipe=list(recipe), dataset=loader, pipeline="sequential")
-        hook.remove()
-        return list(outputs), pack_layer(layer, stored)
-
-
-def _moved_to_disk(
-    tensors: Mapping[str, Mapping[str, NewTensor]], folder: Path
-) -> dict[str, Mapping[str, NewTensor]]:
-    """Write tensors into a new file; return them as tensors that are read from that file when they are needed."""
-    if not tensors:
-        return {}
-    folder.mkdir()
-    contents = {part: tensor for parts in tensors.values() for part, tensor in parts.items()}
-    write_tensors(folder / "model.safetensors", contents)
-    stored = list_tensors(folder)
-    return {name: {part: stored[part].unchanged() for part in parts} for name, parts in tensors.items()}
 
 
 def _first(sequences: Sequence[Sequence[int]]) -> Sequence[Sequence[int]]:

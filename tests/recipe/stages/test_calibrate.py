@@ -28,6 +28,7 @@ from slimqwen.checkpoint.tensors import list_tensors
 from slimqwen.checkpoint.weights import read_weights
 from slimqwen.evals.model_card import tabulate_widths
 from slimqwen.formats.compressed_tensors import PackedIntegers
+from slimqwen.models.language_model import load_language_model
 from slimqwen.models.mtp_head import load_drafting_model
 from slimqwen.models.outline import Outline
 from slimqwen.models.sensitivity import measure_divergence
@@ -38,6 +39,7 @@ from slimqwen.recipe.registry import STAGES
 from slimqwen.recipe.stage import StageError, require_fit
 from slimqwen.recipe.stages import calibrate
 from slimqwen.recipe.stages.calibrate import CalibrateParameters
+from slimqwen.serving.in_process import engine, read_prompts
 from slimqwen.text.files import CorpusError
 from tests.byte_tokenizer import byte_tokenizer
 from tests.checkpoints import (
@@ -384,6 +386,90 @@ def test_vllm_finds_one_width_for_each_fused_linear_of_a_budget(budgeted: Path) 
 def test_a_budget_and_its_kinds_are_said_together(parameters: dict[str, Any]) -> None:
     with pytest.raises(ValidationError, match="the scheme budget needs bits, and bits a kind"):
         CalibrateParameters(**parameters, corpus=FEW)
+
+
+HEALED = {
+    "targets": {"mlp": "W4A16_ASYM", "attention": "W8A16", "linear_attention": "W4A16"},
+    "scaling": "none",
+    "corpus": CalibrationText(path="tinyworld", sequences=16, length=32),
+}
+
+
+@pytest.fixture(scope="session")
+def healed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("healed") / "out"
+    with every_stage_covered(tmp_path_factory.mktemp("calls")):
+        return stage_output("calibrate", TINY, folder, **HEALED, heal={"steps": 4})
+
+
+def test_healing_changes_targets_and_norms_of_layers_alone(healed: Path, tmp_path: Path) -> None:
+    parameters = CalibrateParameters(**HEALED, heal={"steps": 4})
+    assert variant_recipe.unexplained_by([Step(calibrate.STAGE, parameters)], TINY, healed) == []
+    plain = stage_output("calibrate", TINY, tmp_path / "plain", **HEALED)
+    assert {name.rpartition(".")[2] for name in changed(plain, healed)} == {
+        "weight_packed",
+        "weight_scale",
+        "weight",
+    }
+    norms = {name for name in changed(plain, healed) if name.endswith(".weight")}
+    assert {name.split(".", 3)[3] for name in norms} == {
+        "input_layernorm.weight",
+        "post_attention_layernorm.weight",
+        "self_attn.q_norm.weight",
+        "self_attn.k_norm.weight",
+        "linear_attn.norm.weight",
+    }
+
+
+@pytest.mark.parametrize("rounding", ["nearest", "gptq"])
+def test_healing_lowers_the_divergence_of_a_budget_and_every_layer_s_error(
+    tmp_path: Path, rounding: str
+) -> None:
+    (tmp_path / "out").mkdir()
+    corpus = CalibrationText(path="tinyworld", sequences=32, length=64)
+    given = {"bits": 2.6, "scaling": "none", "rounding": rounding, "corpus": corpus}
+    facts = STAGES["calibrate"].run(
+        TINY, tmp_path / "out", CalibrateParameters(**given, heal={"steps": 30}), progress.silent
+    )
+    pairs = zip(facts["healed_errors"], facts["unhealed_errors"], strict=True)
+    assert all(after < before for after, before in pairs)
+    plain = stage_output("calibrate", TINY, tmp_path / "plain", **given)
+    other = CalibrationText(path="tinyworld", sequences=8, length=64, seed=1)
+    texts = calibration_sequences(other, TINY, transformers.AutoTokenizer.from_pretrained(TINY))
+    assert measure_divergence(TINY, tmp_path / "out", texts) < 0.9 * measure_divergence(TINY, plain, texts)
+
+
+@pytest.mark.engine
+def test_vllm_computes_with_the_healed_weights(healed: Path) -> None:
+    texts = calibration_sequences(FEW, TINY, transformers.AutoTokenizer.from_pretrained(TINY))
+    ids, served = texts[0], []
+    with engine(healed, num_speculative_tokens=0, max_model_len=128, max_num_seqs=1) as llm:
+        read_prompts(llm, [ids], lambda scores, targets: served.append(scores))
+    with torch.no_grad():
+        expected = load_language_model(healed)(torch.tensor([ids[:-1]])).logits[0].log_softmax(-1)
+    found = torch.cat(served)[: len(expected)]
+    assert float((expected.exp() * (expected - found)).sum(-1).mean()) < 0.05
+
+
+def test_awq_scales_a_budget_s_linears_before_they_are_rounded(source: Path, tmp_path: Path) -> None:
+    corpus = CalibrationText(path="tinyworld", sequences=16, length=32)
+    given = {"bits": 3.0, "corpus": corpus}
+    plain, scaled = (
+        calibrate_here(source, tmp_path / scaling, scaling=scaling, **given) for scaling in ("none", "awq")
+    )
+    forms = [
+        {name: weight.layout for name, weight in read_weights(folder).items() if weight.layout}
+        for folder in (plain, scaled)
+    ]
+    assert forms[0] == forms[1]
+    assert len(set(forms[0].values())) > 1
+    assert any(name.endswith("layernorm.weight") for name in changed(plain, scaled))
+    checkpoint.verify(scaled, "cure")
+
+
+def test_healing_needs_layers_to_heal() -> None:
+    with pytest.raises(ValidationError, match="heal trains layers; name mlp, attention or linear_attention"):
+        CalibrateParameters(targets={"mtp": "W4A16"}, heal={"steps": 1})
 
 
 def test_gptq_rounds_the_mtp_head_on_what_the_model_has_written(
