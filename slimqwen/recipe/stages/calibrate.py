@@ -168,15 +168,17 @@ def needs(outline: Outline, parameters: CalibrateParameters) -> Needs:
     hidden, inner, heads = text["hidden_size"], text["intermediate_size"], text["num_attention_heads"]
     tokens = corpus.sequences * corpus.length
     targets = outline.num_weights_of(*parameters.targets.calibrated)
-    steps, copies = parameters.heal.steps, _HEALED_COPIES if parameters.heal.steps else _LAYER_COPIES
-    numbers = copies * outline.num_layer_weights + tokens * (_STATES * hidden + inner)
+    layer, steps = outline.num_layer_weights, parameters.heal.steps
+    # The Hessians, and the inverse of the largest one.
+    rounding = 3 * (hidden**2 + inner**2) if parameters.rounding == "gptq" else 0
+    numbers = max(_LAYER_COPIES * layer + rounding, _HEALED_COPIES * layer if steps else 0)
+    numbers += tokens * (_STATES * hidden + inner)
     # Within a layer, only for one batch: intermediate states of MLP and Gated DeltaNet, and attention scores.
     numbers += BATCH * corpus.length * (8 * inner + 3 * heads * corpus.length)
-    if parameters.rounding == "gptq":
-        numbers += 3 * (hidden**2 + inner**2)  # the Hessians, and the inverse of the largest one
     few = min(tokens, max(_CHECKED_TOKENS, corpus.length)) if parameters.bits else 0
     layers = outline.text["num_hidden_layers"]
-    numbers += few * (layers * hidden + (DRAWS + 1) * 4 * (hidden + inner))
+    # Costs of widths are measured before.
+    numbers = max(numbers, 2 * layer + few * (layers * hidden + (DRAWS + 1) * 4 * (hidden + inner)))
     passes = _PASSES + (_SEARCH_PASSES if parameters.scaling == "awq" else 0)
     operations = 2 * tokens * (passes * targets + 3 * outline.num_weights) + 2 * few * len(WIDTHS) * targets
     operations += 6 * steps * HEALED_SEQUENCES * corpus.length * targets
