@@ -2,7 +2,7 @@
 
 The integers, their scales and the norms of one layer are trained together, on the inputs that the rounded model gives
 it. An integer is the one nearest to a real number, its place, which signed gradients move by half a step at most, as in
-AutoRound (Cheng et al., arXiv 2309.05516); gradients pass the rounding as if it were none. The AutoRound of llmcompressor
+AutoRound (Cheng et al., arXiv 2309.05516); gradients pass the rounding as if it were none. llmcompressor's AutoRound
 leaves norms alone and gives back scales without their zero points, and what it keeps from one layer for the next is
 lost where each layer is a model of its own.
 """
@@ -146,7 +146,8 @@ def _batches(count: int, batch: int, steps: int) -> list[Tensor]:
 def _shares(layer: Any, inputs: Tensor, wanted: Tensor) -> Tensor:
     """The squared deviation of each token's output as a share of its own square: [sequences, tokens].
 
-    Not the deviation itself: the next layer norms each token, and a few tokens are a thousand times as large as others.
+    Not the deviation itself: the next layer norms each token, and a few tokens can be far larger than all others (Sun
+    et al., arXiv 2402.17762).
     """
     device = compute_device()
     expected = wanted.to(device)
