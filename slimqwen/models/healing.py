@@ -155,7 +155,8 @@ def _shares(layer: Any, inputs: Tensor, wanted: Tensor) -> Tensor:
     return (output - expected).square().mean(-1) / expected.square().mean(-1)
 
 
-@torch.no_grad()
 def _error(layer: Any, inputs: Tensor, wanted: Tensor, batch: int) -> float:
-    pairs = zip(inputs.split(batch), wanted.split(batch), strict=True)
-    return float(torch.cat([_shares(layer, *pair) for pair in pairs]).double().mean().sqrt())
+    with torch.no_grad():
+        pairs = zip(inputs.split(batch), wanted.split(batch), strict=True)
+        shares = torch.cat([_shares(layer, *pair) for pair in pairs])
+    return float(shares.double().mean().sqrt())
