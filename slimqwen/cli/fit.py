@@ -78,6 +78,11 @@ def fit(
     console.print(tables.steps_table(subject, settings, chosen.name, fits).as_rich())
     for line in tables.list_notes(subject, settings, chosen, fits, root):
         say(line)
+    if (bits := subject.narrowest_bits) and bits < 4:
+        from slimqwen.evals.roundings import costs_seen
+
+        if seen := costs_seen(bits, root):
+            say(seen)
     if here > settings.gpus:
         say(f"This machine has {here} such GPUs: --gpus {here} shares the model among them.")
     say(tables.suggest_start(subject, root))

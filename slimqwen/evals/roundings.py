@@ -37,6 +37,7 @@ from slimqwen.serving.command import ServerCommand
 from slimqwen.stats import intervals
 from slimqwen.stats.verdict import overall
 from slimqwen.variant import Variant
+from slimqwen.workspace import locate
 
 
 class Rounding(BaseModel):
@@ -163,6 +164,27 @@ class Roundings(Record):
             provenance.source_note(self, path),
         )
         return [Table(f"Roundings of {self.variant}", heading, tuple(rows), notes, 1)]
+
+
+PRETRAINED = "smollm2-135m"
+"""The variant whose records say what a width costs a pretrained model."""
+
+
+def costs_seen(bits: int, root: Path) -> str | None:
+    """What rows of one width cost the pretrained model, in a sentence; None without a record of such a row."""
+    rows = {
+        row.name: row.figures.kl_nats
+        for path in reversed(store.records(locate(f"experiments/{PRETRAINED}", root), Roundings))
+        for row in store.read_record(path, Roundings).rows
+        if row.name.startswith(f"W{bits} ") and row.figures.kl_nats
+    }
+    if not rows:
+        return None
+    costs = ", ".join(f"{name} {kl.value:.2f}" for name, kl in rows.items())
+    return (
+        f"{bits} bits cost {PRETRAINED}, in nats of divergence a token: {costs}; larger models lose less, and by a budget "
+        "of widths more is kept (docs/real-model.md). Nothing of this was measured on this model."
+    )
 
 
 def measure_roundings(

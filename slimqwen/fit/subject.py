@@ -88,6 +88,13 @@ class Subject:
         """Whether the checkpoint can draft with an MTP head of its own."""
         return holds_mtp_head(self.config, self.tensors)
 
+    @property
+    def narrowest_bits(self) -> int | None:
+        """Bits of the narrowest quantised weights; None where none are quantised."""
+        # A module of no group has the layouts of all groups.
+        layouts = find_format(quantisation(self.config)).layouts_of("")
+        return min((layout.bits for layout in layouts), default=None)
+
     def describe_mtp(self) -> str:
         """The state of the MTP head in a few words."""
         promised = self.text.get("mtp_num_hidden_layers")

@@ -35,6 +35,16 @@ def test_a_model_that_does_not_fit_ends_with_one_and_the_first_recipe_that_makes
     assert "Known trouble" not in said
 
 
+@pytest.mark.parametrize(("name", "gpu"), [("qwen3.8-27b-16gb", "rtx-4060-ti"), ("qwen3.5-9b-8gb", "rtx-4060")])
+def test_fewer_than_four_bits_fit_with_16000_tokens_and_say_what_they_cost_a_pretrained_model(fit, name, gpu):
+    code, said, _ = fit(name, "--gpu", gpu)
+    assert code == 0
+    [kept] = re.findall(r"as stored .* (\d\d,\d{3}) ", said)
+    assert int(kept.replace(",", "")) > 16_000
+    assert re.search(r"3 bits cost smollm2-135m, in nats of divergence a token: W3 g32 \d\.\d\d", said)
+    assert "cost smollm2-135m" not in fit("qwen3.5-9b-best", "--gpu", "l4")[1]
+
+
 def test_a_model_that_fits_ends_with_zero_and_one_that_never_does_says_so(fit):
     code, said, _ = fit("qwen3-4b", "--gpu", "l4", "--context", "8192", "--sequences", "4")
     assert (code, said.partition("\n")[0]) == (
