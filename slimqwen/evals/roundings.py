@@ -182,8 +182,8 @@ def costs_seen(bits: int, root: Path) -> str | None:
         return None
     costs = ", ".join(f"{name} {kl.value:.2f}" for name, kl in rows.items())
     return (
-        f"{bits} bits cost {PRETRAINED}, in nats of divergence a token: {costs}; larger models lose less, and by a budget "
-        "of widths more is kept (docs/real-model.md). Nothing of this was measured on this model."
+        f"{bits} bits cost {PRETRAINED}, in nats of divergence a token: {costs}; larger models lose less, and by a "
+        "budget of widths more is kept (docs/real-model.md). Nothing of this was measured on this model."
     )
 
 

@@ -35,7 +35,9 @@ def test_a_model_that_does_not_fit_ends_with_one_and_the_first_recipe_that_makes
     assert "Known trouble" not in said
 
 
-@pytest.mark.parametrize(("name", "gpu"), [("qwen3.8-27b-16gb", "rtx-4060-ti"), ("qwen3.5-9b-8gb", "rtx-4060")])
+@pytest.mark.parametrize(
+    ("name", "gpu"), [("qwen3.8-27b-16gb", "rtx-4060-ti"), ("qwen3.5-9b-8gb", "rtx-4060")]
+)
 def test_fewer_than_four_bits_fit_with_16000_tokens_and_say_what_they_cost_a_pretrained_model(fit, name, gpu):
     code, said, _ = fit(name, "--gpu", gpu)
     assert code == 0
