@@ -422,17 +422,18 @@ def test_healing_changes_targets_and_norms_of_layers_alone(healed: Path, tmp_pat
 
 
 def test_healing_after_gptq_lowers_a_budget_s_divergence_and_every_layer_s_error(tmp_path: Path) -> None:
+    qwen3 = PUBLISHED_FORMS["qwen3"].build(tmp_path / "qwen3")
     (tmp_path / "out").mkdir()
     corpus = CalibrationText(path="tinyworld", sequences=16, length=32)
     given = {"bits": 2.6, "scaling": "none", "rounding": "gptq", "corpus": corpus}
     parameters = CalibrateParameters(**given, heal={"steps": 24})
-    facts = STAGES["calibrate"].run(TINY, tmp_path / "out", parameters, progress.silent)
+    facts = STAGES["calibrate"].run(qwen3, tmp_path / "out", parameters, progress.silent)
     pairs = zip(facts["healed_errors"], facts["unhealed_errors"], strict=True)
     assert all(after < before for after, before in pairs)
-    plain = stage_output("calibrate", TINY, tmp_path / "plain", **given)
+    plain = stage_output("calibrate", qwen3, tmp_path / "plain", **given)
     other = CalibrationText(path="tinyworld", sequences=8, length=32, seed=1)
-    texts = calibration_sequences(other, TINY, transformers.AutoTokenizer.from_pretrained(TINY))
-    assert measure_divergence(TINY, tmp_path / "out", texts) < 0.9 * measure_divergence(TINY, plain, texts)
+    texts = calibration_sequences(other, qwen3, transformers.AutoTokenizer.from_pretrained(qwen3))
+    assert measure_divergence(qwen3, tmp_path / "out", texts) < 0.9 * measure_divergence(qwen3, plain, texts)
 
 
 @pytest.mark.engine
