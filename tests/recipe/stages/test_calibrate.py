@@ -452,11 +452,11 @@ def test_vllm_computes_with_the_healed_weights(healed: Path) -> None:
     assert float((expected.exp() * (expected - found)).sum(-1).mean()) < 0.05
 
 
-def test_awq_scales_a_budget_s_linears_before_they_are_rounded(source: Path, tmp_path: Path) -> None:
-    corpus = CalibrationText(path="tinyworld", sequences=16, length=32)
+def test_awq_scales_a_budget_s_linears_before_they_are_rounded(qwen3: Path, tmp_path: Path) -> None:
+    corpus = CalibrationText(path="tinyworld", sequences=8, length=32)
     given = {"bits": 3.0, "corpus": corpus}
     plain, scaled = (
-        calibrate_here(source, tmp_path / scaling, scaling=scaling, **given) for scaling in ("none", "awq")
+        calibrate_here(qwen3, tmp_path / scaling, scaling=scaling, **given) for scaling in ("none", "awq")
     )
     forms = [
         {name: weight.layout for name, weight in read_weights(folder).items() if weight.layout}
