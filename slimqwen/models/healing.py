@@ -1,10 +1,10 @@
 """Healing: a rounded decoder layer is trained to give the 16-bit layer's outputs again, on its own and in its format.
 
 The integers, their scales and the norms of one layer are trained together, on the inputs that the rounded model gives
-it. An integer is the one nearest to a real number, its place, which signed gradients move by half a step at most, as in
-AutoRound (Cheng et al., arXiv 2309.05516); gradients pass the rounding as if it were none. llmcompressor's AutoRound
-leaves norms alone and gives back scales without their zero points, and what it keeps from one layer for the next is
-lost where each layer is a model of its own.
+it. An integer is the one nearest to a real number, its place, which signed gradients move by half a step of the grid, as
+in AutoRound (Cheng et al., arXiv 2309.05516), or by a whole one after GPTQ; gradients pass the rounding as if it were
+none. llmcompressor's AutoRound leaves norms alone and gives back scales without their zero points, and what it keeps
+from one layer for the next is lost where each layer is a model of its own.
 """
 
 from collections.abc import Sequence
@@ -36,6 +36,9 @@ class _Grid:
         half = 2 ** (form.num_bits - 1)
         self._lowest, self._highest = -half - zeros, half - 1 - zeros
         self._places = linear.weight.detach().float().reshape(shape) / self._first
+        # After GPTQ every place is an integer already, as far from the next ones as can be.
+        is_rounded = float((self._places - self._places.round()).abs().max()) < 1e-2
+        self._reach = 1.0 if is_rounded else 0.5
         self.parameter = torch.nn.Parameter(torch.ones_like(self._first))
         self.stored = [linear.weight.data, linear.weight_scale.data]
 
@@ -51,10 +54,14 @@ class _Grid:
         self._linear.weight.requires_grad_(True)
 
     def learn(self, step: float) -> None:
-        """Move the places by a step against the signs of their gradients; set the gradients of the scales."""
+        """Move the places against the signs of their gradients; set the gradients of the scales.
+
+        Args:
+            step: share of the way that a place may go; over all steps the sum is one.
+        """
         gradient = self._linear.weight.grad.reshape(self._places.shape)
         self.parameter.grad = (gradient * self._integers()).sum(-1, keepdim=True) * self._first
-        self._places -= step * gradient.sign()
+        self._places -= self._reach * step * gradient.sign()
         self._linear.weight.grad = None
 
 
@@ -128,8 +135,7 @@ def _train(
         _shares(layer, inputs[chosen], wanted[chosen]).mean().backward()
         for part, group in zip(parts, optimiser.param_groups, strict=True):
             group["lr"] = left * part.rate
-            # All of them together move a place by half a step of the grid.
-            part.learn(left / len(batches))
+            part.learn(2 * left / len(batches))
         optimiser.step()
         for part in parts:
             part.write()

@@ -424,16 +424,16 @@ def test_healing_changes_targets_and_norms_of_layers_alone(qwen3: Path, healed: 
     assert rest == {"weight_packed", "weight_scale"}
 
 
-def test_healing_after_gptq_lowers_a_budget_s_divergence_and_every_layer_s_error(
+def test_healing_lowers_the_divergence_on_other_text_and_every_layer_s_error(
     qwen3: Path, tmp_path: Path
 ) -> None:
     (tmp_path / "out").mkdir()
     corpus = CalibrationText(path="tinyworld", sequences=16, length=32)
-    given = {"bits": 2.6, "scaling": "none", "rounding": "gptq", "corpus": corpus}
+    given = {"targets": {"mlp": "W3A16", "attention": "W3A16"}, "scaling": "none", "corpus": corpus}
     parameters = CalibrateParameters(**given, heal={"steps": 24})
     facts = STAGES["calibrate"].run(qwen3, tmp_path / "out", parameters, progress.silent)
     pairs = zip(facts["healed_errors"], facts["unhealed_errors"], strict=True)
-    assert all(after < before for after, before in pairs)
+    assert all(after < 0.8 * before for after, before in pairs)
     plain = stage_output("calibrate", qwen3, tmp_path / "plain", **given)
     other = CalibrationText(path="tinyworld", sequences=8, length=32, seed=1)
     texts = calibration_sequences(other, qwen3, transformers.AutoTokenizer.from_pretrained(qwen3))
