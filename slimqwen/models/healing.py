@@ -1,8 +1,8 @@
 """Healing: a rounded decoder layer is trained to give the 16-bit layer's outputs again, on its own and in its format.
 
 The integers, their scales and the norms of one layer are trained together, on the inputs that the rounded model gives
-it. An integer is the one nearest to a real number, its place, which signed gradients move by half a step of the grid, as
-in AutoRound (Cheng et al., arXiv 2309.05516), or by a whole one after GPTQ; gradients pass the rounding as if it were
+it. An integer is the one nearest to a real number, its place. Signed gradients move a place by half a step of the grid,
+as in AutoRound (Cheng et al., arXiv 2309.05516), or by a whole one after GPTQ; they pass the rounding as if it were
 none. llmcompressor's AutoRound leaves norms alone and gives back scales without their zero points, and what it keeps
 from one layer for the next is lost where each layer is a model of its own.
 """
