@@ -405,11 +405,11 @@ def qwen3(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def healed(qwen3: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("healed") / "out"
     with every_stage_covered(tmp_path_factory.mktemp("calls")):
-        return stage_output("calibrate", qwen3, folder, **HEALED, heal={"steps": 4})
+        return stage_output("calibrate", qwen3, folder, **HEALED, heal={"steps": 24})
 
 
 def test_healing_changes_targets_and_norms_of_layers_alone(qwen3: Path, healed: Path, tmp_path: Path) -> None:
-    parameters = CalibrateParameters(**HEALED, heal={"steps": 4})
+    parameters = CalibrateParameters(**HEALED, heal={"steps": 24})
     assert variant_recipe.unexplained_by([Step(calibrate.STAGE, parameters)], qwen3, healed) == []
     plain = stage_output("calibrate", qwen3, tmp_path / "plain", **HEALED)
     names = changed(plain, healed)
