@@ -324,6 +324,9 @@ def _top_log_probabilities(server: SharedServer, ids: Sequence[int]) -> list[dic
             )
         return [{int(token): float(entry["logprob"]) for token, entry in row.items()} for row in positions]
     except httpx.HTTPStatusError as error:
+        if error.response.is_server_error:
+            said = f"{error.response.status_code}, {error.response.text[:200]}"
+            raise server_lost(server.server, "reading texts", said) from error
         raise ServerLostError(
             f"{url} refused {TOP_K} log-probabilities a position ({error.response.text[:200]}); set VLLM_MAX_LOGPROBS "
             f"to {TOP_K} or more in the config.env"

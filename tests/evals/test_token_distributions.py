@@ -3,9 +3,11 @@
 import dataclasses
 import json
 import math
+import re
 import shutil
 from types import SimpleNamespace
 
+import httpx
 import pytest
 import torch
 import transformers
@@ -133,6 +135,26 @@ def test_a_dead_server_is_told_and_no_reading_comes(settings):
     nobody = SharedServer(variant.load("tiny"), gone, True, CONTEXT)
     with pytest.raises(ServerLostError, match="failed while reading texts"):
         token_distributions.compare_served(reference_of(TINY, TINY, settings), nobody)
+
+
+@pytest.mark.parametrize(
+    ("status", "said"),
+    [
+        (503, "the server failed while reading texts: 503, the engine died"),
+        (400, f"refused {TOP_K} log-probabilities a position (the engine died); set VLLM_MAX_LOGPROBS"),
+    ],
+)
+def test_an_engine_that_died_and_too_few_log_probabilities_are_told_apart(
+    settings, monkeypatch, status, said
+):
+    server = SimpleNamespace(base_url="http://127.0.0.1:1", model="default", log=None, pid=1)
+    responses = httpx.MockTransport(lambda _: httpx.Response(status, text="the engine died"))
+    monkeypatch.setattr(
+        token_distributions, "open_client", lambda timeout_s: httpx.Client(transport=responses)
+    )
+    shared = SharedServer(variant.load("tiny"), server, True, CONTEXT)
+    with pytest.raises(ServerLostError, match=re.escape(said)):
+        token_distributions.compare_served(reference_of(TINY, TINY, settings), shared)
 
 
 def test_the_tail_as_one_never_raises_divergence_and_changes_no_other_figure():
