@@ -67,6 +67,7 @@ class Model:
     head: Weights  # lm_head or the tied embedding
     drafter: Weights  # MTP head without the weights that it shares with the model; empty without an MTP head
     draft_head: Weights | None  # rows of a trimmed draft vocabulary; None where drafts read `head`
+    draft_ids_bytes: int  # token ids of these rows, of which a step reads only those that it drafts
     tied: bool  # whether the output head is the embedding
     embedding_bytes: int
     embedding_row_bytes: int
@@ -89,7 +90,9 @@ class Model:
     def resident_bytes(self, num_speculative_tokens: int) -> int:
         """Bytes of weights in GPU memory; those of the MTP head count only if it drafts."""
         embedding = 0 if self.tied else self.embedding_bytes
-        drafter = self.drafter.bytes + (self.draft_head.bytes if self.draft_head else 0)
+        drafter = (
+            self.drafter.bytes + (self.draft_head.bytes if self.draft_head else 0) + self.draft_ids_bytes
+        )
         return self.body.bytes + self.head.bytes + embedding + (drafter if num_speculative_tokens else 0)
 
     def cached_layers(self, num_speculative_tokens: int) -> int:
@@ -227,6 +230,7 @@ def read_model(
         head=weights([head]),
         drafter=weights(drafter),
         draft_head=weights([draft_head.WEIGHT]) if draft_head.WEIGHT in stored else None,
+        draft_ids_bytes=_served_bytes(stored[draft_head.TOKEN_IDS]) if draft_head.TOKEN_IDS in stored else 0,
         tied=head == embedding,
         embedding_bytes=embedding_bytes,
         embedding_row_bytes=embedding_bytes // stored[embedding].carrier.shape[0],

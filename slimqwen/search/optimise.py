@@ -18,7 +18,6 @@ from slimqwen.fit.optimised import list_optimised
 from slimqwen.fit.subject import find_subject
 from slimqwen.formats.compressed_tensors import PackedIntegers
 from slimqwen.models.families import SCALED_WITH
-from slimqwen.models.layer_error import measure_kind_divergences
 from slimqwen.models.outline import Outline
 from slimqwen.models.vocabulary import read_tokenizer
 from slimqwen.progress import Progress, silent
@@ -239,6 +238,9 @@ def take_back(
 
 def _find_costliest(variant: Variant, kinds: Sequence[str], progress: Progress) -> tuple[str, str]:
     """Of these 4-bit kinds the one whose rounding alone changes the distributions most, and what it costs."""
+    # torch; the kind of a search's records comes here by its import, and reading records must not load it.
+    from slimqwen.models.layer_error import measure_kind_divergences
+
     recipe = variant_recipe.read_recipe(variant)
     outcomes = variant_recipe.run_recipe(variant, progress=progress)
     number, step = next((at, each) for at, each in enumerate(recipe.steps) if each.stage.name == "calibrate")

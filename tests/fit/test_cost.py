@@ -60,8 +60,8 @@ def test_drafts_of_a_trimmed_vocabulary_read_its_rows_and_the_verify_pass_reads_
     assert cost.count_verify_work(trimmed, 1, 10, 4) == cost.count_verify_work(SMALL, 1, 10, 4)
     whole, few = cost.count_draft_work(SMALL, 1, 10), cost.count_draft_work(trimmed, 1, 10)
     assert (whole.bytes - few.bytes, whole.total_flops - few.total_flops) == (2 * 28 * 8, 2 * 28 * 8)
-    # The rows are a copy: they take room beside the whole head, and only where there are drafts.
-    assert trimmed.resident_bytes(4) == SMALL.resident_bytes(4) + 2 * 4 * 8
+    # The rows are a copy: they and their ids take room beside the whole head, and only where there are drafts.
+    assert trimmed.resident_bytes(4) == SMALL.resident_bytes(4) + (2 * 8 + 8) * 4
     assert trimmed.resident_bytes(0) == SMALL.resident_bytes(0)
 
 
