@@ -62,7 +62,7 @@ def test_a_healed_layer_is_nearer_to_the_16_bit_one_on_other_inputs(
         float((run_layer(healed_layer(number, bits, symmetric, seen, steps), unseen) - exact).square().mean())
         for steps in (0, 40)
     ]
-    assert errors[1] < 0.8 * errors[0]
+    assert errors[1] < 0.9 * errors[0]
 
 
 def test_a_healed_weight_is_integers_of_its_width_times_scales_in_bfloat16(states: Tensor) -> None:
