@@ -24,6 +24,7 @@ from slimqwen.checkpoint.errors import CorruptCheckpointError
 from slimqwen.checkpoint.rtn import round_to_nearest
 from slimqwen.checkpoint.tensors import find_output_head, list_tensors
 from slimqwen.cli.exploration import run_exploration
+from slimqwen.formats.compressed_tensors import PackedIntegers
 from slimqwen.models.language_model import load_in_float32
 from slimqwen.records.table import Table
 from slimqwen.stats import intervals
@@ -54,7 +55,7 @@ def list_heads(head: Tensor, vectors: Tensor) -> dict[str, tuple[int, ChangeRows
         projection = (vectors[:, :rank] @ vectors[:, :rank].T).float()
         heads[f"rank {rank}"] = 2 * rank * (rows + hidden), partial(torch.matmul, other=projection)
     for group in (size for size in GROUP_SIZES if hidden % size == 0):
-        rounding = partial(round_to_nearest, group_size=group, bits=4)
+        rounding = partial(round_to_nearest, form=PackedIntegers(4, group))
         heads[f"4 bit, groups of {group}"] = rows * hidden // 2 + 2 * rows * hidden // group, rounding
     return heads
 

@@ -173,11 +173,11 @@ class _GuideStrategy(_Part):
     def describe(self) -> str:
         match self.type_:
             case "synchronous":
-                return _at_a_time(1)
+                return at_a_time(1)
             case "concurrent" if self.streams:
-                return _at_a_time(self.streams)
+                return at_a_time(self.streams)
             case "throughput":
-                return _at_a_time(self.max_concurrency)
+                return at_a_time(self.max_concurrency)
             case "constant" | "poisson" if self.rate:
                 return f"{self.rate:.3g}/s, {'Poisson' if self.type_ == 'poisson' else 'fixed gap'}"
         return self.type_
@@ -247,7 +247,7 @@ class _Phase(_Part):
     def describe(self) -> str:
         if self.rate:
             return f"{self.rate:.3g}/s, {'Poisson' if self.type == 'poisson' else self.type}"
-        return _at_a_time(self.concurrency)
+        return at_a_time(self.concurrency)
 
 
 class _Named(_Part):
@@ -320,7 +320,7 @@ class _VllmBench(_Form):
     spec_decode_acceptance_length: _Number | None = None
 
     def runs(self) -> Iterator[ExternalRun]:
-        load = _at_a_time(self.max_concurrency)
+        load = at_a_time(self.max_concurrency)
         if self.request_rate != "inf":
             process = "Poisson" if self.burstiness == 1 else f"burstiness {self.burstiness:g}"
             load = f"{self.request_rate:.3g}/s, {process}"
@@ -347,7 +347,8 @@ _FORMS: Mapping[str, type[_Form]] = MappingProxyType(
 """Tool -> the form of its files."""
 
 
-def _at_a_time(limit: int | None) -> str:
+def at_a_time(limit: int | None) -> str:
+    """How many requests run together, in words; None is all."""
     return f"{limit} at a time" if limit else "all at once"
 
 

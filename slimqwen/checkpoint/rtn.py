@@ -3,14 +3,15 @@
 import torch
 from torch import Tensor
 
+from slimqwen.formats.compressed_tensors import PackedIntegers
 
-def round_to_nearest(weight: Tensor, group_size: int, bits: int, *, symmetric: bool = True) -> Tensor:
+
+def round_to_nearest(weight: Tensor, form: PackedIntegers) -> Tensor:
     """Quantise and dequantise weights as compressed-tensors' min-max observer does, with bfloat16 scales.
 
     Args:
         weight: float32 [rows, columns].
-        group_size: number of neighbouring weights of a row that share a scale; divides `columns`.
-        symmetric: whether the scale is around zero; otherwise each group has a zero point.
+        form: its groups divide `columns`.
 
     Returns:
         float32 [rows, columns].
@@ -20,10 +21,13 @@ def round_to_nearest(weight: Tensor, group_size: int, bits: int, *, symmetric: b
     from compressed_tensors.quantization.lifecycle.forward import fake_quantize
     from compressed_tensors.quantization.utils import calculate_qparams
 
-    form = QuantizationArgs(num_bits=bits, symmetric=symmetric, strategy="group", group_size=group_size)
+    group_size = form.group_size or weight.shape[1]
+    args = QuantizationArgs(
+        num_bits=form.bits, symmetric=form.symmetric, strategy="group", group_size=group_size
+    )
     groups = weight.reshape(len(weight), -1, group_size)
-    scales, zero_points = calculate_qparams(groups.amin(-1), groups.amax(-1), form)
-    rounded: Tensor = fake_quantize(weight, scales.bfloat16().float(), zero_points, form)
+    scales, zero_points = calculate_qparams(groups.amin(-1), groups.amax(-1), args)
+    rounded: Tensor = fake_quantize(weight, scales.bfloat16().float(), zero_points, args)
     return rounded
 
 

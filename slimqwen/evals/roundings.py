@@ -267,10 +267,7 @@ def round_in_memory(model: Any, layouts: Mapping[str, PackedIntegers]) -> None:
         for kind, layout in layouts.items():
             if packing.is_linear(f"{name}.weight", kind):
                 with torch.no_grad():
-                    group = layout.group_size or module.weight.shape[1]
-                    module.weight.copy_(
-                        round_to_nearest(module.weight, group, layout.bits, symmetric=layout.symmetric)
-                    )
+                    module.weight.copy_(round_to_nearest(module.weight, layout))
 
 
 def _stored_bytes(folder: Path, layouts: Mapping[str, PackedIntegers]) -> Iterator[int]:

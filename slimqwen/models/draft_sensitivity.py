@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
 from slimqwen.checkpoint import packing
 from slimqwen.checkpoint.rtn import round_to_nearest
@@ -83,16 +82,12 @@ def _changed(model: DraftingModel, change: DraftChange) -> Iterator[None]:
     if change.head:
         for name, module in model.head.named_modules():
             if matches(packing.LINEARS["mtp"], f"{PREFIX}{name}"):
-                module.weight.data = _rounded(module.weight.data, change.head)
+                module.weight.data = round_to_nearest(module.weight.data, change.head)
     weight = model.backbone.lm_head.weight.detach()
     if change.token_ids is not None or change.rows:
         ids = torch.tensor(range(len(weight)) if change.token_ids is None else change.token_ids)
         rows = weight[ids]
-        model.draft_head = DraftHead(_rounded(rows, change.rows) if change.rows else rows, ids)
+        model.draft_head = DraftHead(round_to_nearest(rows, change.rows) if change.rows else rows, ids)
     yield
     model.head.load_state_dict(kept)
     model.draft_head = None
-
-
-def _rounded(weight: Tensor, form: PackedIntegers) -> Tensor:
-    return round_to_nearest(weight, form.group_size or weight.shape[1], form.bits, symmetric=form.symmetric)

@@ -136,8 +136,7 @@ def _rounded(model: Any, kind: str, form: PackedIntegers) -> Iterator[None]:
     found = [module for name, module in model.named_modules() if pattern.fullmatch(name)]
     kept = [module.weight for module in found]
     for module, weight in zip(found, kept, strict=True):
-        group_size = form.group_size or weight.shape[1]
-        rounded = round_to_nearest(weight.detach().cpu(), group_size, form.bits, symmetric=form.symmetric)
+        rounded = round_to_nearest(weight.detach().cpu(), form)
         module.weight = torch.nn.Parameter(rounded.to(weight.device), requires_grad=False)
     yield
     for module, weight in zip(found, kept, strict=True):
@@ -160,9 +159,8 @@ def _round_linears(layer: Any, packed: Sequence[Weight], quantised: Path, origin
                 f"{quantised} has {each.name} of shape {each.shape}, but {original} does not; name the checkpoint from "
                 "which the quantised one was made"
             )
-        group_size = form.group_size or each.shape[1]
         with torch.no_grad():
-            weight.copy_(round_to_nearest(weight, group_size, form.bits, symmetric=form.symmetric))
+            weight.copy_(round_to_nearest(weight, form))
 
 
 def _relative_error(layer: Any, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> float:

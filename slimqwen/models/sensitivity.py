@@ -95,8 +95,7 @@ def _cost(linears: Sequence[tuple[Tensor, Tensor, Tensor]], form: PackedIntegers
     """
     moved: Any = 0
     for weight, inputs, gradients in linears:
-        group = form.group_size or weight.shape[1]
-        change = round_to_nearest(weight, group, form.bits, symmetric=form.symmetric) - weight
+        change = round_to_nearest(weight, form) - weight
         moved = moved + torch.einsum("dnto,nto->dnt", gradients, inputs @ change.T)
     return float(moved.double().square().mean() / 2)
 

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from slimqwen.bench.external_results import ExternalRun, read_external
+from slimqwen.bench.external_results import ExternalRun, at_a_time, read_external
 from slimqwen.bench.latency.record import ClassFigures, Latency
 from slimqwen.records import store
 from slimqwen.records.provenance import cpu_notes, hardware_name, shared_source_notes
@@ -100,7 +100,7 @@ def _of_class(record: Latency, name: str, figures: ClassFigures) -> _Row:
     if arrival := figures.arrival:
         load = f"{arrival.rate_per_s:.3g}/s, {arrival.process}"
     else:
-        load = f"{figures.concurrency} at a time" if figures.concurrency else "all at once"
+        load = at_a_time(figures.concurrency)
     return _Row(
         f"{record.variant}, class {name} of {record.workload}",
         load,

@@ -24,6 +24,15 @@ Steps = list[tuple[str, dict[str, Any]]]
 KINDS = ("mlp", "attention", "linear_attention")
 """Kinds of linears of the language model's layers, each with a scheme of its own."""
 
+STAGES_BY_PLATFORM: Mapping[str, Mapping[str, Any]] = {
+    platform: {"calibrate": {"corpus": corpus}, "sample_outputs": {"texts": 1024, "tokens": 96}}
+    for platform, corpus in {
+        "cuda": {"sequences": 256, "length": 2048},
+        "cpu": {"sequences": 64, "length": 256},
+    }.items()
+}
+"""Parameters of stages by platform: more text where a GPU reads it."""
+
 
 @dataclass(frozen=True)
 class Candidate:

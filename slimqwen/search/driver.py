@@ -28,9 +28,9 @@ from slimqwen.records import provenance, store
 from slimqwen.records.record import Finding, Verdict
 from slimqwen.report.choice import judged_by_gate
 from slimqwen.search import SearchError
+from slimqwen.search.candidate import STAGES_BY_PLATFORM
 from slimqwen.search.front import Forecast, Front, Limits
 from slimqwen.search.measurements import RecordSettings, latency_task, recipe_task
-from slimqwen.search.optimise import STAGES_HERE
 from slimqwen.search.proof import climb, prove_finalists
 from slimqwen.search.record import Incumbent, Search, Sensitivity, Trial
 from slimqwen.search.sensitivities import Change, Sensitivities, measure_sensitivities
@@ -61,7 +61,7 @@ class _Texts:
         """The given text; else those of the incumbent's recipe, or without one what the model itself writes."""
         recipe = yaml.safe_load(incumbent.recipe.read_text(encoding="utf-8")) if incumbent.recipe else {}
         if corpus or not recipe:
-            return cls(STAGES_HERE[host.detect()], corpus or "self")
+            return cls(STAGES_BY_PLATFORM[host.detect()], corpus or "self")
         found: dict[str, Mapping[str, Any]] = {}
         for entry in recipe["stages"]:
             [(name, given)] = (entry if isinstance(entry, dict) else {entry: None}).items()

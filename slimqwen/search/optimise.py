@@ -18,6 +18,7 @@ from slimqwen.fit.optimised import list_optimised
 from slimqwen.fit.subject import find_subject
 from slimqwen.formats.compressed_tensors import PackedIntegers
 from slimqwen.models.families import SCALED_WITH
+from slimqwen.models.layer_error import measure_kind_divergences
 from slimqwen.models.outline import Outline
 from slimqwen.models.vocabulary import read_tokenizer
 from slimqwen.progress import Progress, silent
@@ -27,7 +28,7 @@ from slimqwen.recipe.schemes import CalibrateParameters
 from slimqwen.records import store
 from slimqwen.records.journal import RunInProgressError
 from slimqwen.report.choice import Goal
-from slimqwen.search.candidate import Candidate
+from slimqwen.search.candidate import STAGES_BY_PLATFORM, Candidate
 from slimqwen.search.proof import Finalist
 from slimqwen.stats.verdict import Verdict
 from slimqwen.text.corpus import SELF, text_digest
@@ -45,15 +46,6 @@ _OF_FIT: Mapping[str, Mapping[str, Any]] = {
     "4-bit draft head": {"draft_bits": 4},
 }
 """Choices of a candidate by the optimisation's name in `slimqwen fit`; `choose_first` makes those that count rows."""
-
-STAGES_HERE: Mapping[str, Mapping[str, Any]] = {
-    platform: {"calibrate": {"corpus": corpus}, "sample_outputs": {"texts": 1024, "tokens": 96}}
-    for platform, corpus in {
-        "cuda": {"sequences": 256, "length": 2048},
-        "cpu": {"sequences": 64, "length": 256},
-    }.items()
-}
-"""Parameters of stages by platform: more text where a GPU reads it."""
 
 _DEPTH = 4
 _TEXT = 512
@@ -189,11 +181,11 @@ def make_variant(
 
     Args:
         evaluation: what judges it; None for what judges the base.
-        stages: parameters of stages; None for `STAGES_HERE` of this machine.
+        stages: parameters of stages; None for `STAGES_BY_PLATFORM` of this machine.
     """
     gain = "faster" if goal == "speed" else "smaller"
     return candidate.scaffold(
-        base, "optimised", stages or STAGES_HERE[host.detect()], corpus, evaluation, gain
+        base, "optimised", stages or STAGES_BY_PLATFORM[host.detect()], corpus, evaluation, gain
     )
 
 
@@ -238,9 +230,6 @@ def take_back(
 
 def _find_costliest(variant: Variant, kinds: Sequence[str], progress: Progress) -> tuple[str, str]:
     """Of these 4-bit kinds the one whose rounding alone changes the distributions most, and what it costs."""
-    # torch; the kind of a search's records comes here by its import, and reading records must not load it.
-    from slimqwen.models.layer_error import measure_kind_divergences
-
     recipe = variant_recipe.read_recipe(variant)
     outcomes = variant_recipe.run_recipe(variant, progress=progress)
     number, step = next((at, each) for at, each in enumerate(recipe.steps) if each.stage.name == "calibrate")

@@ -4,13 +4,14 @@ import pytest
 import torch
 
 from slimqwen.checkpoint.rtn import quantise, round_to_nearest
+from slimqwen.formats.compressed_tensors import PackedIntegers
 
 
 @pytest.mark.parametrize("symmetric", [True, False])
 @pytest.mark.parametrize("bits", [4, 8])
 def test_weights_are_rounded_to_the_nearest_of_as_many_levels_as_the_bits_give(symmetric, bits):
     weight = torch.randn(16, 64, generator=torch.Generator().manual_seed(0)) + 0.3
-    off = (round_to_nearest(weight, 32, bits, symmetric=symmetric) - weight).reshape(-1, 32)
+    off = (round_to_nearest(weight, PackedIntegers(bits, 32, symmetric)) - weight).reshape(-1, 32)
     groups = weight.reshape(-1, 32)
     reach = (
         2 * groups.abs().amax(1) if symmetric else groups.amax(1).clamp_min(0) - groups.amin(1).clamp_max(0)
@@ -36,4 +37,4 @@ def test_what_is_stored_is_what_compressed_tensors_rounds_to(group_size):
     weight[3] = 0
     integers, scales = quantise(weight, group_size, 4)
     stored = integers * scales.float().repeat_interleave(group_size, dim=1)
-    torch.testing.assert_close(round_to_nearest(weight, group_size, 4), stored)
+    torch.testing.assert_close(round_to_nearest(weight, PackedIntegers(4, group_size)), stored)

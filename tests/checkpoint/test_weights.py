@@ -13,7 +13,7 @@ from slimqwen.checkpoint.config import write_config
 from slimqwen.checkpoint.rtn import quantise, round_to_nearest
 from slimqwen.checkpoint.tensors import list_tensors
 from slimqwen.checkpoint.weights import Weight, changed_weights, has_mtp_head, holds_mtp_head, read_weights
-from slimqwen.formats.compressed_tensors import config_group, settings_of
+from slimqwen.formats.compressed_tensors import PackedIntegers, config_group, settings_of
 from tests.checkpoints import TINY, edited_tensors
 from tests.zoo.published_forms import PUBLISHED_FORMS
 
@@ -162,7 +162,7 @@ def test_a_packed_weight_is_read_as_what_it_was_rounded_to(tmp_path, tensors, mo
     assert weight.shape == (16, 32)
     assert [len(block) for block in weight.blocks()] == [min(block_rows, 16)] * (16 // min(block_rows, 16))
     torch.testing.assert_close(
-        torch.cat(list(weight.blocks())), round_to_nearest(tensors[LINEAR].float(), 16, 4)
+        torch.cat(list(weight.blocks())), round_to_nearest(tensors[LINEAR].float(), PackedIntegers(4, 16))
     )
 
 

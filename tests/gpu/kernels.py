@@ -107,7 +107,7 @@ def compare_with_twin(source: Path, packed: Path, place: Path) -> dict[str, Any]
     """Nats a token between a packed checkpoint and its twin in 16 bits, beside noise and rounding; their times."""
     twin = folder(place, f"{packed.name}-twin")
     unpack.unpack_weights(packed, twin, Parameters(), silent)
-    (exact,) = (read_in_float32(source),)
+    exact = read_in_float32(source)
     original, _ = read_and_time(source)
     unpacked, twin_ms = read_and_time(with_manifest(twin))
     kernel, packed_ms = read_and_time(packed)

@@ -44,7 +44,7 @@ def test_costs_are_those_of_units_rounded_alone(texts: list[list[int]]) -> None:
             for form, cost in zip(FORMS, costs[unit], strict=True):
                 kept = {name: modules[name].weight.clone() for name in linears}
                 for name, weight in kept.items():
-                    modules[name].weight.copy_(round_to_nearest(weight, 32, form.bits))
+                    modules[name].weight.copy_(round_to_nearest(weight, form))
                 found = model(torch.tensor(texts)).logits.log_softmax(-1)
                 for name, weight in kept.items():
                     modules[name].weight.copy_(weight)

@@ -552,8 +552,7 @@ def test_without_scaling_the_weights_are_rounded_to_nearest_bit_for_bit(
         form = weight.layout
         assert isinstance(form, PackedIntegers)
         exact = before[weight.name].float()
-        group = form.group_size or exact.shape[1]
-        nearest = round_to_nearest(exact, group, form.bits, symmetric=form.symmetric)
+        nearest = round_to_nearest(exact, form)
         assert torch.equal(torch.cat(list(weight.blocks())), nearest)
 
 
