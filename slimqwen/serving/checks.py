@@ -289,11 +289,16 @@ def _check_shared_memory(command: ServerCommand) -> None:
 
 
 def _widening_bytes(command: ServerCommand) -> int:
-    """Bytes that 16-bit matrices need in addition if the patch `widened_linears` keeps them in float32."""
-    if host.has_avx512():
-        return 0
+    """Bytes that 16-bit matrices need in addition if the patch `widened_linears` keeps them in float32, too."""
+    import torch
+
+    from slimqwen.vllm_plugin.patches.cpu.widened_linears import weight_bytes
+
     stored = list_tensors(command.variant.weights).values()
-    return sum(2 * info.elements for info in stored if info.dtype in ("BF16", "F16") and len(info.shape) == 2)
+    added = weight_bytes(torch.bfloat16) - torch.bfloat16.itemsize
+    return sum(
+        added * info.elements for info in stored if info.dtype in ("BF16", "F16") and len(info.shape) == 2
+    )
 
 
 def _kv_cache_gib(command: ServerCommand) -> int:

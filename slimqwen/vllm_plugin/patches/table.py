@@ -61,7 +61,7 @@ _ROWS = (
     ),
     Patch(
         "patches.cpu.widened_linears",
-        "this CPU's matrix library has no 16-bit products: unquantised linears multiply in float32",
+        "this CPU has no 16-bit products: unquantised linears multiply in float32",
         "vllm#27524",
         {"vllm._custom_ops:create_onednn_mm": "f07db308d4f8", "vllm._custom_ops:onednn_mm": "2d55b733db36"},
         _CPU,

@@ -29,6 +29,7 @@ import torch
 from vllm.model_executor.layers.quantization.utils.quant_utils import unpack_quantized_values_into_int32
 
 from slimqwen import cgroup
+from slimqwen.vllm_plugin.patches.cpu.widened_linears import weight_bytes
 from slimqwen.vllm_plugin.patches.upstream import expect, mixed_precision_kernels
 
 logger = logging.getLogger(__name__)
@@ -117,7 +118,7 @@ def _load(stock: Callable[..., Any], kernel: Any, layer: torch.nn.Module) -> Non
         return
     inputs, outputs = kernel.config.partition_weight_shape
     handler = None
-    if has_room(inputs * outputs * _stored_bytes(kernel.config.act_type)):
+    if has_room(inputs * outputs * weight_bytes(kernel.config.act_type)):
         with suppress(
             RuntimeError
         ):  # oneDNN knows float16 on few CPUs; vLLM's own linears then use torch, too
@@ -163,13 +164,6 @@ def _kv_cache_bytes() -> int:
 @functools.cache
 def _log_lack_of_memory() -> None:
     logger.info("Too little memory is free to keep every packed linear unpacked: prompts take longer")
-
-
-def _stored_bytes(dtype: torch.dtype) -> int:
-    """Bytes a weight takes in oneDNN: `widened_linears` stores 16-bit ones in float32."""
-    from slimqwen.vllm_plugin.patches.cpu import widened_linears
-
-    return 4 if widened_linears.is_needed() else dtype.itemsize
 
 
 def _linear(

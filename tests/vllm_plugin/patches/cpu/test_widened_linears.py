@@ -3,7 +3,9 @@ import torch
 
 from slimqwen.vllm_plugin.patches.cpu import widened_linears
 
-needs_fix = pytest.mark.skipif(not widened_linears.is_needed(), reason="oneDNN has bfloat16 here")
+needs_fix = pytest.mark.skipif(
+    torch.ops.mkldnn._is_mkldnn_bf16_supported(), reason="oneDNN takes bfloat16 on this CPU"
+)
 
 
 @pytest.fixture
@@ -43,3 +45,28 @@ def test_the_product_is_that_of_float32_in_the_dtype_of_the_inputs(operations, d
     assert (product.dtype, product.shape) == (dtype, (2, rows, 48))
     # One rounding to the dtype, and that of a sum of 64 terms in float32.
     assert torch.allclose(product.double(), exact, rtol=torch.finfo(dtype).eps, atol=1e-4)
+
+
+@pytest.mark.parametrize("rows", [1, 5])
+def test_one_compiled_graph_multiplies_one_row_and_several(operations, rows):
+    handler = operations.create_onednn_mm(torch.ones(48, 64, dtype=torch.bfloat16).t(), 32)
+    multiply = torch.compile(
+        lambda inputs: operations.onednn_mm(handler, inputs, None), backend="eager", dynamic=True
+    )
+    assert torch.equal(
+        multiply(torch.ones(rows, 64, dtype=torch.bfloat16)), torch.full((rows, 48), 64.0).bfloat16()
+    )
+
+
+@pytest.mark.parametrize(
+    ("instructions", "onednn_takes_them", "stored"), [(True, True, 2), (False, True, 6), (False, False, 4)]
+)
+def test_a_weight_takes_the_bytes_of_each_form_that_is_kept(
+    monkeypatch, instructions, onednn_takes_them, stored
+):
+    monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cpu, "_is_avx2_supported", lambda: True)
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: instructions)
+    monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: onednn_takes_them)
+    assert widened_linears.weight_bytes(torch.bfloat16) == stored
+    assert widened_linears.weight_bytes(torch.float32) == 4
