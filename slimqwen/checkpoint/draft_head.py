@@ -46,7 +46,9 @@ def read_token_ids(tensors: Mapping[str, TensorInfo], vocab_size: int) -> npt.ND
     cure = "make the checkpoint anew with the stage trim_draft_vocab"
     if weight is None or ids is None:
         raise CorruptCheckpointError(
-            f"the checkpoint has {WEIGHT if ids is None else TOKEN_IDS} but not the draft head's other tensor",
+            "the checkpoint has {} but not {}, its draft head's other tensor".format(
+                *((WEIGHT, TOKEN_IDS) if ids is None else (TOKEN_IDS, WEIGHT))
+            ),
             cure,
         )
     if ids.dtype != "I64" or ids.shape != weight.shape[:1]:

@@ -56,7 +56,7 @@ def run_variant_recipe(
         _show_dry_run(variant, gpu)
         return
     if gpu:
-        raise typer.BadParameter("--gpu goes with --dry-run: a run is on this machine")
+        raise typer.BadParameter("--gpu needs --dry-run, because a run uses this machine")
     if shape:
         from slimqwen.plan import shapes
 

@@ -56,9 +56,11 @@ class AcceptanceSettings(Settings):
 
     @model_validator(mode="after")
     def _groups_have_prompts(self) -> Self:
-        fewest = min(self.prompts, self.proof_prompts or self.prompts)
-        if fewest < self.groups:
-            raise ValueError(f"{fewest} prompts cannot be divided into {self.groups} groups; raise prompts")
+        for key, number in (("prompts", self.prompts), ("proof_prompts", self.proof_prompts)):
+            if number is not None and number < self.groups:
+                raise ValueError(
+                    f"{number} prompts cannot be divided into {self.groups} groups; raise {key} or lower groups"
+                )
         return self
 
     def inputs(self, root: Path) -> Sequence[Path | YamlPart]:

@@ -43,7 +43,7 @@ def list_faults(variant: Variant, folder: Path, further: Iterable[Callable[[], o
 
 
 def describe(folder: Path) -> list[str]:
-    """What was understood of the texts, questions and prompts of an own evaluation without faults, a line each."""
+    """A line each on what was read as texts, questions and prompts of an own evaluation, which must have no faults."""
     root = folder.parents[2]
     gate, understanding = GateSettings.load(folder.name, root), Understanding()
     texts = gate.of(FidelitySettings).texts

@@ -69,8 +69,8 @@ def _refuse(row: "_Row", listed: Gpu | None) -> NoReturn:
     if row.is_split:
         description = [f"memory={row.memory_gib / 2:.0f}", *description[1:2], f"capability={row.capability}"]
         raise UnknownGpuError(
-            f"{row.name} of this host is split (MIG), and its driver's figures are of the whole; describe the slice, "
-            f"as in `--gpu {','.join(description)}`"
+            f"{row.name} of this host is split (MIG), and its driver's figures are of the whole card; describe your "
+            f"slice, as in `--gpu {','.join(description)}`"
         )
     description[::2] = f"memory={row.memory_gib:.0f}", f"capability={row.capability}"
     raise UnknownGpuError(

@@ -91,20 +91,27 @@ class LocalExecutor:
         """Start queued tasks in their order while a lane and enough memory are free."""
         while self._waiting and (lane := self._find_free_lane(self._waiting[0])) is not None:
             task = self._running[lane] = self._waiting.popleft()
-            self._make_room(task)
+            if task.resources.memory_bytes > host.available_memory():
+                self._end_idle_processes()
             self._process(lane).begin(task, progress_of(task.title, self._progress))
-        if not self._waiting and 1 < self._width > len(self._running) and _ALONE not in self._running:
+        # A task that waits beside a single running one waits for its end: for memory, or to run alone.
+        is_last = not self._waiting or len(self._running) == 1
+        if is_last and 1 < self._width > len(self._running) and _ALONE not in self._running:
             self._use_idle_cores()
 
-    def _make_room(self, task: Task) -> None:
-        """End the processes without a task if their memory is needed; a later task of their lane starts them again."""
-        if task.resources.memory_bytes > host.available_memory():
-            for lane in self._processes.keys() - self._running.keys():
-                self._processes.pop(lane).close()
+    def _end_idle_processes(self) -> None:
+        """End the processes without a task; a later task of their lane starts them again."""
+        for lane in self._processes.keys() - self._running.keys():
+            self._processes.pop(lane).close()
 
     def _use_idle_cores(self) -> None:
-        """Give the last tasks every core, and start the process of tasks that run alone, one of which often follows."""
-        if self._warm and self._memory_of_tasks() + ENGINE_BYTES <= host.total_memory():
+        """Give the last tasks every core, and start the process of tasks that run alone, one of which often follows.
+
+        Where memory may not suffice for all of them, idle processes are ended instead.
+        """
+        if self._memory_of_tasks() + ENGINE_BYTES > host.available_memory():
+            self._end_idle_processes()
+        elif self._warm:
             self._process(_ALONE).start()
         for lane in self._running:
             self._processes[lane].use_every_cpu()

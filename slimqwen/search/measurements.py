@@ -26,6 +26,7 @@ from slimqwen.recipe import variant_recipe
 from slimqwen.records import store
 from slimqwen.records.reuse import find_reusable
 from slimqwen.records.split import Side
+from slimqwen.serving.checks import widening_bytes
 from slimqwen.serving.command import ServerCommand
 from slimqwen.serving.server import free_port
 from slimqwen.variant import Variant
@@ -199,6 +200,8 @@ def estimate_resources(
         gpus = max(gpus, count if server.platform == "cuda" else 0)
         cache = float(server.environment.get("VLLM_CPU_KVCACHE_SPACE") or 0)
         size = bytes_on_disk(server.variant.weights) + round(cache * 2**30)
+        if server.platform == "cpu":
+            size += widening_bytes(server.variant.weights)
         memory = max(memory, size + ENGINE_BYTES)
     memory += 2 * bytes_on_disk(loaded.weights) if loaded else 0
     return Resources(gpus=gpus, memory_bytes=memory, whole_node=alone)

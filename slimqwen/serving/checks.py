@@ -246,7 +246,7 @@ def check_memory(command: ServerCommand) -> None:
     """Refuse weights and cache that this machine's free memory does not hold; raises ServingError."""
     weights = sum(file.stat().st_size for file in weight_files(command.variant.weights))
     if command.platform == "cpu":
-        weights += _widening_bytes(command)
+        weights += widening_bytes(command.variant.weights)
         kv_cache = _kv_cache_gib(command) * 2**30
         needed = weights + kv_cache + _ENGINE_OVERHEAD_BYTES
         available, total = host.available_memory(), host.total_memory()
@@ -288,13 +288,13 @@ def _check_shared_memory(command: ServerCommand) -> None:
         )
 
 
-def _widening_bytes(command: ServerCommand) -> int:
-    """Bytes that 16-bit matrices need in addition if the patch `widened_linears` keeps them in float32, too."""
+def widening_bytes(folder: Path) -> int:
+    """Bytes that 16-bit matrices of a checkpoint need on a CPU beside those on disk: `widened_linears` copies them."""
     import torch
 
     from slimqwen.vllm_plugin.patches.cpu.widened_linears import weight_bytes
 
-    stored = list_tensors(command.variant.weights).values()
+    stored = list_tensors(folder).values()
     added = weight_bytes(torch.bfloat16) - torch.bfloat16.itemsize
     return sum(
         added * info.elements for info in stored if info.dtype in ("BF16", "F16") and len(info.shape) == 2

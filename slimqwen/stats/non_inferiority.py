@@ -37,11 +37,11 @@ def judge_loss(
     margin: float,
     largest_bet_share: float = sequential.EVEN_SHARE,
 ) -> Judgement:
-    """Judge whether the second side scores worse than the first on the same items, at this look and all before it.
+    """Judge, for this look and all before it at once, whether the second side scores worse than the first.
 
     Args:
-        gains: what the second side gained on each item or cluster, in the order of the looks, which was fixed before
-            the first one.
+        gains: what the second side gained on each item or cluster that both have, in the order of the looks, which was
+            fixed before the first one.
         weights: weight of each gain; None where items are simply right or wrong, so that a gain is -1, 0 or 1.
         first_look: number of gains at the first look.
         margin: the largest loss that still counts as equal.

@@ -59,7 +59,7 @@ def freeze() -> None:
 
 
 def run_fork(*lifelines: int) -> NoReturn:
-    """Run the API server with the flags of sys.argv, and exit; end it when a descriptor of `lifelines` closes."""
+    """Run the API server with the flags of sys.argv, and exit; end it early once a descriptor of `lifelines` closes."""
     lifeline.watch(*lifelines, end=_end)
     lifeline.exit_after(_refusals()(_serve))
 

@@ -25,7 +25,9 @@ def require_plugins(environment: Mapping[str, str]) -> None:
         modules = [point.module for point in entry_points(group=group) if point.name == plugin]
         # Of a module that has moved since the installation vLLM only logs that it cannot be loaded.
         if not modules or not _exists(modules[0]):
-            raise PluginError(f"vLLM's plugin {plugin} is not installed; `make install` installs it")
+            raise PluginError(
+                f"Slimqwen's plugin for vLLM, {plugin}, is not installed; `make install` installs it"
+            )
         if plugin not in allowed.split(","):
             raise PluginError(
                 f"VLLM_PLUGINS={allowed} leaves out {plugin}; add this name, or unset VLLM_PLUGINS"

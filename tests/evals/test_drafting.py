@@ -42,5 +42,6 @@ def test_a_proof_counts_more_prompts_than_a_search() -> None:
 @pytest.mark.parametrize("fewest", [{"prompts": 5}, {"proof_prompts": 5}])
 def test_more_groups_than_prompts_are_an_error(fewest: dict[str, int]) -> None:
     settings = SETTINGS.model_dump() | {"groups": 6, "prompts": 24}
-    with pytest.raises(ValueError, match="5 prompts cannot be divided into 6 groups"):
+    cure = f"5 prompts cannot be divided into 6 groups; raise {next(iter(fewest))} or lower groups"
+    with pytest.raises(ValueError, match=cure):
         AcceptanceSettings.model_validate(settings | fewest)

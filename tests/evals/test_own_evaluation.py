@@ -167,7 +167,8 @@ def test_each_fault_of_the_settings_is_named_at_its_line(root: Path) -> None:
     own.write_text("fidelity:\n  batches: 2\nengine:\n  lengths: 0\nacceptance: {prompts: 3}\n")
     assert faults_of(root) == [
         "eval/own/mine/gate.yaml:2: unknown key 'batches'; did you mean batch?",
-        "eval/own/mine/gate.yaml:5: acceptance: 3 prompts cannot be divided into 6 groups; raise prompts",
+        "eval/own/mine/gate.yaml:5: acceptance: 3 prompts cannot be divided into 6 groups; raise prompts or lower "
+        "groups",
         "eval/own/mine/gate.yaml:4: engine.lengths: Input should be greater than or equal to 1, here is 0",
     ]
 

@@ -115,11 +115,11 @@ def test_a_task_that_needs_the_whole_node_or_too_much_memory_runs_alone(tmp_path
 
 @pytest.mark.skipif((os.cpu_count() or 1) < 2, reason="two tasks on CPUs of their own need two CPUs")
 @pytest.mark.usefixtures("all_cpus")
-@pytest.mark.parametrize(("needed", "left"), [(1 << 20, 2), (3 << 30, 1)])
+@pytest.mark.parametrize(("needed", "left"), [(1 << 20, 2), (2 << 30, 1), (5 << 30, 1)])
 def test_processes_without_a_task_end_if_their_memory_is_needed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, needed: int, left: int
 ) -> None:
-    monkeypatch.setattr(local.host, "available_memory", lambda: 2 << 30)
+    monkeypatch.setattr(local.host, "available_memory", lambda: 4 << 30)
     before = set(psutil.Process().children())
     with LocalExecutor(tmp_path, width=2) as executor:
         for name in ("a", "b"):
@@ -128,6 +128,20 @@ def test_processes_without_a_task_end_if_their_memory_is_needed(
         executor.submit(Task("c", "c", tasks.double, 1, Resources(memory_bytes=needed)))
         executor.wait()
         assert len(set(psutil.Process().children()) - before) == left
+
+
+@pytest.mark.skipif((os.cpu_count() or 1) < 2, reason="two lanes have CPUs of their own on two CPUs")
+@pytest.mark.usefixtures("all_cpus")
+def test_a_task_has_every_cpu_while_the_next_one_waits_for_its_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(local.host, "total_memory", lambda: 5 << 30)
+    every = len(os.sched_getaffinity(0))
+    with LocalExecutor(tmp_path, width=2) as executor:
+        for name in ("a", "b"):
+            executor.submit(Task(name, name, tasks.await_cpus, every, Resources(memory_bytes=3 << 30)))
+        outcomes = [executor.wait() for _ in range(2)]
+    assert [outcome.value for outcome in outcomes if isinstance(outcome, Result)] == [every, every]
 
 
 @pytest.mark.parametrize("others", [0, 1])

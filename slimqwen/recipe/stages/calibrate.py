@@ -1,4 +1,4 @@
-"""The stage `calibrate`: AWQ, then weights of 2 to 8 bits with 16-bit activations, by llmcompressor.
+"""The stage `calibrate`: AWQ by llmcompressor, then weights of 2 to 8 bits by round-to-nearest or GPTQ.
 
 AWQ (Lin et al., arXiv 2306.00978) moves scale from the inputs of the weights into the layer before, so that channels
 with large activations lose least when the weights are rounded; llmcompressor searches the scales and rounds. It gets

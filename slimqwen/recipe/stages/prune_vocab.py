@@ -1,4 +1,4 @@
-"""The stage `prune_vocab`: makes the vocabulary smaller, and with it the embedding and lm_head.
+"""The stage `prune_vocab`: makes vocabulary, embedding and lm_head smaller; every text still round-trips.
 
 `slimqwen.models.vocabulary` decides which tokens stay, so that every text can still be encoded. This stage removes rows
 of the embedding, of lm_head and of a draft head (`slimqwen.checkpoint.draft_head`), and changes the vocabulary size and

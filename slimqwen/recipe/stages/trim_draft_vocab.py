@@ -1,4 +1,4 @@
-"""The stage `trim_draft_vocab`: restricts drafts of the MTP head to the token ids that the model itself uses most.
+"""The stage `trim_draft_vocab`: restricts drafts of the MTP head to the tokens that the model itself uses most.
 
 A draft pass reads the whole output head; with a large vocabulary, that is most of the bytes it reads. This stage copies
 the rows of `size` ids into a separate draft head, in a file of its own (`slimqwen.checkpoint.draft_head`). The target

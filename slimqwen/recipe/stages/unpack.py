@@ -1,4 +1,4 @@
-"""The stage `unpack`: write quantised weights as the values that an engine computes with, in 16 bits.
+"""The stage `unpack`: writes quantised weights as the values that an engine computes with, in 16 bits.
 
 Such a twin can be served and judged where vLLM has no kernel for the checkpoint itself, as on a CPU for most widths.
 Kernels round an integer times its scale to 16 bits before they multiply, so the twin has the same values.

@@ -29,7 +29,7 @@ import torch
 from vllm.model_executor.layers.quantization.utils.quant_utils import unpack_quantized_values_into_int32
 
 from slimqwen import cgroup
-from slimqwen.vllm_plugin.patches.cpu.widened_linears import weight_bytes
+from slimqwen.vllm_plugin.patches.cpu import widened_linears
 from slimqwen.vllm_plugin.patches.upstream import expect, mixed_precision_kernels
 
 logger = logging.getLogger(__name__)
@@ -118,11 +118,12 @@ def _load(stock: Callable[..., Any], kernel: Any, layer: torch.nn.Module) -> Non
         return
     inputs, outputs = kernel.config.partition_weight_shape
     handler = None
-    if has_room(inputs * outputs * weight_bytes(kernel.config.act_type)):
+    if has_room(inputs * outputs * widened_linears.weight_bytes(kernel.config.act_type, single_rows=False)):
         with suppress(
             RuntimeError
         ):  # oneDNN knows float16 on few CPUs; vLLM's own linears then use torch, too
             handler = _custom_ops.create_onednn_mm(unpack(kernel, layer).t(), 32)
+            handler.narrow = None  # single rows are multiplied with the packed weights
     stock(layer)
     if getattr(layer, "use_w4a8", False):  # activations of 8 bits were asked for
         return

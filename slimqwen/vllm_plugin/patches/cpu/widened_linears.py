@@ -32,12 +32,12 @@ def is_needed() -> bool:
     return has_onednn and not torch.cpu._is_avx512_bf16_supported()
 
 
-def weight_bytes(dtype: torch.dtype) -> int:
-    """Bytes that a weight of a linear takes in oneDNN on this CPU."""
+def weight_bytes(dtype: torch.dtype, *, single_rows: bool = True) -> int:
+    """Bytes that a weight of a linear takes in oneDNN on this CPU, with or without the form for single rows."""
     if dtype not in _NARROW or not is_needed():
         return int(dtype.itemsize)
-    kept: int = dtype.itemsize if torch.ops.mkldnn._is_mkldnn_bf16_supported() else 0
-    return 4 + kept
+    keeps_narrow = single_rows and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    return 4 + (int(dtype.itemsize) if keeps_narrow else 0)
 
 
 def _multiply(

@@ -9,7 +9,7 @@ _ENGINE_PATHS = ("/invocations", "/generative_scoring", "/scale_elastic_ep", "/t
 
 
 def guard_engine_paths() -> None:
-    """Add the paths to those for which vLLM asks for the key."""
+    """Add `_ENGINE_PATHS` to the paths for which vLLM asks for the API key."""
     from vllm.entrypoints.serve.middleware import authenticate
 
     missing = [path for path in _ENGINE_PATHS if path not in authenticate.GUARDED_PREFIX]

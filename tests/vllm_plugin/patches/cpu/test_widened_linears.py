@@ -59,14 +59,16 @@ def test_one_compiled_graph_multiplies_one_row_and_several(operations, rows):
 
 
 @pytest.mark.parametrize(
-    ("instructions", "onednn_takes_them", "stored"), [(True, True, 2), (False, True, 6), (False, False, 4)]
+    ("instructions", "onednn_takes_them", "stored", "of_many_rows"),
+    [(True, True, 2, 2), (False, True, 6, 4), (False, False, 4, 4)],
 )
 def test_a_weight_takes_the_bytes_of_each_form_that_is_kept(
-    monkeypatch, instructions, onednn_takes_them, stored
+    monkeypatch, instructions, onednn_takes_them, stored, of_many_rows
 ):
     monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: True)
     monkeypatch.setattr(torch.cpu, "_is_avx2_supported", lambda: True)
     monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: instructions)
     monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: onednn_takes_them)
     assert widened_linears.weight_bytes(torch.bfloat16) == stored
+    assert widened_linears.weight_bytes(torch.bfloat16, single_rows=False) == of_many_rows
     assert widened_linears.weight_bytes(torch.float32) == 4
