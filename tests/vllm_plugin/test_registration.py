@@ -16,5 +16,5 @@ def test_a_list_that_leaves_out_one_of_the_plugins_is_refused(servable, plugin):
 
 def test_a_plugin_that_is_not_installed_is_refused(servable, monkeypatch):
     monkeypatch.setattr(registration, "entry_points", lambda group: ())
-    with pytest.raises(PluginError, match="slimqwen_engine_fixes is not installed; `make install`"):
+    with pytest.raises(PluginError, match="slimqwen_engine_fixes, is not installed; `make install`"):
         checks.check_command(servable())
