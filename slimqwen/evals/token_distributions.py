@@ -104,13 +104,16 @@ class ReferenceTexts:
         baseline = BaselineModel(baseline_weights, root / KEPT_STATES)
         return cls(texts, len(known), settings.batch, baseline)
 
-    def read_batches(self, progress: Progress) -> Iterator[list[tuple[TokenisedText, Tensor]]]:
-        """Yield batches of texts, each text with the baseline's log-probabilities, [positions, vocabulary]."""
+    def batches(self, progress: Progress) -> Iterator[list[TokenisedText]]:
+        """Yield the texts that are read at once."""
         for first in range(0, len(self.texts), self.batch):
             progress("reading texts", first, len(self.texts))
-            group = self.texts[first : first + self.batch]
-            yield [(text, self.baseline.log_probabilities(text.baseline_ids)) for text in group]
+            yield self.texts[first : first + self.batch]
         progress("reading texts", len(self.texts), len(self.texts))
+
+    def comparer(self, text: TokenisedText, mode: str) -> "_Comparer":
+        """A comparer of a text, which holds the baseline's log-probabilities, [positions, vocabulary]."""
+        return _Comparer(text, mode, self.baseline.log_probabilities(text.baseline_ids))
 
 
 def compare_in_process(
@@ -141,13 +144,20 @@ def compare_in_process(
             **{name.replace("-", "_"): value for name, value in (flags or {}).items()},
         },
     ) as llm:
-        for group in reference.read_batches(progress):
+        for group in reference.batches(progress):
             for mode in modes:
-                comparers = [_Comparer(text, mode, log_p) for text, log_p in group]
-                for batch in [comparers] if mode == "batched" else [[each] for each in comparers]:
-                    _prefill(llm, batch)
-                comparisons += [comparer.comparison for comparer in comparers]
+                comparisons += _compare_batch(llm, reference, group, mode)
     return comparisons
+
+
+def _compare_batch(
+    llm: Any, reference: ReferenceTexts, group: Sequence[TokenisedText], mode: str
+) -> list[TextComparison]:
+    # A function of its own, at whose end the log-probabilities are freed: those of the next batch need the memory.
+    comparers = [reference.comparer(text, mode) for text in group]
+    for batch in [comparers] if mode == "batched" else [[each] for each in comparers]:
+        _prefill(llm, batch)
+    return [comparer.comparison for comparer in comparers]
 
 
 def compare_model(
@@ -155,9 +165,9 @@ def compare_model(
 ) -> list[TextComparison]:
     """Compare the distributions of a model in transformers with the baseline's: one comparison for each text."""
     comparisons = []
-    for group in reference.read_batches(progress):
-        for text, log_p in group:
-            comparer = _Comparer(text, mode, log_p)
+    for group in reference.batches(progress):
+        for text in group:
+            comparer = reference.comparer(text, mode)
             ids = torch.tensor([text.variant_ids], device=model.device)
             with torch.inference_mode():
                 logits = model(ids[:, :-1], use_cache=False).logits[0]
@@ -184,10 +194,10 @@ def compare_served(
     """
     comparisons = []
     with ThreadPoolExecutor(reference.batch) as pool:
-        for group in reference.read_batches(progress):
-            responses = pool.map(lambda pair: _top_log_probabilities(server, pair[0].variant_ids), group)
-            for (text, log_p), positions in zip(group, responses, strict=True):
-                comparer = _Comparer(text, SERVED, log_p)
+        for group in reference.batches(progress):
+            responses = pool.map(lambda text: _top_log_probabilities(server, text.variant_ids), group)
+            for text, positions in zip(group, responses, strict=True):
+                comparer = reference.comparer(text, SERVED)
                 comparer.add_top(positions)
                 comparer.require_complete()
                 comparisons.append(comparer.comparison)
