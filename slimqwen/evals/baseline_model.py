@@ -1,8 +1,10 @@
 """A baseline's next-token distributions, computed by transformers in float32 from hidden states that are kept."""
 
+import gc
 import os
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 import transformers
@@ -13,6 +15,7 @@ from torch import Tensor
 from slimqwen import checkpoint
 from slimqwen.identity import digest_of
 from slimqwen.models.language_model import load_in_float32
+from slimqwen.serving.in_process import return_freed_memory
 
 KEPT_STATES = Path(".cache") / "baseline_states"
 """Folder with the kept hidden states of baselines, relative to the repository; deleted states are computed again."""
@@ -30,8 +33,9 @@ class BaselineModel:
 
     def __init__(self, weights: Path, cache: Path) -> None:
         """Load a checkpoint and dequantise its weights; raises what `load_language_model` raises."""
-        self._model = load_in_float32(weights)
-        self._cache = cache
+        self._model: Any = load_in_float32(weights)
+        self._head = self._model.get_output_embeddings()
+        self._weights, self._cache = weights, cache
         self._origin = (
             checkpoint.digest(weights),
             transformers.__version__,
@@ -49,11 +53,19 @@ class BaselineModel:
             if states is None:
                 states = self._hidden_states(ids[:-1])
                 _write(file, states)
-            logits = self._model.get_output_embeddings()(states.to(self._model.device))[0]
+            logits = self._head(states.to(self._head.weight.device))[0]
             return logits.float().log_softmax(-1).cpu()
+
+    def free_layers(self) -> None:
+        """Free all but the output head, which texts with kept states need; another text loads the layers again."""
+        self._model = None
+        gc.collect()
+        return_freed_memory()
 
     def _hidden_states(self, ids: Sequence[int]) -> Tensor:
         """Input of the output head: float32 [1, len(ids), hidden size], in main memory."""
+        if self._model is None:
+            self._model = load_in_float32(self._weights)
         output = self._model.model(torch.tensor([list(ids)], device=self._model.device), use_cache=False)
         return output.last_hidden_state.cpu()
 

@@ -208,6 +208,7 @@ def _compare(variant: Variant, baseline: Variant, settings: FidelitySettings, in
     texts = token_distributions.compare_in_process(
         reference, variant.weights, flags=weight_flags(server_command.flags), progress=invocation.progress
     )
+    reference.baseline.free_layers()
     log = root / "logs" / f"fidelity-server-{variant.name}.log"
     with shared_server.share_server(
         variant, port=invocation.port, log=log, progress=invocation.progress

@@ -1,4 +1,5 @@
 import shutil
+import weakref
 
 import pytest
 import torch
@@ -41,6 +42,16 @@ def test_a_text_is_read_once_for_all_comparisons(model, tmp_path, monkeypatch):
     assert kept.stat().st_size < first.nbytes / 10
     with pytest.raises(TypeError):
         again.log_probabilities(IDS[:-1])
+
+
+def test_a_baseline_without_its_layers_answers_as_before_and_loads_them_for_another_text(model, tmp_path):
+    first = model.log_probabilities(IDS)
+    layer = weakref.ref(model._model.model.layers[0])
+    model.free_layers()
+    assert layer() is None
+    assert torch.equal(model.log_probabilities(IDS), first)
+    whole = BaselineModel(TINY, tmp_path / "others").log_probabilities(IDS[:-1])
+    assert torch.equal(model.log_probabilities(IDS[:-1]), whole)
 
 
 def test_states_that_were_cut_are_computed_again(model, tmp_path):

@@ -23,6 +23,9 @@ import torch
 from slimqwen.vllm_plugin.patches.upstream import replace
 
 _FIX = "widened_linears"
+_BLOCK_ROWS = 512
+"""Most rows that are multiplied at once: the logits of a long prompt in float32 would take gigabytes."""
+
 _NARROW = (torch.bfloat16, torch.float16)
 
 
@@ -52,9 +55,13 @@ def _multiply(
         product = rows.new_empty(1, outputs)
         torch.ops._C.onednn_mm(product, rows, bias, narrow)
         return product
-    product = rows.new_empty(len(rows), outputs, dtype=torch.float32)
-    torch.ops._C.onednn_mm(product, rows.float(), None if bias is None else bias.float(), wide)
-    return product.to(rows.dtype)
+    product = rows.new_empty(len(rows), outputs)
+    wide_bias = None if bias is None else bias.float()
+    for block, result in zip(rows.split(_BLOCK_ROWS), product.split(_BLOCK_ROWS), strict=True):
+        wide_result = result.new_empty(result.shape, dtype=torch.float32)
+        torch.ops._C.onednn_mm(wide_result, block.float(), wide_bias, wide)
+        result.copy_(wide_result)
+    return product
 
 
 def _shape(

@@ -33,7 +33,7 @@ def test_onednn_still_refuses_16_bits():
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-@pytest.mark.parametrize("rows", [1, 5, 70])
+@pytest.mark.parametrize("rows", [1, 5, 300])
 @pytest.mark.parametrize("with_bias", [True, False])
 def test_the_product_is_that_of_float32_in_the_dtype_of_the_inputs(operations, dtype, rows, with_bias):
     chance = torch.Generator().manual_seed(rows)
