@@ -336,8 +336,8 @@ def _bars() -> Iterator[progress.Progress]:
         tasks: dict[str, tuple[str, TaskID]] = {}
 
         def show(activity: str, done: float, total: float) -> None:
-            # One bar for each subject, such as "quality of tiny: …"; it shows only the subject's present activity.
-            subject = activity.partition(": ")[0] if ": " in activity else ""
+            # One bar for each subject; it shows only the subject's present activity.
+            subject = _subject(activity)
             if subject in tasks and tasks[subject][0] != activity:
                 bars.remove_task(tasks.pop(subject)[1])
             if subject not in tasks:
@@ -349,24 +349,33 @@ def _bars() -> Iterator[progress.Progress]:
 
 @contextmanager
 def _lines() -> Iterator[progress.Progress]:
-    lines: dict[str, tuple[float, float]] = {}  # activity -> time of its last line, and progress at that time
+    known: set[str] = set()
+    # Subject -> its present activity, the time of that activity's last line, and its progress at that time.
+    lines: dict[str, tuple[str, float, float]] = {}
 
     def show(activity: str, done: float, total: float) -> None:
-        now = time.monotonic()
-        if activity not in lines and (not total or done < total):
+        now, subject = time.monotonic(), _subject(activity)
+        if activity not in known and (not total or done < total):
             say(f"{activity} …")
-        at, before = lines.setdefault(activity, (now, done))
-        if done < before or done >= total:  # the activity begins again, or has ended
-            lines[activity] = now, done
+        known.add(activity)
+        present, at, before = lines.setdefault(subject, (activity, now, done))
+        # The activity begins, perhaps again after others of its subject, or has ended.
+        if activity != present or done < before or done >= total:
+            lines[subject] = activity, now, done
         elif done > before and (not before or now - at >= _LINE_S):
             # Until the first step is done, time passes for the start, such as loading a model: it foretells nothing.
-            lines[activity] = now, done
+            lines[subject] = activity, now, done
             left_s = (now - at) * (total - done) / (done - before)
             share = f"{done:g}/{total:g}" if total <= _COUNTED else f"{done / total:.0%}"
             if now - at >= _LINE_S:
                 say(f"{activity} {share}{f', about {left_s / 60:.0f} min left' if before else ''}")
 
     yield show
+
+
+def _subject(activity: str) -> str:
+    """What an activity is about, such as "quality of tiny" before a colon; nothing for a command's own."""
+    return activity.partition(": ")[0] if ": " in activity else ""
 
 
 def silence_hub_client() -> None:

@@ -185,6 +185,28 @@ def test_an_activity_that_begins_anew_has_the_time_left_of_its_present_run(monke
     assert lines == ["reading texts …", "reading texts 25/100", "reading texts 62.5/100, about 1 min left"]
 
 
+def test_an_activity_that_returns_after_others_of_its_subject_begins_anew(monkeypatch):
+    lines, clock = [], iter([0.0, 10.0, 20.0, 5000.0, 5060.0, 5120.0])
+    monkeypatch.setattr(console, "say", lines.append)
+    monkeypatch.setattr(console.time, "monotonic", lambda: next(clock))
+    with console._lines() as show:
+        for activity, done in (
+            ("medium", 2),
+            ("medium", 6),
+            ("long", 0),
+            ("medium", 7),
+            ("medium", 9),
+            ("medium", 12),
+        ):
+            show(f"acceptance of tiny: {activity}", done, 18)
+    assert lines == [
+        "acceptance of tiny: medium …",
+        "acceptance of tiny: long …",
+        "acceptance of tiny: medium 9/18, about 4 min left",
+        "acceptance of tiny: medium 12/18, about 2 min left",
+    ]
+
+
 def test_the_time_of_the_start_foretells_nothing(monkeypatch):
     lines, clock = [], iter([0.0, 200.0, 210.0, 265.0])
     monkeypatch.setattr(console, "say", lines.append)
