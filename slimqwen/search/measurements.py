@@ -200,7 +200,8 @@ def estimate_resources(
         gpus = max(gpus, count if server.platform == "cuda" else 0)
         cache = float(server.environment.get("VLLM_CPU_KVCACHE_SPACE") or 0)
         size = bytes_on_disk(server.variant.weights) + round(cache * 2**30)
-        if server.platform == "cpu":
+        # Tasks are planned before the recipe has made the variant.
+        if server.platform == "cpu" and server.variant.weights.is_dir():
             size += widening_bytes(server.variant.weights)
         memory = max(memory, size + ENGINE_BYTES)
     memory += 2 * bytes_on_disk(loaded.weights) if loaded else 0
