@@ -45,11 +45,9 @@ def read_token_ids(tensors: Mapping[str, TensorInfo], vocab_size: int) -> npt.ND
         return None
     cure = "make the checkpoint anew with the stage trim_draft_vocab"
     if weight is None or ids is None:
+        present, absent = (WEIGHT, TOKEN_IDS) if ids is None else (TOKEN_IDS, WEIGHT)
         raise CorruptCheckpointError(
-            "the checkpoint has {} but not {}, its draft head's other tensor".format(
-                *((WEIGHT, TOKEN_IDS) if ids is None else (TOKEN_IDS, WEIGHT))
-            ),
-            cure,
+            f"the checkpoint has {present} but not {absent}, its draft head's other tensor", cure
         )
     if ids.dtype != "I64" or ids.shape != weight.shape[:1]:
         raise CorruptCheckpointError(

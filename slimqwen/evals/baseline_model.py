@@ -1,6 +1,5 @@
 """A baseline's next-token distributions, computed by transformers in float32 from hidden states that are kept."""
 
-import gc
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -59,7 +58,6 @@ class BaselineModel:
     def free_layers(self) -> None:
         """Free all but the output head, which texts with kept states need; another text loads the layers again."""
         self._model = None
-        gc.collect()
         return_freed_memory()
 
     def _hidden_states(self, ids: Sequence[int]) -> Tensor:

@@ -111,9 +111,9 @@ class ReferenceTexts:
             yield self.texts[first : first + self.batch]
         progress("reading texts", len(self.texts), len(self.texts))
 
-    def comparer(self, text: TokenisedText, mode: str) -> "_Comparer":
-        """A comparer of a text, which holds the baseline's log-probabilities, [positions, vocabulary]."""
-        return _Comparer(text, mode, self.baseline.log_probabilities(text.baseline_ids))
+    def log_probabilities(self, text: TokenisedText) -> Tensor:
+        """The baseline's log-probabilities of every token of a text after the first: [positions, vocabulary]."""
+        return self.baseline.log_probabilities(text.baseline_ids)
 
 
 def compare_in_process(
@@ -145,19 +145,22 @@ def compare_in_process(
         },
     ) as llm:
         for group in reference.batches(progress):
-            for mode in modes:
-                comparisons += _compare_batch(llm, reference, group, mode)
+            comparisons += _compare_batch(llm, reference, group, modes)
     return comparisons
 
 
 def _compare_batch(
-    llm: Any, reference: ReferenceTexts, group: Sequence[TokenisedText], mode: str
+    llm: Any, reference: ReferenceTexts, group: Sequence[TokenisedText], modes: Sequence[str]
 ) -> list[TextComparison]:
     # A function of its own, at whose end the log-probabilities are freed: those of the next batch need the memory.
-    comparers = [reference.comparer(text, mode) for text in group]
-    for batch in [comparers] if mode == "batched" else [[each] for each in comparers]:
-        _prefill(llm, batch)
-    return [comparer.comparison for comparer in comparers]
+    read = [(text, reference.log_probabilities(text)) for text in group]
+    comparisons: list[TextComparison] = []
+    for mode in modes:
+        comparers = [_Comparer(text, mode, log_p) for text, log_p in read]
+        for batch in [comparers] if mode == "batched" else [[each] for each in comparers]:
+            _prefill(llm, batch)
+        comparisons += [comparer.comparison for comparer in comparers]
+    return comparisons
 
 
 def compare_model(
@@ -167,7 +170,7 @@ def compare_model(
     comparisons = []
     for group in reference.batches(progress):
         for text in group:
-            comparer = reference.comparer(text, mode)
+            comparer = _Comparer(text, mode, reference.log_probabilities(text))
             ids = torch.tensor([text.variant_ids], device=model.device)
             with torch.inference_mode():
                 logits = model(ids[:, :-1], use_cache=False).logits[0]
@@ -197,7 +200,7 @@ def compare_served(
         for group in reference.batches(progress):
             responses = pool.map(lambda text: _top_log_probabilities(server, text.variant_ids), group)
             for text, positions in zip(group, responses, strict=True):
-                comparer = reference.comparer(text, SERVED)
+                comparer = _Comparer(text, SERVED, reference.log_probabilities(text))
                 comparer.add_top(positions)
                 comparer.require_complete()
                 comparisons.append(comparer.comparison)

@@ -64,13 +64,7 @@ def _multiply(
     return product
 
 
-def _shape(
-    rows: torch.Tensor,
-    bias: torch.Tensor | None,
-    outputs: int,
-    narrow: torch.Tensor | None,
-    wide: torch.Tensor,
-) -> torch.Tensor:
+def _shape(rows: torch.Tensor, bias: Any, outputs: int, *handlers: Any) -> torch.Tensor:
     return rows.new_empty(rows.shape[0], outputs)
 
 
