@@ -34,7 +34,7 @@ test-image: install ## build a CPU image, look into it, start it, break it (root
 	@.venv/bin/python -m pytest -m image
 
 gpu-check: | $(READY) ## every claim about a GPU, tried on this one in steps of 3 minutes (STEPS=b,a FRESH=1; REHEARSE=1: here, on the CPU)
-	@.venv/bin/python -m pytest -m gpu tests/gpu
+	@.venv/bin/python -m pytest -m gpu tests/gpu/test_gpu_check.py
 
 lint: | $(READY) ## ruff (lint and format), mypy, import-linter, links between documents
 	@.venv/bin/ruff check && .venv/bin/ruff format --check && .venv/bin/mypy && .venv/bin/lint-imports && .venv/bin/python scripts/check_links.py

@@ -1,15 +1,15 @@
 """Roundings: what each way to round a checkpoint's weights costs on text, all of them in one table.
 
-Transformers evaluates every row and the checkpoint itself in float32, so that the weights alone differ. A row is made
-by stages of recipes, or rounds to nearest in memory where no stage or no kernel has that width. The texts are none of
-those by which the gate judges.
+Transformers evaluates the checkpoint itself in float32, and so each row that does not name another arithmetic: the
+weights alone differ. A row is made by stages of recipes, or rounds to nearest in memory where no stage or no kernel has
+that width. The texts are none of those by which the gate judges.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -49,6 +49,7 @@ class Rounding(BaseModel):
         group_size: number of neighbouring weights of a row that share a scale; None for one scale a row.
         zero_points: whether a group has a zero point.
         stages: entries of a recipe.yaml instead; paths are relative to the repository.
+        arithmetic: dtype of weights and activations.
         over: name of an earlier row whose divergence this row's is divided by.
     """
 
@@ -59,6 +60,7 @@ class Rounding(BaseModel):
     group_size: int | None = None
     zero_points: bool = False
     stages: tuple[dict[str, dict[str, Any]], ...] = ()
+    arithmetic: Literal["float32", "bfloat16", "float16"] = "float32"
     over: str | None = None
 
     @property
@@ -124,7 +126,7 @@ class RoundingFigures(Block):
 
 
 class Roundings(Record):
-    """Distances of a checkpoint's roundings from the checkpoint, in float32 arithmetic."""
+    """Distances of a checkpoint's roundings from the checkpoint in float32 arithmetic."""
 
     kind = "roundings"
     verb = "eval roundings"
@@ -232,6 +234,8 @@ def measure_roundings(
 
 def _measure(row: Rounding, variant: Variant, texts: FidelitySettings, progress: Progress) -> dict[str, Any]:
     """Size and comparisons of a row, as JSON."""
+    import torch
+
     from slimqwen.evals.token_distributions import ReferenceTexts, compare_model
     from slimqwen.models.language_model import load_in_float32
 
@@ -248,6 +252,7 @@ def _measure(row: Rounding, variant: Variant, texts: FidelitySettings, progress:
     reference = ReferenceTexts.load(folder, variant.weights, texts, variant.root, max_model_len=longest)
     model = load_in_float32(folder)
     round_in_memory(model, row.layouts)
+    model.to(getattr(torch, row.arithmetic))
     return {
         "tensor_bytes": sum(_stored_bytes(folder, row.layouts)),
         "texts": [asdict(each) for each in compare_model(reference, model, row.name, progress)],

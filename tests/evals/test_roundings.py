@@ -24,6 +24,7 @@ rows:
   - {name: W3, bits: {mlp: 3, attention: 3, linear_attention: 3}, group_size: 32, over: W4}
   - {name: head W4, bits: {lm_head: 4}, group_size: 32}
   - {name: unchanged, stages: []}
+  - {name: bfloat16, arithmetic: bfloat16}
   - name: made
     stages: [{calibrate: {targets: {mlp: W4A16}, scaling: none, corpus: {path: tinyworld, sequences: 2, length: 16}}}]
   - {name: rounded, bits: {mlp: 4}, group_size: 32, over: made}
@@ -64,6 +65,10 @@ def test_fewer_bits_cost_more_and_what_a_stage_makes_costs_what_rounding_in_memo
     exact = rows["unchanged"].figures.kl_nats
     assert exact
     assert exact.value == pytest.approx(0, abs=1e-6)
+    arithmetic = rows["bfloat16"].figures.kl_nats
+    assert arithmetic
+    assert 10 * exact.value < arithmetic.value
+    assert arithmetic.value < 1e-2
     stored = list_tensors(one.root / "weights/tiny")
     embedding = stored["model.embed_tokens.weight"]
     assert rows["head W4"].tensor_bytes - rows["unchanged"].tensor_bytes == pytest.approx(

@@ -16,7 +16,7 @@ from slimqwen.serving.command import ServerCommand
 from slimqwen.serving.server import free_port
 from tests.gpu.plans import read_comparison, started_as_planned
 from tests.gpu.steps import Here
-from tests.recipe.workshop import CONFIG, repository_of_v
+from tests.recipe.repository_of_v import CONFIG, make_repository_of_v
 
 
 def run(here: Here) -> str:
@@ -41,7 +41,7 @@ def bake_and_start(here: Here, place: Path) -> str:
 def bake(here: Here, root: Path) -> dict[str, Any]:
     """Run the stage on the embedded model, in a repository of its own; its facts."""
     shutil.rmtree(root, ignore_errors=True)
-    repository_of_v(root, "  - bake_cache: {}\n", config(here.gpu))
+    make_repository_of_v(root, "  - bake_cache: {}\n", config(here.gpu))
     shutil.copytree(here.root / "eval", root / "eval")
     lengths = (1, 64, 300) if here.gpu else (1,)
     parameters = BakeCacheParameters(config=root / "experiments" / "v" / "config.env", prompt_tokens=lengths)

@@ -22,6 +22,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+from slimqwen import lifeline
 from slimqwen import variant as variants
 from slimqwen.errors import SlimqwenError
 from slimqwen.plan.devices import CPU, Gpu
@@ -184,9 +185,9 @@ def run_step(letter: str, root: Path, *, fresh: bool = False) -> Result:
     content = json.loads(file.read_text())
     status, line = content["status"], content["line"]
     if line == "not begun":
-        found = ", ".join(content["parts"]) or "nothing yet"
+        found = ", ".join(content["parts"]) or "none"
         ended = f"not finished in {limit_s:.0f} s" if timed_out else f"its process ended, see logs/{log.name}"
-        status, line = ("unfinished" if timed_out else "failed"), f"{ended}; found: {found}"
+        status, line = ("unfinished" if timed_out else "failed"), f"{ended}; parts done: {found}"
     seconds = round(content["seconds"] + time.monotonic() - started, 1)
     write(file, {**content, "status": status, "line": line, "seconds": seconds, **_circumstances(gpu)})
     return Result(status, line, round(time.monotonic() - started, 1))
@@ -200,7 +201,7 @@ def _run_process(letter: str, root: Path, limit_s: float, log: Path) -> bool:
             [sys.executable, "-m", "tests.gpu.steps", letter, str(limit_s)],
             cwd=root,
             env={**os.environ, "PYTHONPATH": path},
-            stdin=subprocess.DEVNULL,
+            stdin=subprocess.PIPE,  # a lifeline: the step and its servers end with this process, however it ends
             stdout=output,
             stderr=subprocess.STDOUT,
             start_new_session=True,
@@ -257,10 +258,14 @@ def perform(letter: str, root: Path, deadline: float) -> None:
     write(file, {**json.loads(file.read_text()), "parts": here.parts, "status": status, "line": line})
 
 
+def main(letter: str, limit_s: str) -> None:
+    """Do a step in this process, which ends when whoever holds the other end of its standard input does."""
+    lifeline.watch(sys.stdin.fileno())
+    perform(letter, variants.repository_root(), time.monotonic() + float(limit_s) - 2 * _CLEAN_UP_S)
+
+
 if __name__ == "__main__":
     # Imported by its name, so that the errors that a step raises are those that are caught.
     from tests.gpu import steps
 
-    steps.perform(
-        sys.argv[1], variants.repository_root(), time.monotonic() + float(sys.argv[2]) - 2 * _CLEAN_UP_S
-    )
+    steps.main(*sys.argv[1:])

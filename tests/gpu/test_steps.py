@@ -3,6 +3,7 @@
 import importlib
 import json
 import os
+import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -127,9 +128,9 @@ def test_a_process_that_is_killed_or_runs_out_of_time_has_kept_its_parts(
         monkeypatch.setattr(steps, "_run_process", run_process)
         return run_step("d", root)
 
-    assert end(timed_out=True)[:2] == ("unfinished", "not finished in 120 s; found: one")
+    assert end(timed_out=True)[:2] == ("unfinished", "not finished in 120 s; parts done: one")
     status, line, *_ = end(timed_out=False)
-    assert (status, line) == ("failed", "its process ended, see logs/gpu-check-d.log; found: one")
+    assert (status, line) == ("failed", "its process ended, see logs/gpu-check-d.log; parts done: one")
     assert kept(root)["packages"] == provenance.package_versions()
 
 
@@ -172,3 +173,28 @@ def test_every_step_has_a_module_of_its_own() -> None:
     assert sorted(steps.STEPS.values()) == sorted({file.stem for file in folder.glob("*.py")} - others)
     assert sorted(steps.STEPS) == list("abcdefg")
     assert os.environ.get("STEPS") is None or set(os.environ["STEPS"].split(",")) <= set(steps.STEPS)
+
+
+def test_a_step_ends_with_the_process_that_started_it(tmp_path: Path) -> None:
+    sleeps = (
+        "import sys, time; from pathlib import Path; from types import SimpleNamespace; from tests.gpu import steps\n"
+        "def run(here): print('runs', flush=True); time.sleep(600)\n"
+        "sys.modules['tests.gpu.stages'] = SimpleNamespace(run=run)\n"
+        "steps.variants = SimpleNamespace(repository_root=lambda: Path(sys.argv[1]))\n"
+        "steps.main('d', '600')\n"
+    )
+    file = steps.result_file(tmp_path, None, "d")
+    file.parent.mkdir(parents=True)
+    steps.write(file, {"parts": {}})
+    step = subprocess.Popen(
+        [sys.executable, "-c", sleeps, str(tmp_path)],
+        env={**os.environ, "REHEARSE": "1"},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    )
+    assert step.stdin
+    assert step.stdout
+    assert step.stdout.readline() == b"runs\n"
+    step.stdin.close()
+    assert step.wait(60) == 1
+    step.stdout.close()

@@ -20,7 +20,7 @@ from slimqwen.recipe.registry import STAGES
 from slimqwen.recipe.stage import Needs
 from tests.checkpoints import stage_output
 from tests.recipe.inspected import CHAT, faults_of, outline_of_tiny, write_lines
-from tests.recipe.workshop import repository_of_v
+from tests.recipe.repository_of_v import make_repository_of_v
 from tests.zoo.published_forms import PUBLISHED_FORMS
 from tests.zoo.verbs import write_outputs
 
@@ -49,7 +49,7 @@ MISTAKES = """\
 
 
 def test_twelve_mistakes_in_five_stages_are_named_at_once_each_at_its_line(tmp_path: Path) -> None:
-    root = repository_of_v(tmp_path, MISTAKES)
+    root = make_repository_of_v(tmp_path, MISTAKES)
     (root / "experiments" / "tiny").mkdir()
     (root / "experiments" / "tiny" / "config.env").write_text("VLLM_MODEL=weights/tiny\n")
     (root / "experiments" / "tiny" / "measurements.json").write_text('{"hypothesis": "h", "baseline": null}')

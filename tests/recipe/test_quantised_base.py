@@ -16,7 +16,7 @@ from slimqwen.recipe import variant_recipe
 from slimqwen.serving.in_process import counter, engine
 from slimqwen.variant import Variant
 from tests.identity.coverage_by_keys import every_stage_covered
-from tests.recipe.workshop import CONFIG
+from tests.recipe.repository_of_v import CONFIG
 from tests.zoo.published_forms import PUBLISHED_FORMS
 
 ROOT = variant.repository_root()

@@ -21,11 +21,11 @@ from slimqwen.serving.server import free_port, run_server
 from slimqwen.vllm_plugin.patches.serving import compile_watch
 from tests.checkpoints import TINY, stage_output
 from tests.identity.coverage_by_keys import every_stage_covered
-from tests.recipe.workshop import CONFIG, repository_of_v
+from tests.recipe.repository_of_v import CONFIG, make_repository_of_v
 
 
 def a_repository(root: Path, config: str = CONFIG) -> Path:
-    return repository_of_v(root, "  - bake_cache:\n      prompt_tokens: [1, 300]\n", config)
+    return make_repository_of_v(root, "  - bake_cache:\n      prompt_tokens: [1, 300]\n", config)
 
 
 def recipe_of(root: Path) -> Recipe:
