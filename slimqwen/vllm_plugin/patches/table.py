@@ -258,6 +258,16 @@ _ROWS = (
         {"vllm.v1.sample.sampler:batched_count_greater_than": "1e6ad0c185ee"},
         _CPU,
     ),
+    Patch(
+        "patches.cpu.prompt_logits",
+        "log-probabilities of a long prompt take gigabytes for the logits of all its tokens",
+        "vllm#52054, vllm#45327, vllm#5907",
+        {
+            "vllm.v1.worker.gpu_model_runner:GPUModelRunner._get_prompt_logprobs_dict": "61e1701dc7d4",
+            "vllm.v1.sample.sampler:Sampler.gather_logprobs": "de7bdf580af3",
+        },
+        _CPU,
+    ),
     # Below: `draft_vocabulary` makes it, where a checkpoint has a draft head.
     Patch(
         "draft_vocabulary",
