@@ -1,8 +1,8 @@
 """Compute log-probabilities of a prompt's tokens for some of them at a time, on a CPU.
 
 vLLM's first model runner computes the logits of all tokens of a prompt that a step takes, and their logarithms in
-float32 beside: 2,047 tokens and 49,152 ids took 1.1 GB, ids of Qwen3.5 take five times that. Nothing plans that
-memory, so the engine is killed where it is not there. Here so many rows are computed at a time; the values are the same.
+float32 beside: 2,047 tokens and 49,152 ids took 1.1 GB, the ids of Qwen3.5 take five times that. Nothing plans that
+memory, so the engine is killed where it is not there. Here some rows are computed at a time; the values are the same.
 
 Remove this fix when `_get_prompt_logprobs_dict` does so itself, as vllm#52054 proposes; the second runner, for GPUs,
 does.
