@@ -251,9 +251,8 @@ def uv_environment(settings: Mapping[str, str]) -> dict[str, str]:
     environment = {
         key: value for key, value in os.environ.items() if key == "UV_CACHE_DIR" or key[:3] != "UV_"
     }
-    environment["UV_COMPILE_BYTECODE_TIMEOUT"] = (
-        "0"  # none: a busy host may take longer than a minute for a file
-    )
+    # No limit: on a busy host a file may take longer than its minute.
+    environment["UV_COMPILE_BYTECODE_TIMEOUT"] = "0"
     for key, variables in UV_VARIABLES.items():
         if value := settings.get(key):
             environment |= dict.fromkeys(variables, value)
