@@ -196,8 +196,9 @@ def run_step(letter: str, root: Path, *, fresh: bool = False) -> Result:
 def _run_process(letter: str, root: Path, limit_s: float, log: Path) -> bool:
     """Run the process of a step; returns whether it was interrupted because its time was over."""
     path = os.pathsep.join([str(root), *filter(None, [os.environ.get("PYTHONPATH")])])
-    with log.open("wb") as output:
-        process = subprocess.Popen(
+    with (
+        log.open("wb") as output,
+        subprocess.Popen(
             [sys.executable, "-m", "tests.gpu.steps", letter, str(limit_s)],
             cwd=root,
             env={**os.environ, "PYTHONPATH": path},
@@ -205,7 +206,8 @@ def _run_process(letter: str, root: Path, limit_s: float, log: Path) -> bool:
             stdout=output,
             stderr=subprocess.STDOUT,
             start_new_session=True,
-        )
+        ) as process,
+    ):
         try:
             process.wait(limit_s - _CLEAN_UP_S)
             return False
