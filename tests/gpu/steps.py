@@ -1,8 +1,8 @@
 """The steps of `make gpu-check`, and what each keeps of what it found.
 
-Each step is a process of its own (`python -m tests.gpu.steps LETTER KEY`), so that a crash, a hang or a GPU in a bad
-state ends no other step. It works in the checkout, not in the copy that tests run in: its records lie where a person
-finds them. What it found is written after every part, so that a second run goes on.
+Each step is a process of its own (`python -m tests.gpu.steps LETTER SECONDS`), so that a crash, a hang or a GPU in a
+bad state ends no other step. It works in the checkout, not in the copy that tests run in: its records lie where a
+person finds them. What it found is written after every part, so that a second run goes on.
 """
 
 import hashlib

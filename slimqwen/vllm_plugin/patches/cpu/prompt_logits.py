@@ -9,6 +9,7 @@ does.
 """
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -35,24 +36,19 @@ def _divide(
         return stock(self, hidden_states, num_scheduled_tokens)
     model, sampler = self.model, self.sampler
 
+    def hand_on(states: torch.Tensor) -> torch.Tensor:
+        return states
+
     def gather(states: torch.Tensor, num_logprobs: int, token_ids: torch.Tensor) -> list[torch.Tensor]:
-        blocks = [
-            sampler.gather_logprobs(sampler.compute_logprobs(model.compute_logits(rows)), num_logprobs, ids)[
-                :3
-            ]
-            for rows, ids in zip(states.split(_ROWS), token_ids.split(_ROWS), strict=True)
-        ]
+        blocks = []
+        for rows, ids in zip(states.split(_ROWS), token_ids.split(_ROWS), strict=True):
+            logprobs = sampler.compute_logprobs(model.compute_logits(rows))
+            blocks.append(sampler.gather_logprobs(logprobs, num_logprobs, ids)[:3])
         return [torch.cat(parts) for parts in zip(*blocks, strict=True)]
 
-    self.model, self.sampler = _HandOn("compute_logits"), _HandOn("compute_logprobs", gather_logprobs=gather)
+    self.model = SimpleNamespace(compute_logits=hand_on)
+    self.sampler = SimpleNamespace(compute_logprobs=hand_on, gather_logprobs=gather)
     try:
         return stock(self, hidden_states, num_scheduled_tokens)
     finally:
         self.model, self.sampler = model, sampler
-
-
-class _HandOn:
-    """Methods of these names return their argument; others are given."""
-
-    def __init__(self, *names: str, **methods: Callable[..., Any]) -> None:
-        self.__dict__.update(dict.fromkeys(names, lambda states: states), **methods)
