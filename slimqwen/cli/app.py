@@ -80,10 +80,10 @@ app.add_typer(image.app, name="image", rich_help_panel=_READ)
 
 def main() -> NoReturn:
     """Run the command line, and end this process."""
-    lifeline.exit_after(run)
+    lifeline.exit_after(run_command)
 
 
-def run() -> None:
+def run_command() -> None:
     """Run the command line, and exit."""
     sys.argv[1:] = with_variant_option(typer.main.get_command(app), sys.argv[1:])
     console.run_command_line(app, "slimqwen")

@@ -211,9 +211,10 @@ def _announce(asked: _Asked, gpu: str | None, disk: float | None) -> None:
         sum(each.seconds for each in costs) / 3600,
         sum(each.needs.disk_bytes for each in costs) / 1e9,
     )
-    number = f"try {len(journal.tries) + 1}" if journal.tries else "fit chose it"
+    tries = [*(each["variant"] for each in journal.tries), variant.name]
+    origin = f"try {tries.index(variant.name) + 1}" if journal.tries else "fit chose it"
     say(
-        f"recipe: {describe_changes(candidate.changes)} ({number}): {hours:.1f} hours and {needed:.1f} GB of disk here"
+        f"recipe: {describe_changes(candidate.changes)} ({origin}): {hours:.1f} hours and {needed:.1f} GB of disk here"
     )
     say(f"judged by: {asked.evaluation}; text: {asked.text}; for {asked.goal}; time: {asked.hours:g} hours")
     if lacking := variant_recipe.lacking_space(costs, base.root / "weights" / "store"):

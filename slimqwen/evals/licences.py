@@ -87,7 +87,7 @@ class Origin(NamedTuple):
         return {"license": UNKNOWN}
 
 
-class Part(NamedTuple):
+class LicensedPart(NamedTuple):
     """Something that a variant is made of or drafts with.
 
     Attributes:
@@ -110,7 +110,7 @@ class Part(NamedTuple):
         return f"{self.name} has the licence {self.licence}" if self.is_non_commercial else None
 
 
-def list_parts(variant: Variant) -> list[Part]:
+def list_parts(variant: Variant) -> list[LicensedPart]:
     """The base, the drafter that the variant's flags name, and the public texts that its recipes read.
 
     Raises:
@@ -127,7 +127,7 @@ def list_parts(variant: Variant) -> list[Part]:
         for corpus in variant_recipe.list_corpora(made):
             for text in Corpus.load(corpus, variant.root).parts.values():
                 forbids = bool(_NON_COMMERCIAL.search(text.licence))
-                parts.append(Part("text", text.repository, text.licence, forbids))
+                parts.append(LicensedPart("text", text.repository, text.licence, forbids))
     return list(dict.fromkeys(parts))
 
 
@@ -162,7 +162,7 @@ def _name_drafter(variant: Variant) -> str | None:
     return model if model and locate(model, variant.root) != variant.weights else None
 
 
-def _describe_model(role: str, name: str, metadata: Mapping[str, Any], folder: Path) -> Part:
+def _describe_model(role: str, name: str, metadata: Mapping[str, Any], folder: Path) -> LicensedPart:
     stated = _stated_licence(name, metadata, folder)
     licence = stated.get("license_name", stated.get("license", UNKNOWN))
     file = _licence_file(folder)
@@ -171,7 +171,7 @@ def _describe_model(role: str, name: str, metadata: Mapping[str, Any], folder: P
         if file and stated.get("license") == "other"
         else ""
     )
-    return Part(
+    return LicensedPart(
         role, name, licence, bool(_NON_COMMERCIAL.search(licence)) or "non-commercial" in text.lower()
     )
 

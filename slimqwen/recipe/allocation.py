@@ -108,7 +108,7 @@ def allocate_widths(
         raise StageError(
             f"the narrowest form takes {least:.2f} stored bits a weight; set bits to that or more"
         )
-    places = choose(costs, bits, budget * weights)
+    places = choose_widths(costs, bits, budget * weights)
     return Allocation(
         {unit: forms[unit][place] for unit, place in zip(units, places, strict=True)},
         sum(row[place] for row, place in zip(bits, places, strict=True)) / weights,
@@ -116,7 +116,7 @@ def allocate_widths(
     )
 
 
-def choose(costs: Sequence[Sequence[float]], bits: Sequence[Sequence[int]], limit: float) -> list[int]:
+def choose_widths(costs: Sequence[Sequence[float]], bits: Sequence[Sequence[int]], limit: float) -> list[int]:
     """The place of one entry of each row, with the least sum of costs whose bits are at most `limit` together."""
     import numpy as np
     from scipy.optimize import Bounds, LinearConstraint, milp

@@ -74,7 +74,7 @@ class IngredientChange:
 
 
 @dataclass(frozen=True)
-class Forecast:
+class StageForecast:
     """Whether a recipe's run would reuse a stage's output or run the stage, and why.
 
     Attributes:
@@ -143,7 +143,7 @@ def run_recipe(
     return outcomes
 
 
-def forecast_recipe(recipe: Recipe, weights: Path, resolve: Callable[[str], Path]) -> list[Forecast]:
+def forecast_recipe(recipe: Recipe, weights: Path, resolve: Callable[[str], Path]) -> list[StageForecast]:
     """Tell for each stage whether a run would reuse its output or run it, and which ingredients have changed.
 
     Raises:
@@ -155,28 +155,28 @@ def forecast_recipe(recipe: Recipe, weights: Path, resolve: Callable[[str], Path
     for step in recipe.steps:
         name = step.stage.name
         if source is None:
-            forecasts.append(Forecast(name, None, False, "its input will be made first"))
+            forecasts.append(StageForecast(name, None, False, "its input will be made first"))
             continue
         ingredients = _ingredients(step, checkpoint.digest(source))
         key = digest_of(ingredients)
         input_, source = source, store / key
         if source.is_dir():
-            forecasts.append(Forecast(name, key, True, "no ingredient has changed"))
+            forecasts.append(StageForecast(name, key, True, "no ingredient has changed"))
             continue
         source = None
         nearest = _nearest_entry(name, ingredients, store)
         if nearest is None:
-            forecasts.append(Forecast(name, key, False, "never run"))
+            forecasts.append(StageForecast(name, key, False, "never run"))
             continue
         if _is_earlier(nearest):
             same = nearest.recipe_key == _recipe_key(step, input_)
             reason = "its output has a key of an earlier version"
-            forecasts.append(Forecast(name, key, False, reason, is_upgrade=same))
+            forecasts.append(StageForecast(name, key, False, reason, is_upgrade=same))
             continue
         changes = _changes(nearest.ingredients, ingredients)
         names = ", ".join(change.ingredient for change in changes)
         is_upgrade = all(change.ingredient.startswith(("code.", "version.")) for change in changes)
-        forecasts.append(Forecast(name, key, False, f"changed: {names}", changes, is_upgrade))
+        forecasts.append(StageForecast(name, key, False, f"changed: {names}", changes, is_upgrade))
     return forecasts
 
 

@@ -136,7 +136,7 @@ def stages_until(variant: Variant, name: str) -> int:
     return names.index(name) + 1
 
 
-def forecast_recipe(variant: Variant) -> list[runner.Forecast]:
+def forecast_recipe(variant: Variant) -> list[runner.StageForecast]:
     """Tell for each stage whether a run would reuse its output or run it; raises as `runner.forecast_recipe`."""
     return runner.forecast_recipe(
         read_recipe(variant), variant.root / "weights", partial(base_folder, root=variant.root)

@@ -20,7 +20,7 @@ def run_here(
         monkeypatch.setattr(console.console, "file", sys.stdout)
         monkeypatch.setattr(sys, "argv", ["slimqwen", *words])
         with pytest.raises(SystemExit) as ended:
-            app.run()
+            app.run_command()
         return ended.value.code, *capfd.readouterr()
 
     return run_words

@@ -10,7 +10,7 @@ from slimqwen import progress
 from slimqwen.checkpoint.packing import LINEARS, is_linear
 from slimqwen.checkpoint.tensors import list_tensors
 from slimqwen.formats.compressed_tensors import PackedIntegers
-from slimqwen.recipe.allocation import FUSED, Allocation, allocate_widths, choose
+from slimqwen.recipe.allocation import FUSED, Allocation, allocate_widths, choose_widths
 from slimqwen.recipe.stage import StageError
 from tests.checkpoints import TINY
 
@@ -32,7 +32,7 @@ def test_the_choice_is_the_best_of_all(seed: int) -> None:
             if sum(row[place] for row, place in zip(bits, places, strict=True)) <= limit
         ]
         best = min(sum(row[place] for row, place in zip(costs, places, strict=True)) for places in possible)
-        places = choose(costs, bits, limit)
+        places = choose_widths(costs, bits, limit)
         assert tuple(places) in possible
         assert sum(row[place] for row, place in zip(costs, places, strict=True)) == pytest.approx(
             best, rel=1e-3

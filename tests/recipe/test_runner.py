@@ -162,7 +162,7 @@ def test_every_ingredient_changes_the_key(
     parameters = {"amount": 1, "data": str(data)}
     real_version = source._version
 
-    def forecast() -> runner.Forecast:
+    def forecast() -> runner.StageForecast:
         return workshop.status(workshop.recipe({"edited": parameters}))[0]
 
     before = workshop.run(workshop.recipe({"edited": parameters}))[0].manifest.key

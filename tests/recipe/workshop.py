@@ -56,7 +56,7 @@ class Workshop:
         """Run a recipe on this store."""
         return runner.run_recipe(recipe, variant, self.weights, self.resolve, **more)
 
-    def status(self, recipe: Recipe) -> list[runner.Forecast]:
+    def status(self, recipe: Recipe) -> list[runner.StageForecast]:
         """Ask what a run would do."""
         return runner.forecast_recipe(recipe, self.weights, self.resolve)
 

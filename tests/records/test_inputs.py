@@ -146,7 +146,7 @@ def read_tune(root: Path) -> Reader:
     def name() -> object:
         workload = Workload.load("mine", root)
         return tuner._journal(
-            tuner.Subject.of_variant(small(root), workload, [1], None, sessions=False), False
+            tuner.TuneSubject.of_variant(small(root), workload, [1], None, sessions=False), False
         )
 
     return read_journal(name)

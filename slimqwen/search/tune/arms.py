@@ -13,7 +13,7 @@ from typing import Any
 from slimqwen.bench.workload import Workload
 from slimqwen.checkpoint.weights import has_mtp_head
 from slimqwen.host import Platform
-from slimqwen.search.tune.changes import Change
+from slimqwen.search.tune.changes import SettingsChange
 from slimqwen.serving.command import ServerCommand
 from slimqwen.text.prompts import parse_own_prompts
 from slimqwen.variant import DRAFTS_REFUSE
@@ -52,7 +52,7 @@ class Arm:
     """
 
     drafts: Mapping[str, Any] | None
-    parts: tuple[Change, ...] = ()
+    parts: tuple[SettingsChange, ...] = ()
 
     @property
     def name(self) -> str:

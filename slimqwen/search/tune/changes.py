@@ -27,7 +27,7 @@ def _is_4_bit_groups(weight: Weight) -> bool:
 
 
 @dataclass(frozen=True)
-class Change:
+class SettingsChange:
     """A change of settings.
 
     Attributes:
@@ -70,44 +70,44 @@ _KV, _ATTENTION = "VLLM_KV_CACHE_DTYPE", "VLLM_ATTENTION_BACKEND"
 _STATES = "VLLM_MAMBA_SSM_CACHE_DTYPE"
 
 ROWS = (
-    Change("prefix cache", {_CACHE: "{cache_on}"}, _HAS_CACHE),
+    SettingsChange("prefix cache", {_CACHE: "{cache_on}"}, _HAS_CACHE),
     # Without the unit a hit on a hybrid is whole blocks of 128 to 2,176 tokens, and shorter prompts find nothing.
-    Change(
+    SettingsChange(
         "prefix cache in steps of 32",
         {_CACHE: "1", "VLLM_MAMBA_CACHE_MODE": "align", "VLLM_PREFIX_MATCH_UNIT": "32"},
         _HAS_CACHE | _IS_HYBRID,
     ),
-    Change("no prefix cache", {_CACHE: "{cache_off}"}),
-    Change("half the token budget", {_BUDGET: "{half_budget}"}),
-    Change("twice the token budget", {_BUDGET: "{twice_budget}"}),
-    Change("long prompts in chunks of 512", {"VLLM_LONG_PREFILL_TOKEN_THRESHOLD": "512"}),
+    SettingsChange("no prefix cache", {_CACHE: "{cache_off}"}),
+    SettingsChange("half the token budget", {_BUDGET: "{half_budget}"}),
+    SettingsChange("twice the token budget", {_BUDGET: "{twice_budget}"}),
+    SettingsChange("long prompts in chunks of 512", {"VLLM_LONG_PREFILL_TOKEN_THRESHOLD": "512"}),
     # A start on a cold compile cache profiles a pool that is up to 28,000 tokens smaller.
-    Change("pinned KV pool", {"VLLM_KV_CACHE_MEMORY_BYTES": "{pool_bytes}"}),
-    Change("a graph for each batch", {_GRAPHS: "{graph_sizes}"}),
-    Change("vLLM's graph sizes", {_GRAPHS: ""}),
-    Change("Triton attention", {_ATTENTION: "TRITON_ATTN"}),
-    Change("FlashInfer attention", {_ATTENTION: "FLASHINFER"}),
-    Change("adaptive verification", when=_MODEL_DRAFTS, speculation={"enable_adaptive_verification": True}),
-    Change(
+    SettingsChange("pinned KV pool", {"VLLM_KV_CACHE_MEMORY_BYTES": "{pool_bytes}"}),
+    SettingsChange("a graph for each batch", {_GRAPHS: "{graph_sizes}"}),
+    SettingsChange("vLLM's graph sizes", {_GRAPHS: ""}),
+    SettingsChange("Triton attention", {_ATTENTION: "TRITON_ATTN"}),
+    SettingsChange("FlashInfer attention", {_ATTENTION: "FLASHINFER"}),
+    SettingsChange("adaptive verification", when=_MODEL_DRAFTS, speculation={"enable_adaptive_verification": True}),
+    SettingsChange(
         "probabilistic drafts",
         when=_MODEL_DRAFTS,
         speculation={"draft_sample_method": "probabilistic"},
         of_sampling=True,
     ),
     # Model runner V1 accepts this method, but verifies each token by itself.
-    Change(
+    SettingsChange(
         "block verification",
         when={"num_speculative_tokens": "> 0", "model_runner": "V2"},
         speculation={"rejection_sample_method": "block"},
         of_sampling=True,
     ),
-    Change("FP8 KV", {_KV: "fp8"}),
-    Change("int8 KV", {_KV: "int8_per_token_head", _ATTENTION: "TRITON_ATTN"}),
-    Change("bfloat16 states", {_STATES: "bfloat16"}, _IS_HYBRID),
+    SettingsChange("FP8 KV", {_KV: "fp8"}),
+    SettingsChange("int8 KV", {_KV: "int8_per_token_head", _ATTENTION: "TRITON_ATTN"}),
+    SettingsChange("bfloat16 states", {_STATES: "bfloat16"}, _IS_HYBRID),
     # float16 has more bits for a state, but CUDA's fused decode kernel does not take it since 0.31.
-    Change("float16 states", {_STATES: "float16"}, _IS_HYBRID),
+    SettingsChange("float16 states", {_STATES: "float16"}, _IS_HYBRID),
     # Machete and Humming ignore it; Marlin dies on other weights (marlin.py:79 and marlin_utils.py:786 of vLLM 0.32).
-    Change(
+    SettingsChange(
         "int8 activations",
         {"VLLM_MARLIN_INPUT_DTYPE": "int8"},
         {"linear_kernels": "MarlinLinearKernel"},
@@ -131,7 +131,7 @@ def figures_of(plan: Plan) -> dict[str, str]:
     return figures
 
 
-def list_changes(figures: Mapping[str, str], *, rounding: bool, sampling: bool) -> Iterator[Change]:
+def list_changes(figures: Mapping[str, str], *, rounding: bool, sampling: bool) -> Iterator[SettingsChange]:
     """The rows whose figures are known, with values.
 
     Args:

@@ -13,7 +13,7 @@ from slimqwen.records import provenance
 from slimqwen.search import SearchError
 from slimqwen.search.tune.arms import Arm, find_refused_fields
 from slimqwen.search.tune.changes import figures_of
-from slimqwen.search.tune.subject import Subject
+from slimqwen.search.tune.subject import TuneSubject
 from slimqwen.serving import checks
 from slimqwen.serving.command import ServerCommand
 
@@ -21,7 +21,7 @@ Prepared = tuple[dict[str, str], dict[str, dict[str, str]]]
 """By the arm's name: reasons of arms that cannot be served; and figures of the plans of all that were planned."""
 
 
-def prepare_arms(subject: Subject, arms: Sequence[Arm], log: Path, progress: Progress) -> Prepared:
+def prepare_arms(subject: TuneSubject, arms: Sequence[Arm], log: Path, progress: Progress) -> Prepared:
     """Find the arms that cannot be served or change nothing.
 
     Args:
@@ -52,12 +52,12 @@ def prepare_arms(subject: Subject, arms: Sequence[Arm], log: Path, progress: Pro
     return refused, {name: figures_of(plan) for name, plan in plans.items()}
 
 
-def shorten(error: SlimqwenError, subject: Subject) -> str:
+def shorten(error: SlimqwenError, subject: TuneSubject) -> str:
     """The error's message without paths of this machine."""
     return str(provenance.portable(str(error), subject.variant.root))
 
 
-def _resolve(subject: Subject, arm: Arm, needed: str) -> ServerCommand:
+def _resolve(subject: TuneSubject, arm: Arm, needed: str) -> ServerCommand:
     if arm.drafts and needed:
         raise SearchError(needed)
     command = subject.resolve(arm)
@@ -69,7 +69,7 @@ def _decisive(command: ServerCommand) -> object:
     return command.argv, command.variables
 
 
-def _plan(subject: Subject, arms: Sequence[Arm], log: Path, progress: Progress) -> dict[str, Plan]:
+def _plan(subject: TuneSubject, arms: Sequence[Arm], log: Path, progress: Progress) -> dict[str, Plan]:
     """Plans of arms on this machine, by name; none on a GPU without a data sheet, where an arm's server says it."""
     try:
         chosen = choose_gpu(None, subject.variant.root) if subject.served.platform == "cuda" else None

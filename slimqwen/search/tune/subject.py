@@ -25,7 +25,7 @@ _LOADS = (1, 4, 16)
 
 
 @dataclass(frozen=True)
-class Subject:
+class TuneSubject:
     """The variant that is tuned, and how it is measured.
 
     Attributes:
@@ -52,7 +52,7 @@ class Subject:
         port: int | None,
         *,
         sessions: bool,
-    ) -> "Subject":
+    ) -> "TuneSubject":
         """Spread the workload over the loads; arguments and errors as of `tune_variant`."""
         served = ServerCommand.resolve(variant, port=port)
         limit = served.flags.get("max-num-seqs")
@@ -77,7 +77,7 @@ class Subject:
         timed = [path for each in (self.workload, self.sessions) if each for path in each.inputs(root)]
         return [*timed, *EngineSettings.load(SETTINGS, root).inputs(root)]
 
-    def for_flags(self) -> "Subject":
+    def for_flags(self) -> "TuneSubject":
         """The same subject with each own prompt sent once: another load would find it in a prefix cache."""
         if not self.workload.prompts:
             return self

@@ -37,7 +37,7 @@ from slimqwen.search.tune.contest import Contest, LoadTurn, Turn
 from slimqwen.search.tune.preparation import prepare_arms, shorten
 from slimqwen.search.tune.record import FlagContest, Tune
 from slimqwen.search.tune.responses import SETTINGS, PlainResponses, WrongResponsesError
-from slimqwen.search.tune.subject import SESSION_TOKENS, SESSIONS, Subject
+from slimqwen.search.tune.subject import SESSION_TOKENS, SESSIONS, TuneSubject
 from slimqwen.serving import checks, speed_only
 from slimqwen.serving.errors import ServingError
 from slimqwen.serving.shared_server import ServerLostError, SharedServer, share_server
@@ -84,7 +84,7 @@ def tune_variant(
     workload = Workload.load(name_workload(variant), variant.root)
     if temperature is not None:
         workload = workload.model_copy(update={"sampling": {**workload.sampling, "temperature": temperature}})
-    subject = Subject.of_variant(variant, workload, loads, port, sessions=sessions and flags != "none")
+    subject = TuneSubject.of_variant(variant, workload, loads, port, sessions=sessions and flags != "none")
     undrafted = subject.resolve(UNDRAFTED)
     checks.check_command(undrafted)
     with locked(_journal(subject, even_if_busy, flags)) as journal:
@@ -97,7 +97,7 @@ def tune_variant(
     return path
 
 
-def _journal(subject: Subject, even_if_busy: bool, flags: str = "none") -> Path:
+def _journal(subject: TuneSubject, even_if_busy: bool, flags: str = "none") -> Path:
     texts = provenance.data_digests(subject.inputs, subject.variant.root)
     workloads = [each and each.model_dump(mode="json") for each in (subject.workload, subject.sessions)]
     inputs = (workloads, texts, subject.sequences, even_if_busy, flags)
@@ -107,7 +107,7 @@ def _journal(subject: Subject, even_if_busy: bool, flags: str = "none") -> Path:
 class _Tuner:
     """A tuning in progress."""
 
-    def __init__(self, subject: Subject, journal: Journal, even_if_busy: bool, progress: Progress) -> None:
+    def __init__(self, subject: TuneSubject, journal: Journal, even_if_busy: bool, progress: Progress) -> None:
         self._subject, self._journal = subject, journal
         self._even_if_busy, self._progress = even_if_busy, progress
         self._log = subject.variant.root / "logs" / f"tune-{subject.variant.name}.log"

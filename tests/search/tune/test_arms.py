@@ -8,7 +8,7 @@ import pytest
 
 from slimqwen import variant
 from slimqwen.search.tune.arms import KEY, UNDRAFTED, Arm, list_arms
-from slimqwen.search.tune.changes import Change
+from slimqwen.search.tune.changes import SettingsChange
 from slimqwen.serving.command import ServerCommand
 from slimqwen.variant import Variant
 from tests.search.tune.turns import K2, K4, ROUNDING, SECOND, SLOW, WINNER
@@ -82,7 +82,7 @@ def test_without_an_mtp_head_one_depth_is_there_to_be_refused(
 
 def test_changes_are_named_and_united_and_the_first_of_two_of_one_line_counts() -> None:
     winner, second, slow = (Arm(K2.drafts, (each,)) for each in (WINNER, SECOND, SLOW))
-    adaptive = Arm(K2.drafts, (Change("adaptive", speculation={"enable_adaptive_verification": True}),))
+    adaptive = Arm(K2.drafts, (SettingsChange("adaptive", speculation={"enable_adaptive_verification": True}),))
     united = winner.unite([winner, second, slow, adaptive])
     assert united.name == "MTP K=2, winner, second winner, adaptive"
     assert united.changes == WINNER.lines | SECOND.lines

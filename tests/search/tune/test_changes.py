@@ -12,7 +12,7 @@ from slimqwen.progress import silent
 from slimqwen.search.tune.arms import Arm
 from slimqwen.search.tune.changes import ROWS, figures_of, list_changes
 from slimqwen.search.tune.preparation import prepare_arms
-from slimqwen.search.tune.subject import Subject
+from slimqwen.search.tune.subject import TuneSubject
 from slimqwen.variant import Variant
 from tests.evals.gate_checks import link_settings
 from tests.plan import example
@@ -79,7 +79,7 @@ def test_int8_activations_need_marlin_and_4_bit_symmetric_groups_alone(
 
 
 @pytest.fixture
-def subject(add_variant: Callable[..., Path], tmp_path: Path) -> Subject:
+def subject(add_variant: Callable[..., Path], tmp_path: Path) -> TuneSubject:
     """The embedded model, served four at a time."""
     lines = (ROOT / "experiments" / "tiny" / "config.env").read_text().replace("SEQS=1", "SEQS=4")
     add_variant("v", lines)
@@ -87,11 +87,11 @@ def subject(add_variant: Callable[..., Path], tmp_path: Path) -> Subject:
     (tmp_path / "weights" / "tiny").symlink_to(ROOT / "weights" / "tiny")
     link_settings(tmp_path)
     one: Variant = variant.load("v", tmp_path)
-    return Subject.of_variant(one, Workload.load("classes", tmp_path), [1, 4], None, sessions=True)
+    return TuneSubject.of_variant(one, Workload.load("classes", tmp_path), [1, 4], None, sessions=True)
 
 
 @pytest.mark.engine
-def test_vllms_parser_and_the_plan_say_what_this_cpu_has(subject: Subject, tmp_path: Path) -> None:
+def test_vllms_parser_and_the_plan_say_what_this_cpu_has(subject: TuneSubject, tmp_path: Path) -> None:
     plain = Arm(K2.drafts)
     suffix = Arm({"method": "suffix", "num_speculative_tokens": 8})
     figures = figures_of(example.plan(drafts=2))

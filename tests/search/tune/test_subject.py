@@ -4,7 +4,7 @@ import pytest
 
 from slimqwen import variant
 from slimqwen.bench.workload import Workload
-from slimqwen.search.tune.subject import Subject
+from slimqwen.search.tune.subject import TuneSubject
 
 
 @pytest.mark.parametrize(
@@ -21,5 +21,5 @@ def test_loads_go_up_to_what_the_variant_serves_at_a_time_unless_they_are_given(
     served, given, loads, sequences
 ):
     one = variant.load("tiny").with_lines({"VLLM_MAX_NUM_SEQS": served})
-    subject = Subject.of_variant(one, Workload.load("classes", one.root), given, None, sessions=False)
+    subject = TuneSubject.of_variant(one, Workload.load("classes", one.root), given, None, sessions=False)
     assert (subject.loads, subject.sequences) == (loads, sequences)

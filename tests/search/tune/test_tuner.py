@@ -17,7 +17,7 @@ from slimqwen.records import store
 from slimqwen.search import SearchError
 from slimqwen.search.tune import Tune, tune_variant, tuner
 from slimqwen.search.tune.arms import KEY, UNDRAFTED, Arm, find_refused_fields
-from slimqwen.search.tune.changes import Change
+from slimqwen.search.tune.changes import SettingsChange
 from slimqwen.search.tune.responses import WrongResponsesError
 from slimqwen.stats.verdict import Verdict
 from slimqwen.variant import Variant
@@ -45,7 +45,7 @@ def run(subject: Variant, servers: Servers, few_responses: None, monkeypatch: py
 def planted(servers: Servers, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     """Have planted changes tried beside an arm, and served at these speeds."""
 
-    def plant(beside: Arm, speeds: Sequence[tuple[Change, float]], *more: Change) -> None:
+    def plant(beside: Arm, speeds: Sequence[tuple[SettingsChange, float]], *more: SettingsChange) -> None:
         for change, speed in speeds:
             servers.add(replace(beside, parts=(change,)), speed)
         tried = [*(change for change, _ in speeds), *more]
@@ -290,8 +290,8 @@ def test_a_change_that_changes_nothing_here_is_not_served(
     run: Run, servers: Servers, planted: Callable[..., None]
 ) -> None:
     servers.add(UNDRAFTED, speed=1)
-    graphs = Change("graphs", {"VLLM_CUDAGRAPH_CAPTURE_SIZES": "5"})
-    adaptive = Change("adaptive", speculation={"enable_adaptive_verification": True})
+    graphs = SettingsChange("graphs", {"VLLM_CUDAGRAPH_CAPTURE_SIZES": "5"})
+    adaptive = SettingsChange("adaptive", speculation={"enable_adaptive_verification": True})
     planted(UNDRAFTED, [], graphs, adaptive)
     record, _ = run(UNDRAFTED, flags="exact")
     ended = [arm.ended for arm in record.flags[0].arms if arm.name != "none"]

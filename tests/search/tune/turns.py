@@ -3,18 +3,18 @@
 from collections.abc import Mapping
 
 from slimqwen.search.tune.arms import UNDRAFTED, Arm
-from slimqwen.search.tune.changes import Change
+from slimqwen.search.tune.changes import SettingsChange
 from slimqwen.search.tune.contest import Contest, LoadTurn, Turn
 from slimqwen.search.tune.record import Tune
 from tests import record_files
 
 K2, K4 = (Arm({"method": "mtp", "num_speculative_tokens": depth}) for depth in (2, 4))
 NGRAM = Arm({"method": "ngram", "num_speculative_tokens": 4})
-WINNER = Change("winner", {"VLLM_ENABLE_PREFIX_CACHING": "1"})
-SECOND = Change("second winner", {"VLLM_MAX_NUM_BATCHED_TOKENS": "64"})
-SLOW = Change("slow one", {"VLLM_MAX_NUM_BATCHED_TOKENS": "32"})
-WRONG = Change("wrong one", {"VLLM_LONG_PREFILL_TOKEN_THRESHOLD": "16"})
-ROUNDING = Change("16-bit states", {"VLLM_MAMBA_SSM_CACHE_DTYPE": "bfloat16"})
+WINNER = SettingsChange("winner", {"VLLM_ENABLE_PREFIX_CACHING": "1"})
+SECOND = SettingsChange("second winner", {"VLLM_MAX_NUM_BATCHED_TOKENS": "64"})
+SLOW = SettingsChange("slow one", {"VLLM_MAX_NUM_BATCHED_TOKENS": "32"})
+WRONG = SettingsChange("wrong one", {"VLLM_LONG_PREFILL_TOKEN_THRESHOLD": "16"})
+ROUNDING = SettingsChange("16-bit states", {"VLLM_MAMBA_SSM_CACHE_DTYPE": "bfloat16"})
 PLANTED = (WINNER, SECOND, SLOW, WRONG, ROUNDING)
 ARMS = {"none": UNDRAFTED, "k2": K2, "k4": K4, "ngram": NGRAM}
 
