@@ -192,7 +192,7 @@ def check_machine(platform: str) -> None:
     free_gb = shutil.disk_usage(ROOT).free / 1e9
     if free_gb < NEEDED_GB[platform] and not STAMP.exists():
         raise InstallError(
-            f"{free_gb:.1f} GB of disk are free, {NEEDED_GB[platform]} GB are needed; free some"
+            f"{free_gb:.1f} GB of disk are free, but {NEEDED_GB[platform]} GB are needed; free some disk space"
         )
 
 
@@ -235,9 +235,10 @@ def check_pack(source: Path, platform: str, extras: list[str]) -> dict[str, Any]
         ("extras", " ".join(extras), ""),
     ):
         if here != there:
+            cure = f"make one for this host from this checkout: make pack PLATFORM={platform} PYTHON_VERSION={python}"
             raise InstallError(
-                f"{source} is a pack for {what} {there or 'none'}, here is {here}; make one for this host "
-                f"from this checkout: make pack PLATFORM={platform} PYTHON_VERSION={python}"
+                f"{source} is a pack for {what} {there or 'none'}, but this installation is for {here}; "
+                + (cure if there else "leave out EXTRAS, which no pack holds")
             )
     return manifest
 

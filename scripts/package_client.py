@@ -147,7 +147,10 @@ class PackageClient:
             return
         show(f"{what}: not installed\n")
         output, cause = "\n".join(lines), summarise(lines)
-        kind, cure = InstallError, "check the network or the package index"
+        kind, cure = (
+            InstallError,
+            "check the network and the package index that pip uses, then run make install again",
+        )
         if "No space left" in output:
             cure = "free some disk and run make install again, which goes on"
         elif OTHER_FILE.search(output):
@@ -192,7 +195,7 @@ def read_settings(python: Path) -> dict[str, str]:
     listed = subprocess.run(command, capture_output=True, text=True, env=whole)
     if listed.returncode != 0:
         said = " ".join(listed.stderr.split())
-        raise InstallError(f"pip cannot read its settings: {said}; mend that file or variable")
+        raise InstallError(f"pip cannot read its settings: {said}; correct that file or variable")
     found = [
         (section, "timeout" if key == "default-timeout" else key, str(ast.literal_eval(value)))
         for section, key, value in re.findall(r"^([^.\n]+)\.([\w-]+)=(['\"].*)$", listed.stdout, re.MULTILINE)

@@ -341,8 +341,8 @@ def explained_errors(repository: Repository) -> Iterator[None]:
         if type(error).__module__.partition(".")[0] != "socksio":  # httpx passes its errors on as they are
             raise
         message = (
-            f"{name}: what ALL_PROXY or HTTPS_PROXY names is no SOCKS proxy ({one_line(error)}); correct the variable, "
-            f"or unset it, and run {command}"
+            f"{name}: the address in ALL_PROXY or HTTPS_PROXY is no SOCKS proxy ({one_line(error)}); correct the "
+            f"variable, or unset it, and run {command}"
         )
     else:
         return
@@ -357,7 +357,7 @@ def _require_known_proxy(command: str) -> None:
             scheme = value.partition("://")[0].lower() if "://" in value else "http"
             if scheme not in _PROXIES:
                 raise HubError(
-                    f"{name}={redaction.text(value)}: no proxy of the kind {scheme}:// can be used; write "
+                    f"{name}={redaction.text(value)}: proxies of the scheme {scheme}:// are not supported; write "
                     f"{' or '.join(f'{each}://' for each in _PROXIES)}, or unset it, and run {command}"
                 )
             if scheme.startswith("socks") and not importlib.util.find_spec("socksio"):

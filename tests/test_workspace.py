@@ -49,7 +49,7 @@ def test_verbs_that_only_read_need_no_workspace_beside_an_installed_package(own,
     assert workspace.root_to_read() == own
     monkeypatch.chdir(tmp_path)
     assert workspace.root_to_read() == Path("/x/slimqwen/shipped")
-    with pytest.raises(WorkspaceError, match="`slimqwen init FOLDER` makes one"):
+    with pytest.raises(WorkspaceError, match="; run `slimqwen init FOLDER` to make one"):
         variant.repository_root()
 
 
@@ -71,7 +71,7 @@ def test_a_removed_working_folder_is_in_no_workspace(own, monkeypatch):
 def test_a_variable_that_names_no_workspace_is_refused_and_its_cure_works(own, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv(HOME, str(tmp_path / "other"))
-    with pytest.raises(WorkspaceError, match=r"is no workspace; `slimqwen init .*other` makes it one"):
+    with pytest.raises(WorkspaceError, match=r"is no workspace; run `slimqwen init .*other` to make it one"):
         variant.repository_root()
     create_workspace(tmp_path / "other")
     assert variant.repository_root() == tmp_path / "other"

@@ -27,8 +27,8 @@ MOST_BYTES = 512 * 2**20
 """Size of a file that is still read: GuideLLM writes every request, some kilobytes each."""
 
 _KNOWN = (
-    "known are GuideLLM's benchmarks.json, AIPerf's profile_export_aiperf.json and what "
-    "`vllm bench serve --save-result` writes"
+    "name GuideLLM's benchmarks.json, AIPerf's profile_export_aiperf.json or a file that "
+    "`vllm bench serve --save-result` wrote"
 )
 
 
@@ -70,30 +70,32 @@ def read_external(file: Path) -> list[ExternalRun]:
     """
     try:
         if file.stat().st_size > MOST_BYTES:
-            raise BenchError(f"{file} has more than {MOST_BYTES / 2**20:.0f} MiB; name a smaller result")
+            raise BenchError(f"{file} has more than {MOST_BYTES / 2**20:.0f} MiB; name a smaller file")
         documents = list(_parse_documents(file.read_text(encoding="utf-8")))
     except OSError as error:
-        raise BenchError(f"{file}: {error.strerror}; name a result file") from error
+        raise BenchError(f"{file}: {error.strerror}; name a result file that can be read") from error
     except (ValueError, RecursionError) as error:
         raise BenchError(f"{file} is no JSON file; {_KNOWN}") from error
     runs: list[ExternalRun] = []
     for document in documents:
         name = next((each for each, form in _FORMS.items() if form.mark <= document.keys()), None)
         if name is None:
-            raise BenchError(f"{file} is a result of no tool that is known here; {_KNOWN}")
+            raise BenchError(f"{file} is not a result file of a known load generator; {_KNOWN}")
         try:
             runs += _FORMS[name].model_validate(document).runs()
         except ValidationError as error:
             fault = error.errors()[0]
             place = ".".join(map(str, fault["loc"]))
             raise BenchError(
-                f"{file} is no result of {name} that can be read: {place}: {fault['msg'].lower()}; "
-                "write it anew with a version of this year"
+                f"{file} cannot be read as a result of {name}: {place}: {fault['msg'].lower()}; "
+                f"run the benchmark again with a current version of {name}"
             ) from None
     if not runs:
-        raise BenchError(f"{file} has no run; name a result file with one")
+        raise BenchError(f"{file} holds no benchmark run; name a result file with at least one")
     if idle := next((run for run in runs if not run.requests), None):
-        raise BenchError(f"{file}: no request of {idle.tool} succeeded; look at the server, and run it again")
+        raise BenchError(
+            f"{file}: no request of {idle.tool} succeeded; read why in the server's log, then run it again"
+        )
     return runs
 
 

@@ -29,11 +29,10 @@ def list_lines(
         BenchError: GuideLLM has no load of this shape, or the lengths do not fit the context.
     """
     if workload.shape != "new_text" or workload.prompts:
-        what = (
-            "prompts of its own" if workload.prompts else f"{workload.shape}, which GuideLLM does not draw so"
-        )
+        what = "prompts from your own file" if workload.prompts else f"prompts of the shape {workload.shape}"
         raise BenchError(
-            f"{workload.name} sends {what}; name a workload of new text, such as --workload classes"
+            f"{workload.name} sends {what}, which GuideLLM cannot; choose a workload of new text, such as "
+            "--workload classes"
         )
     lines: list[str] = []
     for each in workload.scaled(context, sequences):

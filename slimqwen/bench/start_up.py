@@ -153,7 +153,7 @@ def measure_start_up(
     """
     if rounds < 2:
         raise intervals.TooFewItemsError(
-            f"{rounds} start(s) of a kind show no spread; use --rounds 2 or more"
+            f"--rounds {rounds} shows no spread between starts; use --rounds 2 or more"
         )
     started = provenance.utc_now()
     server_command = ServerCommand.resolve(variant, port=free_port())
@@ -235,13 +235,16 @@ def split_phases(log: str, ready_seconds: float) -> dict[str, float]:
     loading = max(total_load_s) if total_load_s else sum(part_loads_s)
     compiling = sum(graph.seconds for graph in baked_cache.read_graphs(log))
     if warm_up.FAILED in log:
-        raise BenchError("the server's warm-up failed, so its start cannot be timed; read why in its log")
+        raise BenchError(
+            "the server's warm-up requests failed, so its start cannot be timed; read why in its log, below logs/"
+        )
     requests_line = _REQUESTS.search(log)
     requests_s = float(requests_line[1]) if requests_line else 0.0
     import_s = ready_seconds - loading - float(engine[1]) - requests_s
     if import_s < 0:
         raise BenchError(
-            "the phases in vLLM's log are longer than the start; run `make install` for the vLLM that Slimqwen needs"
+            "loading and initialising took longer in vLLM's log than the whole start; run `make install` for the vLLM "
+            "version that Slimqwen needs"
         )
     return {
         "import": round(import_s, 2),
@@ -260,11 +263,15 @@ def _time_round(kind: str, command: ServerCommand, log: Path, watch: Watch) -> S
         with watch.section():
             start = _time_start(command, Path(folder) / "vllm.log", log)
     if kind != "eager" and not start.graphs:
-        raise BenchError(f"expected a {kind} start, but vLLM's log names no graph; its log: {log}")
+        raise BenchError(
+            f"expected a {kind} start, but vLLM's log names no compiled graph; read why in {log}"
+        )
     for graph in start.graphs:
         if kind != "eager" and graph.loaded != (kind == "baked"):
             how = "was loaded from the cache" if graph.loaded else "was compiled"
-            raise BenchError(f"expected a {kind} start, but graph {graph.name} {how}; vLLM's log: {log}")
+            raise BenchError(
+                f"expected a {kind} start, but graph {graph.name} {how}; read why in vLLM's log: {log}"
+            )
     return start
 
 

@@ -102,7 +102,7 @@ class PromptClass(_Strict):
     @model_validator(mode="after")
     def _has_one_arrival(self) -> "PromptClass":
         if sum(value is not None for value in (self.concurrency, self.gap_ms, self.load)) > 1:
-            raise ValueError("concurrency, gap_ms and load exclude each other")
+            raise ValueError("concurrency, gap_ms and load exclude each other; keep one of them")
         return self
 
     @property
@@ -222,13 +222,17 @@ class Workload(Settings):
     @model_validator(mode="after")
     def _check_order(self) -> "Workload":
         if self.classes[0].load is not None:
-            raise ValueError("a `load` is a share of the throughput of the first class, so that one has none")
+            raise ValueError(
+                "a `load` is a share of the throughput of the first class; remove `load` from the first class"
+            )
         if self.shape != "new_text" and any(c.spread for c in self.classes):
-            raise ValueError(f"the prompts of {self.shape} have no spread")
+            raise ValueError(f"prompts of the shape {self.shape} have fixed lengths; remove `spread`")
         if self.shape == "sessions":
             turns = [(c.requests, c.prompt_tokens) for c in self.classes]
             if any(later[0] != turn[0] or later[1] <= turn[1] for turn, later in pairwise(turns)):
-                raise ValueError("each turn of sessions needs the same `requests` and longer prompts")
+                raise ValueError(
+                    "give each turn of sessions the same `requests` and longer prompts than the turn before"
+                )
         return self
 
     @property

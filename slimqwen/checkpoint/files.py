@@ -112,10 +112,12 @@ class Manifest(BaseModel):
             return cls.model_validate_json(file.read_bytes())
         except FileNotFoundError:
             raise CorruptCheckpointError(
-                f"{file} is missing, so the content of {folder} is unknown"
+                f"{file} is missing, which lists the checkpoint's files with their SHA-256"
             ) from None
         except ValidationError as error:
-            raise CorruptCheckpointError(f"{file} is not a manifest: {error.errors()[0]['msg']}") from None
+            raise CorruptCheckpointError(
+                f"{file} cannot be read as a checkpoint's manifest ({error.errors()[0]['msg']})"
+            ) from None
 
     def write(self, folder: Path) -> None:
         """Write the manifest."""
@@ -175,7 +177,10 @@ def verify(folder: Path, cure: str, progress: Progress = silent) -> Manifest:
             if name not in actual:
                 raise CorruptCheckpointError(f"{folder / name} is missing, but {MANIFEST} lists it")
             if name not in manifest.files:
-                raise CorruptCheckpointError(f"{folder / name} is not listed in {MANIFEST}")
+                raise CorruptCheckpointError(
+                    f"{folder / name} is not listed in {MANIFEST}",
+                    "move that file away, or make the checkpoint anew",
+                )
             if actual[name] != manifest.files[name]:
                 raise CorruptCheckpointError(f"{folder / name} differs from {MANIFEST} in size or SHA-256")
         check_tensors(folder)

@@ -124,6 +124,6 @@ def quantised_blocks(
     for first in range(0, rows, step):
         numbers = weight.rows(first, min(first + step, rows)).read().float()
         if not torch.isfinite(numbers).all():
-            raise CorruptCheckpointError(f"{weight.file}: a weight to pack has NaN or infinity")
+            raise CorruptCheckpointError(f"{weight.file}: a weight to quantise has NaN or infinity")
         integers, scales = quantise(numbers, group_size, bits)
         yield (rounding(numbers, scales) if rounding else integers), scales

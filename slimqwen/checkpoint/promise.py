@@ -45,7 +45,7 @@ def check_form(folder: Path) -> None:
     if scales and form.needs_cache_scheme and not form.settings.get("kv_cache_scheme"):
         raise UnsupportedFormatError(
             f"{folder} has scales of an 8-bit KV cache ({scales[0]}), which vLLM does not read without "
-            "kv_cache_scheme in quantization_config of config.json; add that of the checkpoint that had it"
+            "kv_cache_scheme in quantization_config of config.json; copy kv_cache_scheme from the original checkpoint"
         )
     if not form.is_exact:
         return

@@ -201,7 +201,7 @@ def weight_files(folder: Path) -> list[Path]:
         found = ", ".join(file.name for file in files[:3])
         raise CorruptCheckpointError(
             f"{index} is missing, but there are {len(files)} files of weights ({found})",
-            "move files away that are no shards of this checkpoint",
+            f"download {INDEX} too, or move the files away that do not belong to this checkpoint",
         )
     return files
 

@@ -184,8 +184,8 @@ def holds_mtp_head(config: Mapping[str, Any], names: Collection[str]) -> bool:
     if missing := [module for module in required if module not in modules]:
         more = f" and {len(missing) - 1} others" if missing[1:] else ""
         raise CorruptCheckpointError(
-            f"of the MTP head that config.json announces the checkpoint lacks {missing[0]}{more}",
-            "take along every mtp.* tensor of its base, or none",
+            f"the checkpoint lacks {missing[0]}{more} of the MTP head that config.json announces",
+            "copy every mtp.* tensor of its base into it, or none",
         )
     return True
 

@@ -38,7 +38,7 @@ def find_base(model: str, name: str, evaluation: str | None, disk: float | None,
     base = variants.load(name, root) if name in variants.names(root) else None
     if base and not _is_of(model, base):
         raise ModelError(
-            f"{name} is a variant of another checkpoint, {relative(base.weights)}; name a baseline of {model}: "
+            f"{name} is a variant of another checkpoint, {relative(base.weights)}; make a baseline of {model}: "
             f"`slimqwen variant new --name NAME --checkpoint {model}`, then `slimqwen optimise NAME`"
         )
     again = f"`slimqwen optimise {model}`"
@@ -49,7 +49,7 @@ def find_base(model: str, name: str, evaluation: str | None, disk: float | None,
         asked = hub.Repository(repository, "model", revision or None, again, "MODEL")
         size = hub.count_bytes(asked) / 1e9
         if disk is not None and size > disk:
-            raise ModelError(f"{repository} has {size:.2f} GB, more than --disk {disk:g}; give it more")
+            raise ModelError(f"{repository} has {size:.2f} GB, more than --disk {disk:g}; raise --disk")
         if not yes:
             typer.confirm(f"Download {repository}, {size:.2f} GB?", abort=True)
     if base is None:

@@ -56,7 +56,9 @@ def latency(
     subjects = [variant, *(against or ())]
     if baseline:
         if len(subjects) > 1 or subjects[0].baseline is None:
-            raise typer.BadParameter("--baseline needs exactly one variant, which has a baseline")
+            raise typer.BadParameter(
+                "--baseline takes one variant that has a baseline; leave out --against, or name such a variant"
+            )
         subjects.insert(0, variants.load(subjects[0].baseline))
     with progress_bar() as progress:
         paths = latency.measure_latency(

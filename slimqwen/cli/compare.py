@@ -44,12 +44,12 @@ def compare_variants(
     if len(asked) > 1:
         raise typer.BadParameter(f"give --{' or --'.join(asked)}, not both")
     if not names and asked:
-        raise typer.BadParameter(f"--{asked[0]} needs a variant, or two")
+        raise typer.BadParameter(f"--{asked[0]} is for a comparison; name one variant, or two")
     if not names:
         _say_what_to_serve()
         return
     if len(names) > 2:
-        raise typer.BadParameter("give two variants, one variant, or none")
+        raise typer.BadParameter(f"{len(names)} variants are too many; name two, one or none")
     subjects = [variants.load(name) for name in names]
     if len(subjects) == 1:
         if subjects[0].baseline is None:

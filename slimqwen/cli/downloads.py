@@ -41,13 +41,15 @@ def download(
 ) -> None:
     """Download what a variant's recipe needs, its checkpoint and text; or a suite's data sets (gated: HF_TOKEN)."""
     if corpus and not variant:
-        raise typer.BadParameter("--corpus counts tokens of a base: name a variant with --variant")
+        raise typer.BadParameter("--corpus is measured in tokens of a model; name a variant with --variant")
     if (variant is None) == (suite is None):
         raise typer.BadParameter("name a variant with --variant, or a suite with --suite")
     if data and not suite:
-        raise typer.BadParameter("--data takes the data of a suite: name one with --suite")
+        raise typer.BadParameter("--data takes the data of a suite; name one with --suite")
     if package and not variant:
-        raise typer.BadParameter("--package takes a checkpoint: name a variant with --variant")
+        raise typer.BadParameter(
+            "--package takes a variant's checkpoint from a package; name the variant with --variant"
+        )
     silence_hub_client()
     if variant and package:
         unpack_checkpoint(variant)

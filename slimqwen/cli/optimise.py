@@ -67,7 +67,7 @@ class _Asked:
         """Say the step, those left and the hours left, and note them for `--status`."""
         if not self.hours_left:
             raise _HoursOverError(
-                f"not decided: {self.hours:g} hours were over before {name}; more --hours go on"
+                f"not decided: {self.hours:g} hours were over before {name}; run it again with more --hours to go on"
             )
         left = _STEPS[_STEPS.index(name) + 1 :]
         self.journal.step, self.journal.left = f"{name}: {about}", list(left)
@@ -220,10 +220,10 @@ def _announce(asked: _Asked, gpu: str | None, disk: float | None) -> None:
     if lacking := variant_recipe.lacking_space(costs, base.root / "weights" / "store"):
         raise OptimiseError(*lacking)
     if disk is not None and needed > disk:
-        raise OptimiseError(f"the recipe takes {needed:.1f} GB, more than --disk {disk:g}; give it more")
+        raise OptimiseError(f"the recipe takes {needed:.1f} GB, more than --disk {disk:g}; raise --disk")
     if hours > asked.hours:
         raise OptimiseError(
-            f"the recipe alone takes {hours:.1f} of {asked.hours:g} hours here; give more with --hours, or take a GPU"
+            f"the recipe alone takes {hours:.1f} of {asked.hours:g} hours here; raise --hours, or use a GPU"
         )
 
 
@@ -237,7 +237,8 @@ def _present(asked: _Asked) -> "tuple[Candidate, Variant]":
         journal.candidate = optimise.choose_first(base, asked.text, asked.goal).changes
     if not journal.candidate:
         raise OptimiseError(
-            f"fit names no optimisation of {base.name} that a stage makes; `slimqwen tune {base.name}` finds its drafts"
+            f"no recipe makes {base.name} smaller or faster by the figures of `slimqwen fit {base.name}`; run "
+            f"`slimqwen tune {base.name}` to find its fastest drafts"
         )
     candidate = Candidate(**journal.candidate)
     made = optimise.make_variant(candidate, base, asked.text, asked.evaluation, asked.goal)
@@ -435,7 +436,9 @@ def _give_up(asked: _Asked, why: str) -> bool:
 
 def _say_status(journal: "Optimisation | None", name: str) -> None:
     if journal is None:
-        raise OptimiseError(f"no optimisation of {name} has begun; `slimqwen optimise {name}` begins one")
+        raise OptimiseError(
+            f"no optimisation of {name} has begun; run `slimqwen optimise {name}` to begin one"
+        )
     say(f"{name}: at {journal.step or 'its beginning'}; left: {', '.join(journal.left) or 'nothing'}")
     _say_steps(journal)
     say(f"time so far: {journal.seconds / 3600:.1f} hours")

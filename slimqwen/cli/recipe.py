@@ -56,7 +56,9 @@ def run_variant_recipe(
         _show_dry_run(variant, gpu)
         return
     if gpu:
-        raise typer.BadParameter("--gpu needs --dry-run, because a run uses this machine")
+        raise typer.BadParameter(
+            "--gpu needs --dry-run, because a run uses this machine; add --dry-run, or leave out --gpu"
+        )
     if shape:
         from slimqwen.plan import shapes
 

@@ -51,7 +51,7 @@ def report(
 ) -> None:
     """Build report/index.html: what to serve, the leaderboard, each variant; or do what the options say instead."""
     if newest and not tables:
-        raise typer.BadParameter("--newest works only with --tables; give both")
+        raise typer.BadParameter("--newest works only with --tables; add --tables")
     root = variant.repository_root()
     if schemas:
         _write_schemas()

@@ -120,7 +120,8 @@ def name_text(corpus: str, folder: Path) -> str:
         return corpus
     if not path.exists():
         raise typer.BadParameter(
-            f"--corpus: {corpus} is not there; name a file or folder, or self or general"
+            f"--corpus: {corpus} is not there; name a file or folder, `self` (the model writes it) or `general` "
+            "(public)"
         )
     return os.path.relpath(path, folder)
 

@@ -93,7 +93,8 @@ def compare_drafts(
     shared = sorted(groups[0].keys() & groups[1].keys())
     if len(shared) < 2:
         raise NotComparableError(
-            f"the two variants share fewer than two groups of greedy prompts at K = {depth}; measure both again"
+            f"the two variants share fewer than two groups of greedy prompts at K = {depth}; measure both again by "
+            "`slimqwen eval acceptance --variant NAME`"
         )
     (first_lengths, first_drafts), (second_lengths, second_drafts) = (
         acceptance_lengths([side[key] for key in shared]) for side in groups

@@ -87,7 +87,9 @@ class AcceptanceSettings(Settings):
 def require_mtp_head(variant: Variant) -> None:
     """Raise an EvalError if the checkpoint of a variant has no MTP head."""
     if not has_mtp_head(variant.weights):
-        raise EvalError(f"{variant.name} has no MTP head, so nothing is drafted; use a checkpoint with one")
+        raise EvalError(
+            f"{variant.name} has no MTP head, so nothing is drafted; use a checkpoint with mtp.* tensors"
+        )
 
 
 def cut_prompts(

@@ -287,7 +287,7 @@ def _refer(
     )
     if isinstance(reference, str):
         raise EvalError(
-            f"{server.variant.name}: the reference engine failed ({reference}); its log says why: {processes.log}"
+            f"{server.variant.name}: the reference engine failed ({reference}); read why in its log: {processes.log}"
         )
     return reference
 

@@ -419,7 +419,7 @@ def measure_tie_noise(
                 shifts.append(abs(gap - (position[first].logprob - position[second].logprob)))
     if not shifts:
         raise EvalError(
-            f"no position of {len(pairs)} responses has two close tokens, so the rounding noise is unknown; ask for "
-            "more or shorter responses in the section engine of eval/gates/"
+            f"in {len(pairs)} responses no two tokens are about as likely, so the rounding noise is unknown; raise "
+            "`lengths` or lower `output_tokens` in the section engine of eval/gates/"
         )
     return max(shifts)

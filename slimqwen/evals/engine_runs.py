@@ -101,7 +101,9 @@ class EngineProcesses:
                     refusal = result if kind == "refused" else None
                     deadline = time.monotonic() + _END_S
         except (EOFError, BrokenPipeError):
-            raise EvalError(f"the process that starts engines died; its log says why: {self.log}") from None
+            raise EvalError(
+                f"the helper process that starts vLLM's engines died; read why in its log: {self.log}"
+            ) from None
         if isinstance(refusal, SlimqwenError):
             raise refusal
         if result is not None:

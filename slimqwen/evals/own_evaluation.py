@@ -79,7 +79,7 @@ def _check_names(folder: Path, gate: GateSettings) -> None:
             is_read = is_table(file) and file.name.startswith(name)
         if name in _NAMES and is_data and not is_read and file not in named:
             also = ", or name it in gate.yaml" if name == "texts" else ""
-            faults.append(f"{file}: not read; call it {name}.{_NAMES[name]}{also}")
+            faults.append(f"{file}: not read under this name; rename it to {name}.{_NAMES[name]}{also}")
     if faults:
         raise CorpusError(*faults)
 

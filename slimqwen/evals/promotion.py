@@ -126,10 +126,14 @@ def find_passing_gate(variant: Variant, progress: Progress) -> tuple[Path, Gate]
                 f"{check}: {verdict}" for check, verdict in record.verdicts.items() if verdict != Verdict.PASS
             )
             inconclusive = record.verdict == Verdict.INCONCLUSIVE
-            cure = "give its checks the items that its page asks for" if inconclusive else "fix the variant"
+            cure = (
+                f"run {command}, which says what would decide"
+                if inconclusive
+                else f"change its recipe or flags, run {command}"
+            )
             raise EvalError(
                 f"the newest gate record of {variant.name} in its present state says {record.verdict} "
-                f"({failed}; {location}); {cure}, and promote it after {command} passes"
+                f"({failed}; {location}); {cure}, and promote it when that passes"
             )
         pair.baseline.require_weights()  # half of the evidence is of them
         for cited in _evidence(variant, record):
@@ -141,10 +145,12 @@ def find_passing_gate(variant: Variant, progress: Progress) -> tuple[Path, Gate]
             (check,) = (each for each in checks.values() if isinstance(found, each.kind))
             if changes := check.changed_since(found, side):
                 raise EvalError(
-                    f"{shown} is of other {' and '.join(changes)}; run {command} to measure again"
+                    f"{shown} was measured with other {' and '.join(changes)}; run {command} to measure again"
                 )
         return path, record
-    raise EvalError(f"no gate record fits {variant.name} in its present state{newest}; {command} makes one")
+    raise EvalError(
+        f"no gate record fits {variant.name} in its present state{newest}; run {command} to make one"
+    )
 
 
 def _evidence(variant: Variant, record: Gate) -> list[Path]:

@@ -48,7 +48,7 @@ def publish_variant(
     if licence is None and faults:
         raise EvalError(
             f"{', '.join(faults)}; where {'its owner lets' if len(faults) == 1 else 'their owners let'} you publish "
-            f"{variant.name}, say under which one: --licence apache-2.0"
+            f"{variant.name}, name the licence, as in --licence apache-2.0"
         )
     recipe = variant.recipe.read_text(encoding="utf-8")
     target.parent.mkdir(parents=True, exist_ok=True)

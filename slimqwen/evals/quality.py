@@ -223,7 +223,7 @@ def measure_quality(
         PromptTooLongError: the served context cannot hold a prompt.
     """
     if isinstance(limit, int) and limit < 2:
-        raise EvalError(f"a limit of {limit} gives no standard error; set it to 2 or more")
+        raise EvalError(f"--limit {limit} gives no standard error; set --limit to 2 or more")
     require_measurable(variant, suite)
     variant = with_tool_parser(variant, suite)
     started = provenance.utc_now()

@@ -101,7 +101,10 @@ class RoundingsSettings(Settings):
         names = [row.name for row in self.rows]
         for number, row in enumerate(self.rows):
             if names.count(row.name) > 1 or (row.over is not None and row.over not in names[:number]):
-                raise ValueError(f"the row {row.name} is there twice, or is compared with no earlier row")
+                raise ValueError(
+                    f"the row {row.name} is there twice, or its `over` is no earlier row; give each row a name of "
+                    "its own, and `over` the name of a row above"
+                )
         return self
 
 

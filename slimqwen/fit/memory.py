@@ -94,7 +94,7 @@ class ServerSettings:
             except ValueError:
                 line = f"VLLM_{key.upper()}={flags[key]}"
                 raise FitError(
-                    f"{subject.name}: {line}: vLLM reads no number; write one such as {example}"
+                    f"{subject.name}: {line}: vLLM cannot read this as a number; write one such as {example}"
                 ) from None
 
         native = int(subject.text.get("max_position_embeddings", CONTEXT_LEN))
@@ -105,8 +105,8 @@ class ServerSettings:
                 drafts = json.loads(flags.get("speculative_config", "null")) or {}
             except ValueError:
                 raise FitError(
-                    f"{subject.name}: VLLM_SPECULATIVE_CONFIG={flags['speculative_config']}: vLLM reads no JSON; write "
-                    'one such as {"method": "mtp", "num_speculative_tokens": 4}'
+                    f"{subject.name}: VLLM_SPECULATIVE_CONFIG={flags['speculative_config']}: this is not JSON; write "
+                    'it as in {"method": "mtp", "num_speculative_tokens": 4}'
                 ) from None
             # Without a number vLLM drafts as many tokens as the head has layers, which is one in every release.
             depth = int(drafts.get("num_speculative_tokens", 1)) if "mtp" in str(drafts.get("method")) else 0

@@ -53,7 +53,8 @@ def list_steps(
     """
     if subject.variant is None:
         raise FitError(
-            f"{subject.name} has no recipe whose stages --waterfall could show; name a variant, or leave it out"
+            f"{subject.name} has no recipe whose stages --waterfall could show; name a variant, or leave out "
+            "--waterfall"
         )
     before: dict[str, int] = {}
     for name, model, depth in _optimisations(_list_stages(subject.variant), settings):

@@ -41,10 +41,10 @@ def check_base(base: str | None) -> str:
         base == BOOTSTRAP or base.startswith("localhost/") or re.search(r"@sha256:[0-9a-f]{64}$", base)
     ):
         return base
-    reason = f"BASE_IMAGE={base} names no digest" if base else "no BASE_IMAGE"
+    reason = f"--base-image {base} names no digest" if base else "--base-image is missing"
     raise ImageError(
-        f"{reason}; write BASE_IMAGE=docker.io/library/debian:bookworm-slim@sha256:<64 digits> (`docker buildx "
-        f"imagetools inspect` prints the digits), or BASE_IMAGE={BOOTSTRAP} to make a base from Debian's archive"
+        f"{reason}; give --base-image docker.io/library/debian:bookworm-slim@sha256:<64 digits> (`docker buildx "
+        f"imagetools inspect` prints the digits), or --base-image {BOOTSTRAP} to make a base from Debian's archive"
     )
 
 
@@ -59,7 +59,7 @@ def bootstrap_base(tool: Tool, log: Path, progress: Progress = silent) -> str:
         return _BOOTSTRAPPED
     if not shutil.which(BOOTSTRAP) or os.geteuid() != 0:
         raise ImageError(
-            f"BASE_IMAGE={BOOTSTRAP} needs debootstrap and root; run as root after `apt-get install debootstrap`, or "
+            f"--base-image {BOOTSTRAP} needs debootstrap and root; run as root after `apt-get install debootstrap`, or "
             "name a base image by its digest"
         )
     with tempfile.TemporaryDirectory(prefix="slimqwen-base.") as scratch:
@@ -178,4 +178,4 @@ def _run(words: Sequence[str], log: Path, activity: str, progress: Progress) -> 
     if process.returncode != 0:
         errors = [line for line in lines if _ERROR.match(line)]
         cause = re.sub(r" for step \{.*\}(?=: )", "", (errors or lines[-1:] or ["no output"])[0])
-        raise ImageError(f"{activity}: {cause}; log: {log}")
+        raise ImageError(f"{activity}: {cause}; read more in its log: {log}")

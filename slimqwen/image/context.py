@@ -93,7 +93,7 @@ def gather(
     root, code = variant.root, installation_root()
     if variant.platform and platform and platform != variant.platform:
         raise ImageError(
-            f"{variant.name} is served on {variant.platform} only; build it without PLATFORM={platform}"
+            f"{variant.name} is served on {variant.platform} only; leave out --platform {platform}"
         )
     checkpoint.check_folder(variant.weights, cure=making_command(variant.weights, root))
     weights = _below_root(variant.weights, root, "VLLM_MODEL")
@@ -191,7 +191,7 @@ def _baked_cache(command: ServerCommand) -> baked_cache.BakedCache:
     if cache.differences:
         raise ImageError(
             f"the compile cache of {name} does not fit this host: {'; '.join(cache.differences)}; "
-            f"`slimqwen recipe run --variant {name}` bakes a cache that fits"
+            f"run `slimqwen recipe run --variant {name}` to bake a cache that fits"
         )
     return cache.baked
 

@@ -32,7 +32,7 @@ def read_imported_cache(command: ServerCommand, archive: Path) -> baked_cache.Ba
     variant, manifest = command.variant, archive.with_name(baked_cache.MANIFEST)
     if command.cache is None:
         raise ImageError(
-            f"{variant.name} compiles nothing, so it needs no compile cache; build its image without --cache"
+            f"{variant.name} runs without compiled graphs, so it needs no compile cache; leave out --cache"
         )
     try:
         baked = baked_cache.BakedCache.model_validate_json(manifest.read_bytes())
@@ -65,8 +65,8 @@ def read_imported_cache(command: ServerCommand, archive: Path) -> baked_cache.Ba
     )
     if differences:
         raise ImageError(
-            f"{archive} does not fit {variant.name} on this host: {'; '.join(differences)}; bake a cache for this "
-            "checkpoint and these versions"
+            f"{archive} does not fit {variant.name} on this host: {'; '.join(differences)}; run `slimqwen recipe "
+            f"run --variant {variant.name}` on the host that bakes, with this checkpoint and these versions"
         )
     return baked
 

@@ -41,7 +41,7 @@ def find_tool(requested: str | None = None) -> Tool:
     missing = requested or "neither docker, podman nor buildah"
     raise ImageError(
         f"{missing} is {'not ' if requested else ''}installed; `apt-get install buildah`, or name an installed tool "
-        "with CONTAINER_TOOL=docker|podman|buildah"
+        "with --container-tool docker|podman|buildah"
     )
 
 

@@ -62,7 +62,7 @@ def describe_drafter(folder: Path, target: Path, path: str) -> dict[str, Any]:
     method = next((name for part, name in _METHODS.items() if part in architecture.lower()), None)
     if method is None:
         raise DrafterError(
-            f"{folder} is a {architecture}, for which vLLM has no way to draft; name a drafter of EAGLE or DFlash, or "
+            f"{folder} is a {architecture}, with which vLLM cannot draft; name a drafter of EAGLE or DFlash, or "
             "a small language model"
         )
     check_files(folder, "copy or download it again")

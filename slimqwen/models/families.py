@@ -77,7 +77,8 @@ class Family:
         if listed := text.get("layer_types"):
             if others := set(listed) - {FULL_ATTENTION, LINEAR_ATTENTION}:
                 raise FamilyError(
-                    f"config.json has layers of the kind {min(others)}, which is not supported; take a model without"
+                    f"config.json has layers of the kind {min(others)}, which is not supported; choose a model "
+                    "without them"
                 )
             return tuple(listed)
         interval = text.get("full_attention_interval", 4) if LINEAR_ATTENTION in self.linears else 1

@@ -151,7 +151,7 @@ class GgufFile:
             raise self.refused("lacks the tensor token_embd.weight")
         heads, hidden = required("attention.head_count"), required("embedding_length")
         if self.get("{arch}.attention.sliding_window"):
-            raise self.refused("has sliding attention")
+            raise self.refused("has sliding-window attention, which is not converted")
         is_biased = family.name == "llama" and "blk.0.attn_output.bias" in self.tensors
         settings = {
             "architectures": [family.architectures[0]],
@@ -191,14 +191,14 @@ class GgufFile:
             scaling = {**_LLAMA3_SCALING, "factor": float(factors.max())}
             if np.allclose(factors, _llama3_factors(theta, len(factors), scaling), rtol=1e-4):
                 return {"rope_theta": theta, **scaling}
-            raise self.refused("has a rotary scaling other than Llama 3's")
+            raise self.refused("has a scaling of rotary positions that is not Llama 3's")
         if kind in ("linear", "yarn"):
             length = self.get("{arch}.rope.scaling.original_context_length")
             original = {"original_max_position_embeddings": length} if length else {}
             factor = _rounded(self.get("{arch}.rope.scaling.factor", 1.0))
             return {**plain, "rope_type": kind, "factor": factor, **original}
         if kind != "none":
-            raise self.refused(f"has the rotary scaling {kind}")
+            raise self.refused(f"has the rotary scaling {kind}, which is not converted")
         return plain
 
     def new_tensors(self, expected: Tensors) -> dict[str, NewTensor]:
@@ -227,7 +227,7 @@ class GgufFile:
             left -= {stored}
             found[name] = self._new_tensor(tensor, shape, self._stored_order(module, shape[0]))
         if left:
-            raise self.refused(f"has the tensor {min(left)}, which no {self.architecture} has here")
+            raise self.refused(f"has the tensor {min(left)}, which is unknown for {self.architecture}")
         return found
 
     def _stored_order(self, module: str, rows: int) -> npt.NDArray[np.int64] | None:
@@ -315,7 +315,7 @@ def convert_gguf(file: GgufFile, folder: Path, progress: Progress = silent) -> d
     tensors = file.new_tensors(Shape.of_config(config).tensors)
     total, done = sum(tensor.bytes for tensor in tensors.values()), 0
     if shutil.disk_usage(folder).free < total:
-        raise GgufError(f"{folder.parent} has no room for {total / 1e9:.1f} GB of weights; free some")
+        raise GgufError(f"{folder.parent} has no room for {total / 1e9:.1f} GB of weights; free disk space")
 
     def counted(tensor: NewTensor) -> Iterator[bytes | memoryview]:
         nonlocal done

@@ -187,7 +187,8 @@ def select_tokens(vocabulary: Vocabulary, counts: Ids, size: int, needed: Iterab
     forced = sum(map(math.isinf, value))
     if forced > size:
         raise VocabularyError(
-            f"{size} tokens are too few: bytes, added tokens and their parts are {forced}; keep at least {forced}"
+            f"{size} tokens are too few: {forced} are always kept, the single bytes and the added tokens with their "
+            f"parts; keep at least {forced}"
         )
     return np.sort(ranked[:size])
 

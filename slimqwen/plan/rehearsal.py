@@ -123,7 +123,8 @@ def rehearse_variants(variants: Sequence[Variant], gpu: Gpu | None, *, log: Path
             process.wait()
     if made < len(variants):
         raise RehearsalError(
-            find_last_cause(log) or f"the rehearsal ended without a result; {log} has its output"
+            find_last_cause(log)
+            or f"the process that plans ended without a result; read why in its log: {log}"
         )
 
 

@@ -44,7 +44,7 @@ def name_gpu_here(command: ServerCommand) -> str:
     device = gpu.first_gpu()
     if device is None:
         raise MissingPlanError(
-            "this machine has no GPU, so no plan is looked up; serve where there is one, or with --platform cpu"
+            "this machine has no GPU, so no plan is looked up; serve on a GPU host, or with --platform cpu"
         )
     if listed := devices.find_gpu(device.name, command.variant.root, device.memory_gib):
         return listed.name
@@ -77,7 +77,7 @@ def find_plan(command: ServerCommand, gpu_name: str) -> Plan:
                 return plan
             reason = f" that fits: {misfit}"
     raise MissingPlanError(
-        f"no plan of {name} on {gpu_name}{reason}; `slimqwen plan --variant {name} --gpu {gpu_name} --record` makes one"
+        f"no plan of {name} on {gpu_name}{reason}; run `slimqwen plan --variant {name} --gpu {gpu_name} --record`"
     )
 
 

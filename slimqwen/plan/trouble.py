@@ -54,7 +54,7 @@ class KnownTrouble(BaseModel):
     @field_validator("when")
     @classmethod
     def _names_facts(cls, value: dict[str, Any]) -> dict[str, Any]:
-        known = f"the facts are {', '.join(sorted(FACTS))}"
+        known = f"name some of {', '.join(sorted(FACTS))}"
         if not value:
             raise ValueError(f"no condition; {known}")
         unknown = sorted(name for name in value if name not in FACTS and not name.startswith(_FLAG))

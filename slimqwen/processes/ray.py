@@ -100,7 +100,7 @@ class RayExecutor:
         except (RuntimeError, ValueError, OSError) as error:
             cause = " ".join(str(error).split())[:200]
             raise ExecutorError(
-                f"no Ray cluster at {self._address} ({cause}); `ray start --head` starts one"
+                f"no Ray cluster at {self._address} ({cause}); run `ray start --head` to start one"
             ) from None
         # Ray's own handler prints a native stack trace and aborts.
         signal.signal(signal.SIGTERM, ends_search)
@@ -232,13 +232,15 @@ class RayExecutor:
         for node in nodes:
             if others := {name for name, _ in node.kind.packages.items() ^ packages.items()}:
                 raise ExecutorError(
-                    f"node {node.name} has other versions of {', '.join(sorted(others))}; install the same lock there"
+                    f"node {node.name} has other versions of {', '.join(sorted(others))}; run `make install "
+                    "EXTRAS=ray` there at the same commit"
                 )
         kinds = {node.kind.hardware: node.name for node in nodes}
         if len(kinds) > 1:
             described = "; ".join(f"{name}: {kind}" for kind, name in kinds.items())
             raise ExecutorError(
-                f"the cluster mixes kinds of hardware ({described}), whose figures cannot be paired; use one kind"
+                f"the cluster mixes kinds of hardware ({described}), whose figures cannot be compared; keep nodes of "
+                "one kind"
             )
 
 

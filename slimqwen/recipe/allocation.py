@@ -106,7 +106,8 @@ def allocate_widths(
     weights = sum(info.elements for infos in units.values() for info in infos)
     if (least := sum(map(min, bits)) / weights) > budget:
         raise StageError(
-            f"the narrowest form takes {least:.2f} stored bits a weight; set bits to that or more"
+            f"bits {budget:g} is too low: the fewest possible are {least:.2f} stored bits a weight; raise bits above "
+            "that"
         )
     places = choose_widths(costs, bits, budget * weights)
     return Allocation(

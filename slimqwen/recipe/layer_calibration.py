@@ -122,7 +122,7 @@ def _calibrate_layer(
     layer = load_layer(source, number)
     for name, parameter in layer.named_parameters():
         if not torch.isfinite(parameter).all():
-            raise StageError(f"{source}: {name} is not finite; make that checkpoint again")
+            raise StageError(f"{source}: {name} has NaN or infinity; make or download that checkpoint again")
     wanted = [run_layer(layer, batch) for batch in states] if steps else []
     # llmcompressor runs the layer twice; the second outputs, which are kept, are those of the changed weights.
     outputs: deque[Any] = deque(maxlen=len(states))
@@ -130,7 +130,8 @@ def _calibrate_layer(
     def keep(_module: Any, _inputs: Any, output: Any) -> None:
         if not torch.isfinite(output).all():
             raise StageError(
-                f"layer {number} of {source} gave NaN or infinity on the calibration text; that checkpoint is damaged"
+                f"layer {number} of {source} gave NaN or infinity on the calibration text; make or download that "
+                "checkpoint again"
             )
         outputs.append(output.cpu())
 

@@ -180,7 +180,7 @@ def find_base_variant(base: str, root: Path) -> str:
         if is_own_copy and (not commit or (revision and revision.value == commit)):
             return name
     raise RecipeError(
-        f"no variant is a copy of {base}; add one with `slimqwen variant new --name NAME --checkpoint {base}`"
+        f"no variant has the checkpoint {base}; add one with `slimqwen variant new --name NAME --checkpoint {base}`"
     )
 
 

@@ -196,7 +196,7 @@ def write_record(folder: Path, record: Record, items: Iterable[Mapping[str, Any]
     content = "".join(f"{line}\n" for line in lines).encode()
     path, items_path = folder / f"{stem}.json", folder / f"{stem}.items.jsonl"
     if not lines:
-        raise RecordError(f"{path.name}: no items; measure again")
+        raise RecordError(f"{path.name}: the measurement gave no items; measure again")
     block = Items(file=items_path.name, sha256=hashlib.sha256(content).hexdigest(), count=len(lines))
     text = serialise(record.model_copy(update={"items": block}), path.name)
     _publish_together({items_path: content, path: text.encode()})

@@ -96,7 +96,7 @@ class Optimisation:
             if not take_lock(stream, file):
                 raise RunInProgressError(
                     f"another process{describe_holders(file)} optimises {base}; "
-                    f"`slimqwen optimise {base} --status` says where it stands"
+                    f"wait until it ends; `slimqwen optimise {base} --status` says where it stands"
                 )
             yield
 

@@ -149,7 +149,7 @@ def read_manifest(folder: Path) -> BakedCache | None:
         return None
     except ValidationError as error:
         raise ServingError(
-            f"{folder / MANIFEST} is no manifest of a compile cache ({error.errors()[0]['msg']}); run the recipe "
+            f"{folder / MANIFEST} does not describe a compile cache ({error.errors()[0]['msg']}); run the recipe "
             "with its stage bake_cache again"
         ) from None
 
@@ -274,7 +274,9 @@ def restore_cache(folder: Path, baked: BakedCache, root: Path) -> None:
         return
     archive = folder / ARCHIVE
     if not _is(archive, baked.archive_sha256):
-        raise ServingError(f"{archive} is missing or not what {MANIFEST} says; make that checkpoint again")
+        raise ServingError(
+            f"{archive} is missing or not what {MANIFEST} says; run the recipe with its stage bake_cache again"
+        )
     with hold_lock(root.parent / f".{root.name}.lock"):
         if not _is_whole(root, baked):
             _unpack(archive, baked, root)

@@ -125,7 +125,9 @@ def _special_tokens(weights: Path) -> dict[str, str]:
                 if name.endswith("_token") and value:
                     tokens[name] = value["content"] if isinstance(value, Mapping) else value
         except (OSError, ValueError, AttributeError, LookupError) as error:
-            raise ServingError(f"{file} cannot be read ({error}); make that checkpoint again") from None
+            raise ServingError(
+                f"{file} cannot be read ({error}); make or download the checkpoint anew"
+            ) from None
     return tokens
 
 

@@ -140,8 +140,8 @@ class ServerCommand:
             cache = _compile_cache(variant, platform, flags, variables)
         elif variant.require_baked:
             raise ServingError(
-                f"REQUIRE_BAKED=1, but {variant.name} compiles nothing; set VLLM_ENFORCE_EAGER=0 in its config.env, or "
-                "remove REQUIRE_BAKED"
+                f"REQUIRE_BAKED=1, but {variant.name} runs without compiled graphs; set VLLM_ENFORCE_EAGER=0 in its "
+                "config.env, or remove REQUIRE_BAKED"
             )
         words = (word for of_flag in argv.values() for word in of_flag)
         return cls(

@@ -61,6 +61,6 @@ def _ask_vllm(weights: Path, deciding: str, may_be_longer: str) -> int:
             reason = error.errors()[0]["msg"] if isinstance(error, ValidationError) else str(error)
             first_sentence = " ".join(reason.removeprefix("Value error, ").split()).partition(". ")[0]
             raise ServingError(
-                f"vLLM refuses the context: {first_sentence}; set a VLLM_MAX_MODEL_LEN that fits these positions"
+                f"vLLM refuses the context: {first_sentence}; lower VLLM_MAX_MODEL_LEN or correct VLLM_HF_OVERRIDES"
             ) from None
     return int(model.max_model_len)

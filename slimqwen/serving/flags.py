@@ -211,7 +211,7 @@ def parse(setting: Setting) -> Flag:
     text = setting.value
     if action.nargs == 0:
         if text not in ("0", "1"):
-            raise ConfigError(f"{setting.location}: {setting.key}={text} is no switch; write 1 or 0")
+            raise ConfigError(f"{setting.location}: {setting.key}={text} is neither on nor off; write 1 or 0")
         if isinstance(action, argparse.BooleanOptionalAction):
             argv: tuple[str, ...] = (option if text == "1" else f"--no-{name}",)
         else:

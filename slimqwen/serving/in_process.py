@@ -151,7 +151,8 @@ def try_out(folder: Path) -> None:
     except Exception as error:
         what = " ".join(str(error).split())
         raise ServingError(
-            f"{folder}: vLLM does not serve it ({type(error).__name__}: {what[:300]}); make that checkpoint anew"
+            f"{folder}: vLLM does not serve it ({type(error).__name__}: {what[:300]}); make or download the "
+            "checkpoint anew"
         ) from error
 
 

@@ -113,7 +113,7 @@ def run_server(
         try:
             _wait_until_ready(process, command, log, timeout_s, progress)
         except ServingError as error:
-            raise ServingError(f"{error}; log: {kept_log or log}") from None
+            raise ServingError(f"{error}; read more in its log: {kept_log or log}") from None
         yield RunningServer(command, process.pid, log)
 
 

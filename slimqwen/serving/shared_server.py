@@ -98,9 +98,9 @@ def server_lost(server: RunningServer, activity: str, seen: BaseException | str)
     if isinstance(seen, BaseException):
         seen = f"{type(seen).__name__}: {seen}"
     cause = find_last_cause(server.log) if server.log else None
-    where = f"its log: {server.log}" if server.log else f"the log of process {server.pid} says why"
+    where = f"its log: {server.log}" if server.log else f"the log of process {server.pid}"
     return ServerLostError(
-        f"the server failed while {activity}: {cause or seen}; nothing was recorded; {where}"
+        f"the server failed while {activity}: {cause or seen}; nothing was recorded; read why in {where}"
     )
 
 
@@ -115,5 +115,5 @@ def get_response(url: str) -> httpx.Response:
             return client.get(url).raise_for_status()
     except httpx.HTTPError as error:
         raise ServerLostError(
-            f"{url}: {error or type(error).__name__}; start the server again, or set VLLM_API_KEY as it has it"
+            f"{url}: {error or type(error).__name__}; start the server again, or set VLLM_API_KEY to its key"
         ) from error

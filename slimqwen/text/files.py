@@ -57,7 +57,7 @@ def file_format(file: Path) -> str:
     if suffix not in FORMATS or (suffix == ".parquet" and inner != file):
         known = f"{', '.join(FORMATS[:-1])} and {FORMATS[-1]}"
         raise CorpusError(
-            f"{file}: unknown format; name a file that ends in {known}, or all but .parquet with .gz or .zst"
+            f"{file}: unknown format; name a file that ends in {known} (all but .parquet may be packed: .gz, .zst)"
         )
     return suffix
 

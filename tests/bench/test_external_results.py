@@ -80,10 +80,10 @@ def test_a_file_to_which_vllm_appended_has_several_runs(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("", "has no run"),
+        ("", "holds no benchmark run"),
         ("[1]", "is no JSON file"),
-        ("not json", "is no JSON file; known are GuideLLM's"),
-        ('{"a": 1}', "is a result of no tool that is known here; known are GuideLLM's"),
+        ("not json", "is no JSON file; name GuideLLM's"),
+        ('{"a": 1}', "is not a result file of a known load generator; name GuideLLM's"),
         ("[" * 100_000, "is no JSON file"),
     ],
 )
@@ -101,7 +101,7 @@ def test_a_missing_file_and_one_that_is_too_large_are_refused(
     with pytest.raises(BenchError, match="No such file or directory; name a result file"):
         read_external(tmp_path / "none.json")
     monkeypatch.setattr(external_results, "MOST_BYTES", 10)
-    with pytest.raises(BenchError, match="name a smaller result"):
+    with pytest.raises(BenchError, match="name a smaller file"):
         read_external(FILES / "aiperf.json")
 
 
@@ -111,10 +111,10 @@ def test_a_missing_file_and_one_that_is_too_large_are_refused(
         (
             "guidellm.json",
             {"benchmarks": [{}]},
-            r"no result of GuideLLM .*: benchmarks\.0\.config: field required",
+            r"cannot be read as a result of GuideLLM: benchmarks\.0\.config: field required",
         ),
-        ("guidellm.json", {"benchmarks": []}, "has no run"),
-        ("aiperf.json", {"was_cancelled": True}, "no result of AIPerf .*: was_cancelled"),
+        ("guidellm.json", {"benchmarks": []}, "holds no benchmark run"),
+        ("aiperf.json", {"was_cancelled": True}, "cannot be read as a result of AIPerf: was_cancelled"),
         ("aiperf.json", {"request_latency": {"unit": "ms", "p50": -1}}, r"request_latency\.p50"),
         (
             "vllm_bench.json",

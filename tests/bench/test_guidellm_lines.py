@@ -60,6 +60,6 @@ def test_a_rate_that_is_not_known_yet_is_left_to_fill_in_and_said() -> None:
 @pytest.mark.parametrize("name", ["prefix_cache", "agent"])
 def test_a_load_that_guidellm_does_not_draw_is_refused(name: str) -> None:
     with pytest.raises(
-        BenchError, match=f"^{name} sends .*, which GuideLLM does not draw so; name a workload of new"
+        BenchError, match=f"^{name} sends .*, which GuideLLM cannot; choose a workload of new"
     ):
         lines_of(name)

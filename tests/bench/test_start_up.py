@@ -59,8 +59,8 @@ FAILED_WARM_UP = "ERROR WarmUpError: the warm-up failed, the first requests will
         ("", 20.0, "does not say how long"),
         (CPU_LOG.partition("init engine")[0], 20.0, "does not say how long"),
         (GPU_LOG.rpartition("INFO")[2], 20.0, "does not say how long"),
-        (CPU_LOG, 30.0, "longer than the start"),
-        (CPU_LOG.partition("(APIServer")[0] + FAILED_WARM_UP, 60.0, "warm-up failed"),
+        (CPU_LOG, 30.0, "longer in vLLM's log than the whole start"),
+        (CPU_LOG.partition("(APIServer")[0] + FAILED_WARM_UP, 60.0, "warm-up requests failed"),
     ],
     ids=["nothing", "no engine", "no loading", "too short a start", "failed warm-up"],
 )

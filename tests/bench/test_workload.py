@@ -77,7 +77,7 @@ def test_a_context_too_short_for_any_class_is_refused():
     [
         ({"gap_ms": 25, "load": 2}, "exclude each other"),
         ({"gap_ms": 25, "concurrency": 2}, "exclude each other"),
-        ({"load": 0.5}, "share of the throughput of the first class, so that one has none"),
+        ({"load": 0.5}, "share of the throughput of the first class; remove `load` from the first"),
         (
             {"requests": 1},
             r"mine\.yaml:\d+: classes\.one\.requests: Input should be greater than or equal to 2",
@@ -93,9 +93,9 @@ def test_a_class_that_contradicts_itself_is_refused(load, changes, said):
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({}, "needs the same `requests` and longer prompts"),
-        ({"prompt_tokens": 65, "requests": 5}, "needs the same `requests` and longer prompts"),
-        ({"prompt_tokens": 65, "spread": 1.0}, "no spread"),
+        ({}, "the same `requests` and longer prompts"),
+        ({"prompt_tokens": 65, "requests": 5}, "the same `requests` and longer prompts"),
+        ({"prompt_tokens": 65, "spread": 1.0}, "have fixed lengths; remove `spread`"),
     ],
 )
 def test_a_turn_continues_the_sessions_that_there_are_with_longer_prompts(load, changes, said):

@@ -151,7 +151,7 @@ def test_without_an_index_the_files_are_named_and_what_to_do_with_the_others(fol
     (folder / "model.safetensors.index.json").unlink()
     with pytest.raises(
         CorruptCheckpointError,
-        match=r"2 files of weights \(model-00001\.safetensors, .*move files away that are no shards",
+        match=r"2 files of weights \(model-00001\.safetensors, .*move the files away that do not belong",
     ):
         checkpoint.check_folder(folder, CURE)
 

@@ -146,7 +146,9 @@ def test_a_folder_with_a_part_of_a_head_is_refused(tmp_path):
     folder = shutil.copytree(TINY, tmp_path / "copy")
     with edited_tensors(folder) as tensors:
         del tensors["mtp.fc.weight"]
-    with pytest.raises(CorruptCheckpointError, match=r"lacks mtp\.fc; take along every.*; make it"):
+    with pytest.raises(
+        CorruptCheckpointError, match=r"lacks mtp\.fc of the MTP head .*; copy every.*; make it"
+    ):
         check_folder(folder, "make it")
 
 

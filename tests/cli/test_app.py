@@ -21,7 +21,7 @@ NEW = "variant new --name new --base tiny --hypothesis x"
         ("bench latency --variant nope", 2, UNKNOWN),
         ("compare tiny nope", 2, UNKNOWN),
         ("compare tiny", 2, "tiny has no baseline"),
-        ("compare tiny tiny-awq tiny-best", 2, "give two variants, one variant, or none"),
+        ("compare tiny tiny-awq tiny-best", 2, "3 variants are too many; name two, one or none"),
         ("recipe run --variant nope --until calibrate", 2, UNKNOWN),
         ("variant promote --variant nope", 2, UNKNOWN),
         ("gate --variant nope", 3, UNKNOWN),  # 2 is a verdict there: inconclusive
@@ -30,7 +30,7 @@ NEW = "variant new --name new --base tiny --hypothesis x"
         ("variant promote --variant tiny", 2, "tiny is a baseline"),
         (f"{NEW.replace('new --base', 'tiny --base')}", 2, "experiments/tiny exists"),
         (f"{NEW.replace('--base tiny', '--base tinny')}", 2, "did you mean tiny?"),
-        ("bench latency --variant tiny --baseline", 2, "exactly one variant, which has a baseline"),
+        ("bench latency --variant tiny --baseline", 2, "--baseline takes one variant that has a baseline"),
         ("eval quality --variant tiny --full --limit 3", 2, "exclude each other"),
         ("eval quality --varian tiny", 2, "No such option: --varian"),
         ("evl quality", 2, "Did you mean 'eval'?"),

@@ -80,7 +80,7 @@ def test_what_is_left_of_a_download_goes_on(hub: Hub, steps: Steps) -> None:
 
 def test_a_download_is_asked_for_with_its_size(hub: Hub, steps: Steps) -> None:
     code, said = optimise("owner/name", "--disk 0.001 --yes")
-    assert (code, said) == (3, "error: owner/name has 0.01 GB, more than --disk 0.001; give it more")
+    assert (code, said) == (3, "error: owner/name has 0.01 GB, more than --disk 0.001; raise --disk")
     code, said = optimise("owner/name", "--evaluation tinyworld")
     assert (code, hub.fetched()) == (1, [])
     assert "name" not in variant.names()

@@ -52,7 +52,7 @@ def test_a_result_of_another_tool_stands_alone(run_here):
     code, _, err = run_here("compare", "tiny-best", "--items", "--with", "README.md")
     assert "give --items or --with, not both" in err
     code, _, err = run_here("compare", "--with", "README.md")
-    assert "--with needs a variant, or two" in err
+    assert "--with is for a comparison; name one variant, or two" in err
 
 
 def test_a_machine_without_measurements_is_told_how_to_make_them(compare, monkeypatch):

@@ -234,7 +234,8 @@ def test_no_step_begins_after_the_hours(steps: Steps, monkeypatch: pytest.Monkey
     code, said = run("optimise tiny --hours 0.3")
     assert code == 1, said
     assert said.endswith(
-        "serve the base: `slimqwen serve tiny`: not decided: 0.3 hours were over before timing; more --hours go on"
+        "serve the base: `slimqwen serve tiny`: not decided: 0.3 hours were over before timing; run it again with "
+        "more --hours to go on"
     )
 
 
@@ -242,7 +243,10 @@ def test_two_processes_do_not_share_a_journal(steps: Steps) -> None:
     with Optimisation.held(steps.root, "tiny"):
         code, said = run("optimise tiny --yes")
     assert code == 3, said
-    assert "another process optimises tiny; `slimqwen optimise tiny --status` says where it stands" in said
+    assert (
+        "another process optimises tiny; wait until it ends; `slimqwen optimise tiny --status` says where"
+        in said
+    )
 
 
 def test_context_and_sequences_are_those_of_both_sides(steps: Steps) -> None:
@@ -271,8 +275,8 @@ def test_an_evaluation_judges_in_place_of_the_baseline_s(steps: Steps) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ("--hours 0.02", r"the recipe alone takes .* of 0\.02 hours here; give more with --hours"),
-        ("--disk 0.001", r"the recipe takes 0\.\d GB, more than --disk 0\.001; give it more"),
+        ("--hours 0.02", r"the recipe alone takes .* of 0\.02 hours here; raise --hours"),
+        ("--disk 0.001", r"the recipe takes 0\.\d GB, more than --disk 0\.001; raise --disk"),
     ],
 )
 def test_what_takes_too_much_is_said_before_anything_runs(steps: Steps, options: str, message: str) -> None:
@@ -283,7 +287,7 @@ def test_what_takes_too_much_is_said_before_anything_runs(steps: Steps, options:
 
 
 def test_what_has_not_begun_has_no_status(steps: Steps) -> None:
-    message = "error: no optimisation of tiny has begun; `slimqwen optimise tiny` begins one"
+    message = "error: no optimisation of tiny has begun; run `slimqwen optimise tiny` to begin one"
     assert run("optimise tiny --status") == (3, message)
 
 
@@ -293,7 +297,7 @@ def test_another_checkpoint_of_the_same_name_is_not_taken_for_it(steps: Steps) -
         code, said = run(f"optimise {model} --yes")
         assert code == 3
         assert (
-            f"tiny is a variant of another checkpoint, weights/tiny; name a baseline of {model}: `slim"
+            f"tiny is a variant of another checkpoint, weights/tiny; make a baseline of {model}: `slim"
             in said
         )
 

@@ -250,7 +250,7 @@ def test_where_every_engine_breaks_down_the_reference_shows_that_vllm_runs(
     record = measure(*["starting: died"] * 3, ([response(1)] * 16, NOISE), lengths=lengths)
     assert [engine.failure for engine in record.engines] == ["starting: died"] * 3
     with pytest.raises(
-        EvalError, match=r"v: the reference engine failed \(starting: no memory\); its log says why"
+        EvalError, match=r"v: the reference engine failed \(starting: no memory\); read why in its log"
     ):
         measure("starting: died", FINE, FINE, "starting: no memory")
 

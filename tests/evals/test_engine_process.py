@@ -154,7 +154,7 @@ def test_long_responses_are_not_reread() -> None:
 
 def test_without_two_likely_tokens_there_is_no_noise_to_measure() -> None:
     response = Response((4, 6), ({4: -0.1, 5: -8.0}, {6: -0.1}))
-    with pytest.raises(EvalError, match="no position of 1 responses has two close tokens"):
+    with pytest.raises(EvalError, match="in 1 responses no two tokens are about as likely"):
         measure_tie_noise(Rereading(response.log_probabilities, {}), [Request((7,), 1)], [response])
 
 

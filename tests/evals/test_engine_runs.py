@@ -90,5 +90,5 @@ def test_the_end_of_the_starting_process_ends_its_engine_and_is_an_error(
     starter.kill()
     starter.wait()
     assert psutil.wait_procs([process], timeout=30)[1] == []
-    with pytest.raises(EvalError, match="the process that starts engines died"):
+    with pytest.raises(EvalError, match="the helper process that starts vLLM's engines died"):
         processes.run(engine_jobs.double, 21, "x", silent)

@@ -156,9 +156,9 @@ def test_a_file_that_is_called_like_one_of_an_evaluation_but_not_read_is_named(r
         (root / OWN / name).touch()
     unread = [fault.partition(": ")[::2] for fault in faults_of(root)]
     assert unread == [
-        ("eval/own/mine/Prompts.json", "not read; call it prompts.jsonl"),
-        ("eval/own/mine/prompts.txt", "not read; call it prompts.jsonl"),
-        ("eval/own/mine/suite.yml", "not read; call it suite.yaml"),
+        ("eval/own/mine/Prompts.json", "not read under this name; rename it to prompts.jsonl"),
+        ("eval/own/mine/prompts.txt", "not read under this name; rename it to prompts.jsonl"),
+        ("eval/own/mine/suite.yml", "not read under this name; rename it to suite.yaml"),
     ]
 
 

@@ -134,7 +134,7 @@ CITED = r"small/quality_\S+, which small/gate_\S+ cites, is "
 @pytest.mark.parametrize(
     ("prepare", "message"),
     [
-        (lambda one: None, r"no gate record fits small in its present state; `slimqwen gate --variant small`"),
+        (lambda one: None, r"no gate record fits small in its present state; run `slimqwen gate --variant small`"),
         (lambda one: gated(one, "fail"), r"says fail \(quality: fail; small/gate_\S+\).*gate --variant small"),
         (lambda one: gated(one, "inconclusive"), r"says inconclusive \(quality: inconclusive; small/gate_\S+\)"),
         (lambda one: gated(one, packages={"vllm": "0.1"}), "has other package versions"),

@@ -106,7 +106,7 @@ def test_a_variant_that_serves_one_request_at_a_time_is_asked_the_same(measure, 
 
 def test_a_limit_without_a_standard_error_is_refused_before_anything_starts(measure, add_served, stand_in):
     server = stand_in()
-    with pytest.raises(EvalError, match="set it to 2 or more"):
+    with pytest.raises(EvalError, match="set --limit to 2 or more"):
         measure(add_served("tiny", server), limit=1)
     assert server.requests == []
 

@@ -100,7 +100,7 @@ def test_an_interrupted_run_goes_on_after_its_last_row(
 
 def test_a_row_is_compared_with_an_earlier_one(settings: RoundingsSettings) -> None:
     rows = [row.model_dump() for row in settings.rows[::-1]]
-    with pytest.raises(ValidationError, match="is compared with no earlier row"):
+    with pytest.raises(ValidationError, match="its `over` is no earlier row"):
         RoundingsSettings.model_validate({**settings.model_dump(), "rows": rows})
 
 

@@ -54,7 +54,7 @@ def test_a_base_needs_its_digest_or_to_be_of_this_machine():
     for base in (f"docker.io/library/debian:bookworm-slim@{DIGEST}", "localhost/base:1", "debootstrap"):
         assert build.check_base(base) == base
     for base in (None, "debian:bookworm", "debian@sha256:abc"):
-        with pytest.raises(ImageError, match="write BASE_IMAGE="):
+        with pytest.raises(ImageError, match="give --base-image "):
             build.check_base(base)
 
 

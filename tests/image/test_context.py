@@ -84,7 +84,7 @@ def test_what_no_image_can_be_made_of_is_refused_in_one_line(repository, add_var
     add_variant("compiled", "BASE=child\nVLLM_ENFORCE_EAGER=0\n")
     for name, platform, message in (
         ("away", "cpu", "outside the repository; copy it into weights/"),
-        ("gpu", "cpu", "is served on cuda only; build it without PLATFORM=cpu"),
+        ("gpu", "cpu", "is served on cuda only; leave out --platform cpu"),
         ("compiled", "cpu", "has no baked compile cache; end its recipe with the stage bake_cache"),
         ("small", "cpu", "no checkpoint in"),
     ):

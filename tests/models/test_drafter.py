@@ -74,7 +74,7 @@ def test_a_language_model_may_be_of_any_width_but_has_the_same_ids(tmp_path: Pat
 
 
 def test_what_cannot_draft_or_is_damaged_is_named(tmp_path: Path) -> None:
-    with pytest.raises(DrafterError, match="is a BertModel, for which vLLM has no way to draft"):
+    with pytest.raises(DrafterError, match="is a BertModel, with which vLLM cannot draft"):
         describe_drafter(drafter(tmp_path / "bert", "BertModel"), TINY, "x")
     folder = drafter(tmp_path / "cut", "DFlashDraftModel")
     file = folder / "model.safetensors"

@@ -40,7 +40,7 @@ def test_the_attention_of_each_layer_is_listed_or_follows_from_the_interval(arch
 def test_sliding_attention_is_one_line() -> None:
     [qwen2] = [family for family in FAMILIES if family.name == "qwen2"]
     with pytest.raises(
-        FamilyError, match="layers of the kind sliding_attention, which is not supported; take"
+        FamilyError, match="layers of the kind sliding_attention, which is not supported; choose"
     ):
         qwen2.layer_types({"layer_types": ["full_attention", "sliding_attention"]})
 

@@ -77,7 +77,7 @@ def test_a_file_in_16_bits_gives_the_checkpoint_back(published: Path, tmp_path: 
     ("settings", "said"),
     [
         ({"llama__expert_count": 8}, "of the architecture llama with experts, not llama, qwen2, qwen3"),
-        ({"llama__attention__sliding_window": 4096}, "has sliding attention"),
+        ({"llama__attention__sliding_window": 4096}, "has sliding-window attention"),
         ({"llama__rope__scaling__type": "longrope"}, "has the rotary scaling longrope"),
         ({"tokenizer__ggml__pre": "falcon"}, "splits text by the rule falcon"),
     ],

@@ -75,7 +75,7 @@ def test_the_newest_plan_that_fits_the_start_counts(resolve, record):
 
 def test_without_a_plan_the_command_that_makes_one_is_named(resolve):
     command = resolve()
-    with pytest.raises(MissingPlanError, match="`slimqwen plan --variant v --gpu a10g --record` makes one"):
+    with pytest.raises(MissingPlanError, match="; run `slimqwen plan --variant v --gpu a10g --record`"):
         start.find_plan(command, "a10g")
 
 

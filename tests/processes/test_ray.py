@@ -189,7 +189,7 @@ def test_a_cluster_that_stays_without_a_node_ends_the_run(
         ),
         (
             {"kind": HostKind({"vllm": "0.1"}, "a CPU")},
-            "node here has other versions of .*vllm.*; install the same lock there",
+            "node here has other versions of .*vllm.*; run `make install EXTRAS=ray` there",
         ),
     ],
 )

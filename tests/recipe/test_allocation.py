@@ -62,7 +62,7 @@ def test_a_budget_below_the_narrowest_form_is_refused() -> None:
     stored = list_tensors(TINY)
     linears = {name: info for name, info in stored.items() if is_linear(name, "attention")}
     with pytest.raises(
-        StageError, match=r"the narrowest form takes 2\.50 stored bits a weight; set bits to that"
+        StageError, match=r"too low: the fewest possible are 2\.50 stored bits a weight; raise bits"
     ):
         allocate_widths(TINY, linears, 2.4, 32, [[5, 6, 7, 8]], progress.silent)
 

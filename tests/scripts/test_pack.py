@@ -107,7 +107,7 @@ def test_what_the_host_has_in_the_right_version_is_left_out(checkout, tmp_path):
 @pytest.mark.parametrize(
     ("key", "value", "said"),
     [
-        ("python", "3.9", rf"for Python 3\.9, here is {HERE}; .* PYTHON_VERSION={HERE}"),
+        ("python", "3.9", rf"for Python 3\.9, but this installation is for {HERE}; .* PYTHON_VERSION={HERE}"),
         ("machine", "riscv", "for machine riscv"),
         ("lock", "0" * 64, "for lock 000000000000"),
     ],

@@ -192,7 +192,7 @@ def test_a_checkpoint_without_a_cache_has_none(tmp_path):
 
 def test_a_manifest_that_is_none_is_refused(tmp_path):
     (tmp_path / baked_cache.MANIFEST).write_text('{"machine": {}}')
-    with pytest.raises(ServingError, match="no manifest of a compile cache"):
+    with pytest.raises(ServingError, match="does not describe a compile cache"):
         baked_cache.read_manifest(tmp_path)
 
 
@@ -267,7 +267,7 @@ def test_a_manifest_cannot_name_a_file_of_its_own_as_its_trust(packed):
     folder, baked = packed
     manifest = {**baked.model_dump(), "archive_sha256": "../../../weights/v/config.json"}
     (folder / baked_cache.MANIFEST).write_text(json.dumps(manifest))
-    with pytest.raises(ServingError, match="is no manifest of a compile cache"):
+    with pytest.raises(ServingError, match="does not describe a compile cache"):
         baked_cache.read_manifest(folder)
 
 

@@ -162,7 +162,7 @@ def test_a_key_that_would_protect_nothing_is_refused(servable, monkeypatch, key)
     [
         (["VLLM_MAX_MODEL_LEN=1000000"], r"config.env:5: VLLM_MAX_MODEL_LEN=1000000.*set at most"),
         (["THINKING_TOKEN_BUDGET=8"], r"config\.env:5: .*VLLM_REASONING_PARSER=qwen3"),
-        (["REQUIRE_BAKED=1"], "REQUIRE_BAKED=1, but v compiles nothing"),
+        (["REQUIRE_BAKED=1"], "REQUIRE_BAKED=1, but v runs without compiled graphs"),
         (
             ["VLLM_ENFORCE_EAGER=0", "REQUIRE_BAKED=1"],
             r"has no baked compile cache; .*recipe run --variant v",

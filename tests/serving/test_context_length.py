@@ -63,7 +63,7 @@ def test_what_scales_positions_is_resolved_by_vllm_itself(weights, rope, flags, 
 
 def test_vllms_refusal_is_one_line(weights):
     with pytest.raises(
-        ServingError, match=r"greater than .*max_position_embeddings=8192.*; set a VLLM_MAX_MODEL_LEN"
+        ServingError, match=r"greater than .*max_position_embeddings=8192.*; lower VLLM_MAX_MODEL_LEN"
     ):
         resolve_context(weights(), OVERRIDES | {"max-model-len": 9000}, {})
 

@@ -114,7 +114,7 @@ def test_draft_depths_by_batch_size_are_passed_on(resolve):
             r"VLLM_CONFIG has no place in a config.env; write the lines of that file here",
         ),
         ("VLLM_WORKER_EXTENSION_CLS=mine.Extension", r"has no place in a config.env; remove the line"),
-        ("VLLM_ENFORCE_EAGER=yes", r"ENFORCE_EAGER=yes is no switch; write 1 or 0"),
+        ("VLLM_ENFORCE_EAGER=yes", r"ENFORCE_EAGER=yes is neither on nor off; write 1 or 0"),
         ("VLLM_PORT=99999", r"VLLM_PORT=99999 is no port; write a number from 1 to 65535"),
         (
             "VLLM_CPU_KVCACHE_SPACE=abc",

@@ -35,12 +35,14 @@ def test_a_server_that_dies_at_start_is_an_error_that_quotes_its_log(servable, t
     log = tmp_path / "vllm.log"
 
     with (
-        pytest.raises(ServingError, match=r"before it was ready: .*model_type.*; log: .*vllm\.log$"),
+        pytest.raises(
+            ServingError, match=r"before it was ready: .*model_type.*; read more in its log: .*vllm\.log$"
+        ),
         run_server(command, log=log, timeout_s=600),
     ):
         pytest.fail("it served")
     with (
-        pytest.raises(ServingError, match=r"; log: that which stays$"),
+        pytest.raises(ServingError, match=r"; read more in its log: that which stays$"),
         run_server(command, log=log, kept_log="that which stays", timeout_s=600),
     ):
         pytest.fail("it served")

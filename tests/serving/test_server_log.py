@@ -69,11 +69,13 @@ def test_a_lost_server_is_an_error_with_the_cause_by_its_log_else_with_what_was_
     error = server_lost(server, "measuring tiny: long", "Service Unavailable")
     assert str(error) == (
         "the server failed while measuring tiny: long: RuntimeError: num_accepted_tokens must be in [1, seqlen], "
-        f"got 5; nothing was recorded; its log: {log}"
+        f"got 5; nothing was recorded; read why in its log: {log}"
     )
     log.write_text("")
     assert "long: TimeoutError: 60 s; nothing" in str(
         server_lost(server, "measuring long", TimeoutError("60 s"))
     )
     server.log = None
-    assert str(server_lost(server, "reading texts", "it is gone")).endswith("the log of process 7 says why")
+    assert str(server_lost(server, "reading texts", "it is gone")).endswith(
+        "; read why in the log of process 7"
+    )

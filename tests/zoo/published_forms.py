@@ -148,7 +148,9 @@ PUBLISHED_FORMS: dict[str, PublishedForm] = {
     ),
     "more-rows": PublishedForm("more rows than the tokenizer has ids", (rows(8320),)),
     "more-ids": PublishedForm(
-        "more ids than rows", (rows(8128),), refuses={"prune_vocab": "8128 rows, but ids up to 8191; correct"}
+        "more ids than rows",
+        (rows(8128),),
+        refuses={"prune_vocab": "vocab_size is 8128, but its tokenizer has ids up to 8191; correct"},
     ),
     "side-files": PublishedForm(
         "licence, chat_template.json, additional templates",

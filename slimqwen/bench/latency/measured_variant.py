@@ -134,8 +134,9 @@ class MeasuredVariant:
         """
         if self.served is not None and served.max_model_len != self.served.max_model_len:
             raise BenchError(
-                f"{self.variant.name}: the server takes {served.max_model_len} tokens of context, and took "
-                f"{self.served.max_model_len} in the round before; set VLLM_MAX_MODEL_LEN and run again"
+                f"{self.variant.name}: the server's context has {served.max_model_len} tokens, but had "
+                f"{self.served.max_model_len} in the round before; set VLLM_MAX_MODEL_LEN in its config.env and run "
+                "again"
             )
         self.served = served
         if self.shared.workload.needs_prefix_cache:
@@ -242,14 +243,14 @@ class MeasuredVariant:
         if known is not None and hit < c.requests * self.block_tokens:
             raise BenchError(
                 f"{self.variant.name}: the prefix cache had {hit:,.0f} of the {queried:,.0f} tokens of class {c.name}, "
-                f"less than a block of {self.block_tokens} for each prompt of {self.classes[known].name}; the KV "
-                f"cache is too small for {c.requests} prompts (lower requests), or they are too short (raise "
-                "VLLM_MAX_MODEL_LEN)"
+                f"less than a block of {self.block_tokens} for each prompt of {self.classes[known].name}; lower "
+                f"`requests` if the KV cache is too small for {c.requests} prompts, or raise VLLM_MAX_MODEL_LEN if the "
+                "prompts are too short"
             )
         if known is None and hit:
             raise BenchError(
                 f"{self.variant.name}: the prefix cache had {hit:,.0f} tokens of class {c.name} before it was sent; "
-                "end the server that runs, so that a fresh one is started"
+                "stop the server that is running, so that a fresh one is started"
             )
 
 
@@ -275,7 +276,8 @@ def block_tokens(served: SharedServer) -> int:
     block = config.get("effective_attention_block_size", "None")
     if config.get("enable_prefix_caching") != "True" or not block.isdigit():
         raise BenchError(
-            f"{served.variant.name}: vLLM does no prefix caching for this model on this platform; its log says why"
+            f"{served.variant.name}: vLLM does no prefix caching for this model on this platform, which the workload "
+            "times; choose another one, such as --workload classes"
         )
     return int(block)
 

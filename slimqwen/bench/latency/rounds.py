@@ -178,8 +178,8 @@ def max_num_seqs(variants: Sequence[Variant], workload: Workload) -> int:
         limit = ServerCommand.resolve(variant).flags.get("max-num-seqs")
         if limit is None:
             raise BenchError(
-                f"{workload.name} sends up to VLLM_MAX_NUM_SEQS requests at once, and {variant.name} has none; set it "
-                "in its config.env"
+                f"{workload.name} sends up to VLLM_MAX_NUM_SEQS requests at once, and {variant.name} does not set "
+                "it; add VLLM_MAX_NUM_SEQS=8, for example, to its config.env"
             )
         limits.append(int(limit))
     return max(limits)
@@ -290,7 +290,7 @@ def _repeat_speedup(side: MeasuredVariant, c: PromptClass, first: PromptClass | 
     if first.name not in rounds or c.name not in rounds:
         failed = first.name if first.name not in rounds else c.name
         raise BenchError(
-            f"{side.variant.name}: no request of class {failed} succeeded; {side.log} has the server's reason"
+            f"{side.variant.name}: no request of class {failed} succeeded; read why in the server's log: {side.log}"
         )
     cold, warm = (by_round(rounds[name], "ttft_ms") for name in (first.name, c.name))
     ratio, _ = intervals.ratio_by_round(cold, warm, in_turns=True)

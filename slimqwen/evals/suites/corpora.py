@@ -171,7 +171,7 @@ def _spool(part: Part, folder: Path, tokens: int, scratch: Path) -> Path:
                 break
     if not destination.stat().st_size:
         raise CorpusError(
-            f"{folder} has no row that can be used; correct `fields` and `where` in eval/corpora/"
+            f"{folder} has no usable row; correct `fields` and `where` of this data set in eval/corpora/"
         )
     return destination
 

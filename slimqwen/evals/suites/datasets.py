@@ -85,7 +85,7 @@ def take_datasets(datasets: Iterable[HubDataset], source: Path, root: Path) -> l
             _write_manifest(folder, dataset.repository, LOCAL, hashes)
         lines.append(f"{dataset.folder} is complete: {', '.join(dataset.local_files)} of {source}")
     if not found:
-        raise EvalError(f"{'; '.join(lines)}; name a folder that holds them")
+        raise EvalError(f"{'; '.join(lines)}; name a folder that holds them with --data")
     return lines
 
 
@@ -141,7 +141,9 @@ def _download(dataset: HubDataset, root: Path, progress: Progress, cure: str) ->
 
     def select(names: Sequence[str]) -> Sequence[str]:
         if absent := [pattern for pattern in dataset.files if not fnmatch.filter(names, pattern)]:
-            raise HubError(f"{dataset.repository} has no {', '.join(absent)}; correct its `files` in eval/")
+            raise HubError(
+                f"{dataset.repository} has no {', '.join(absent)}; correct the `files` of this data set in eval/"
+            )
         return [name for name in names if any(fnmatch.fnmatchcase(name, each) for each in dataset.files)]
 
     with download_files(repository, root / dataset.folder, select, progress) as (folder, commit, files):
@@ -194,7 +196,7 @@ def require_datasets(datasets: Sequence[HubDataset], resources: Iterable[str], r
         archives += present
         missing += [] if present else [str(NLTK_DATA / name)]
     if missing:
-        raise EvalError(f"missing data: {', '.join(missing)}; {_CURE} fetches them over the network")
+        raise EvalError(f"missing data: {', '.join(missing)}; {_CURE} fetches them from the network")
     for dataset in present_sets:
         _checked_revision(dataset, root)
     return archives

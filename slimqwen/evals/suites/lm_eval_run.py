@@ -224,7 +224,8 @@ def _make_client(
         prefix = find_prefix(suite.text_prefix, [client.tokenizer.get_vocab()])
         if prefix is None:
             raise EvalError(
-                f"suite {suite.name}: text_prefix {suite.text_prefix!r} is not a token of this checkpoint; set another"
+                f"suite {suite.name}: text_prefix {suite.text_prefix!r} is not a token of this checkpoint; set a "
+                "token that it has"
             )
         client.custom_prefix_token_id = prefix[0]
     return client
@@ -319,7 +320,8 @@ def _item(task: SuiteTask, sample: Mapping[str, Any], offset: int, repeat: int) 
         ) from error
     if not math.isfinite(value):
         raise EvalError(
-            f"{task.name}: item {sample['doc_id']} scored {value}, not a number; check the checkpoint's weights"
+            f"{task.name}: item {sample['doc_id']} scored {value}, not a number; its weights may be damaged: make "
+            "or download the checkpoint anew"
         )
     output = sample["resps"][0][0]
     is_text = isinstance(output, str)

@@ -142,7 +142,9 @@ def prune_vocabulary(
     draft_ids = draft_head.read_token_ids(stored, rows)
     words = vocabulary.read_vocabulary(source / "tokenizer.json")
     if words.rows > rows:
-        raise StageError(f"{source} has {rows} rows, but ids up to {words.rows - 1}; correct its config.json")
+        raise StageError(
+            f"{source}: vocab_size is {rows}, but its tokenizer has ids up to {words.rows - 1}; correct its config.json"
+        )
     held_out: list[str] = []
     counts = vocabulary.count_tokens(words, counted_documents(parameters.corpus, source, held_out, progress))
     if not counts.any():
@@ -244,7 +246,8 @@ def _tables(
             continue
         else:
             raise StageError(
-                f"{source}: {name} {list(info.shape)} cannot be pruned from {rows} rows; prune before quantising"
+                f"{source}: {name} {list(info.shape)} cannot be pruned from {rows} rows; put prune_vocab before the "
+                "stages that quantise"
             )
     if not tables:
         raise StageError(f"{source} has neither embed_tokens nor lm_head; choose a language model")

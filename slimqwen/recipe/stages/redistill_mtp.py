@@ -271,7 +271,8 @@ def _check_agreement(measured: float, served: float, when: str) -> None:
     if abs(measured - served) > AGREEMENT * served:
         raise StageError(
             f"acceptance length {when} training is {measured:.3f} in this stage and {served:.3f} in vLLM, more than "
-            f"{AGREEMENT:.0%} apart; check the head's tensors and vLLM's version before trusting either"
+            f"{AGREEMENT:.0%} apart, so one is wrong; run `make install` for the vLLM version that Slimqwen needs, "
+            "and check the base by `slimqwen recipe verify NAME`"
         )
 
 

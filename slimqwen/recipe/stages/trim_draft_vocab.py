@@ -107,7 +107,9 @@ def trim_draft_vocabulary(
     ranked = _ranked(counts, required)
     size = rows_of(parameters.size, vocab_size)
     if size < len(required):
-        raise StageError(f"{source}: size {size} is less than {len(required)} required ids; raise size")
+        raise StageError(
+            f"{source}: size {size} is less than the {len(required)} ids that are always kept; raise size"
+        )
     ids = np.sort(ranked[:size])
     rows = take_rows(ids)
 
@@ -247,7 +249,7 @@ def _output_rows(source: Path, packed: Packing | None) -> Callable[[Ids], dict[s
     heads = find_output_head(weights)
     if len(heads) != 1:
         raise StageError(
-            f"{source}: its output head is stored as {', '.join(heads) or 'nothing'}; use a language model"
+            f"{source} needs one output head, but stores {', '.join(heads) or 'none'}; use a language model with one"
         )
     head = weights[heads[0]]
     if packed and head.is_quantised:

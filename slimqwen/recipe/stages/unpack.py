@@ -55,7 +55,10 @@ def inspect_unpacking(outline: Outline, parameters: Parameters) -> Iterator[Faul
     if not _quantised(outline):
         yield Fault(f"{outline.name} has no quantised weight; remove unpack from the recipe")
     if checkpoint.quantisation(outline.config).get("kv_cache_scheme"):
-        yield Fault(f"{outline.name} has scales of an 8-bit KV cache, which only a quantised checkpoint has")
+        yield Fault(
+            f"{outline.name} has scales of an 8-bit KV cache, which a 16-bit checkpoint cannot have; remove unpack "
+            "from the recipe"
+        )
 
 
 STAGE = Stage(

@@ -79,7 +79,7 @@ class PlainResponses(BaseModel):
         result = processes.run(run_reference, (reference_flags(server), requests), "plain engine", progress)
         if isinstance(result, str):
             raise EvalError(
-                f"{variant.name}: the plain engine failed ({result}); its log says why: {processes.log}"
+                f"{variant.name}: the plain engine failed ({result}); read why in its log: {processes.log}"
             )
         return cls(
             requests=requests,

@@ -103,7 +103,7 @@ def _spread_over_loads(workload: Workload, loads: Sequence[int]) -> Workload:
     if workload.prompts and workload.classes[0].requests < max(loads):
         raise BenchError(
             f"{workload.prompts}: {workload.classes[0].requests} prompts are too few for a load of {max(loads)}; write "
-            "as many, or lower --load"
+            f"{max(loads)} or more, or lower --load"
         )
     classes = [
         PromptClass(

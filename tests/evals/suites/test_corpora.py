@@ -99,7 +99,7 @@ def test_a_mix_has_no_item_no_duplicate_and_the_rows_asked_for(hub: Hub, base: v
 def test_a_part_without_a_row_is_named(hub: Hub, base: variant.Variant) -> None:
     file = base.root / "eval" / "corpora" / "general.yaml"
     file.write_text(file.read_text().replace("language: [de, fr]", "language: [yy]"))
-    with pytest.raises(CorpusError, match="has no row that can be used; correct `fields` and `where`"):
+    with pytest.raises(CorpusError, match="has no usable row; correct `fields` and `where`"):
         corpora.fetch_corpus("general", base)
 
 

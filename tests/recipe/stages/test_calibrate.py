@@ -665,7 +665,7 @@ def test_a_missing_text_is_refused_before_anything_starts(tmp_path: Path) -> Non
 
 @pytest.mark.parametrize(
     ("value", "message"),
-    [(math.nan, "is not finite"), (1e30, "gave NaN or infinity on the calibration text")],
+    [(math.nan, "has NaN or infinity"), (1e30, "gave NaN or infinity on the calibration text")],
 )
 def test_weights_or_activations_that_are_not_finite_are_refused(
     source: Path, tmp_path: Path, value: float, message: str

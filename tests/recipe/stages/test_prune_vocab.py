@@ -339,7 +339,7 @@ def test_what_does_not_fit_is_refused_before_anything_is_written(source: Path, t
     save_file({"model.norm.weight": torch.ones(2)}, damaged / "model.safetensors")
     refused(StageError, "neither embed_tokens nor lm_head", damaged)
     save_file({"lm_head.qweight": torch.ones(8, 640)}, damaged / "model.safetensors")
-    refused(StageError, "prune before quantising", damaged)
+    refused(StageError, "put prune_vocab before the stages that quantise", damaged)
 
 
 @pytest.mark.engine

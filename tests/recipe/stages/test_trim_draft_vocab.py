@@ -391,7 +391,7 @@ def _scale_alone(tensors: Tensors) -> None:
     [
         (_without_outputs, 128, CorpusError, "put the stage sample_outputs before this one"),
         (_changed(_four_bit_floats), 128, UnsupportedFormatError, "lm_head.weight is stored as U8 .* cannot be read"),
-        (_changed(_scale_alone), 128, StageError, "its output head is stored as lm_head.weight_"),
+        (_changed(_scale_alone), 128, StageError, "needs one output head, but stores lm_head.weight_"),
         (lambda folder: None, ROWS, StageError, "size 8192 has to be less than 8192"),
     ],
 )  # fmt: skip
