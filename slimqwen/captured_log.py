@@ -20,7 +20,7 @@ def capture_output(log: Path, *loggers: str) -> Iterator[None]:
     processes write. A progress bar therefore needs its own stream on another descriptor.
 
     Args:
-        log: its folder is created.
+        log: file to append to; its folder is created.
         loggers: names of loggers whose records are appended too.
     """
     log.parent.mkdir(parents=True, exist_ok=True)

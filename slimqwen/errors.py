@@ -53,12 +53,12 @@ class SlimqwenError(Exception):
 
     @property
     def faults(self) -> list[str]:
-        """Its faults, a line each."""
+        """The faults in the message, a line each."""
         return list(self.args)
 
 
 def suggest_name(unknown: str, names: Collection[str], otherwise: str | None = None) -> str:
-    """End of a message about an unknown name: the nearest known name, or two that are as near.
+    """Suggest known names as the end of a message about an unknown one: the nearest, or two that are equally near.
 
     If none is near, it is `otherwise`, or a list of all names.
     """
@@ -90,14 +90,14 @@ def explain_os_error(error: BaseException) -> str | None:
 
 
 def is_full(folder: Path) -> bool:
-    """Whether the disk of a folder is full: what fails there need not say so, and its log may have had no room."""
+    """Whether the disk of a folder is full, which errors of libraries do not always say."""
     with contextlib.suppress(OSError):  # the folder is gone
         return shutil.disk_usage(folder).free < _FULL_BYTES
     return False
 
 
 def explain_full_disk(error: str) -> str:
-    """An error that a full disk explains, on one line with the cure."""
+    """Reword an error whose cause is a full disk, on one line with the cure."""
     return f"{os.strerror(errno.ENOSPC)} ({error}); {_FULL}"
 
 

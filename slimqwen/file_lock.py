@@ -84,7 +84,7 @@ _ROW = re.compile(r"\d+: (-> )?FLOCK\s+\S+\s+\S+\s+(\d+) ([0-9a-f]+):([0-9a-f]+)
 
 
 def list_locks() -> list[Lock]:
-    """The locks of this host's processes by its kernel, which shows none of another host or PID namespace."""
+    """List the file locks of this host's processes; those of other hosts and PID namespaces are not visible."""
     with contextlib.suppress(OSError):
         rows = (_ROW.match(line) for line in Path("/proc/locks").read_text().splitlines())
         return [
@@ -96,7 +96,7 @@ def list_locks() -> list[Lock]:
 
 
 def describe_holders(file: Path) -> str:
-    """Who holds the lock of a file, such as " (process 12 of alice)"; empty where this host's kernel does not say."""
+    """Who holds the lock of a file, such as " (process 12 of alice)"; empty if the kernel does not show it."""
     found = identify(file)
     holders = {lock.pid for lock in list_locks() if lock.file == found and not lock.is_waiting} - {
         0,

@@ -115,5 +115,5 @@ def preloaded_libraries(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def is_stray(key: str) -> bool:
-    """Whether a variable of the shell is not passed on to servers; `ServerCommand.process_environment` says why."""
+    """Whether a variable of the shell must not reach a server; `ServerCommand.process_environment` says why."""
     return key.startswith(("VLLM_", "TORCHINDUCTOR_")) and key != "VLLM_API_KEY"

@@ -107,7 +107,7 @@ def highest_load(rounds: Sequence[HostLoad]) -> HostLoad:
 def retry_until_idle(
     measure_round: Callable[["Watch"], Result], name: str, *, even_if_busy: bool = False
 ) -> tuple[Result, HostLoad]:
-    """Measure a round on an idle host, and once more if the host was too busy meanwhile; return result and load.
+    """Wait for an idle host, measure a round, and repeat it once if the host was too busy; return result and load.
 
     A round takes minutes, so none begins while other work uses the host.
 

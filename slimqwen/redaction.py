@@ -30,7 +30,7 @@ def text(original: str) -> str:
 
 
 def command(words: Sequence[str]) -> list[str]:
-    """Replace the secrets in the words of a command; the number of words does not change."""
+    """Replace secrets in the words of a command line; the number of words stays the same."""
     redacted = []
     for previous, word in itertools.pairwise(["", *words]):
         match = _ASSIGNMENT.match(word)

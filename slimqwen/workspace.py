@@ -1,4 +1,4 @@
-"""The workspace: a person's experiments/, corpora/, eval/own/ and weights/; the installation ships what it lacks.
+"""The workspace: a user's folder with experiments/, corpora/, eval/own/ and weights/.
 
 The checkout is a workspace. Another one is a folder that `slimqwen init` made, for example a git repository of its own;
 what it lacks is looked up in the installation.
@@ -38,7 +38,7 @@ def is_checkout() -> bool:
 
 
 def name_installer(text: str) -> str:
-    """A message whose `make install` is `slimqwen install` in an installed package, its variables options."""
+    """Adapt a message to an installed package: `make install` becomes `slimqwen install`, `X=y` becomes `--x y`."""
     if is_checkout():
         return text
     return re.sub(
@@ -54,7 +54,7 @@ def repository_root() -> Path:
     """The workspace: the nearest folder above the working folder that is one, else $SLIMQWEN_HOME, else the checkout.
 
     Raises:
-        WorkspaceError: there is none, or it is another user's: its lines of environment and its plugins would run.
+        WorkspaceError: there is none, or it belongs to another user, whose environment lines and plugins would run.
     """
     if (found := find_workspace()) is not None:
         return found
@@ -67,10 +67,10 @@ def repository_root() -> Path:
 
 
 def root_to_read() -> Path:
-    """The workspace as by `repository_root`, else the installation: for verbs that write nothing.
+    """The workspace as by `repository_root`, else the installation; for commands that write nothing.
 
     Raises:
-        WorkspaceError: the workspace is another user's, or its variable names none.
+        WorkspaceError: the workspace belongs to another user, or $SLIMQWEN_HOME names none.
     """
     return find_workspace() or installation_root()
 
@@ -156,7 +156,7 @@ def _render_makefile(text: str) -> str:
 
 
 def locate(path: Path | str, root: Path) -> Path:
-    """A file or folder of a workspace; the installation's where the workspace lacks it.
+    """Path of a file or folder in the workspace, or in the installation if the workspace lacks it.
 
     Args:
         path: relative to the workspace, such as eval/devices.yaml.
@@ -175,12 +175,12 @@ def list_files(pattern: str, root: Path) -> list[Path]:
 
 
 def relative(path: Path, root: Path) -> Path:
-    """A path as it is named from the top of the workspace or of the installation; unchanged if it lies in neither."""
+    """The path relative to the workspace or the installation; unchanged if it lies in neither."""
     return next((path.relative_to(each) for each in _layers(root) if path.is_relative_to(each)), path)
 
 
 def is_shipped(path: Path, root: Path) -> bool:
-    """Whether a path lies in the installation, and `root` is another workspace."""
+    """Whether a path lies in the installation and not in the workspace `root`."""
     return not path.is_relative_to(root) and path.is_relative_to(installation_root())
 
 

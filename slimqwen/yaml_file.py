@@ -18,7 +18,7 @@ YamlPath = tuple[int | str, ...]
 
 @dataclass(frozen=True, order=True)
 class YamlPart:
-    """What a measurement reads of a YAML file; it does not depend on the rest of the file, nor on comments.
+    """The part of a YAML file that a measurement reads; its digest ignores the rest of the file, and comments.
 
     Attributes:
         keys: the keys that lead to the part.
@@ -87,7 +87,7 @@ class YamlText:
         """A line with location and cure for each problem that pydantic found in the value at `path`.
 
         Args:
-            form: type as which the value was validated, whose keys are the known ones.
+            form: type against which the value was validated; its keys are suggested for unknown ones.
         """
         problems = error.errors()
         # A misspelt key is often the reason for a missing one, which is then not reported.

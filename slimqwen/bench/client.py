@@ -75,8 +75,8 @@ def send_requests(
 
     Args:
         log: file for the output of the benchmark client.
-        answered: called after each response.
-        watch: receives the load of the host during the requests.
+        answered: called once after each response, to count progress.
+        watch: measures the load of the host during the requests.
 
     Returns:
         The result of `vllm.benchmarks.serve.benchmark`. Its lists are in the order of the requests: `ttfts`, `itls` (a

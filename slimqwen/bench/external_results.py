@@ -38,14 +38,14 @@ class ExternalRun(NamedTuple):
     Attributes:
         tool: the tool and its version, where its file states one.
         model: as requests named it; empty where the file does not say.
-        load: such as "4 at a time".
+        load: load in words, such as "4 at a time".
         prompt_tokens: mean length of a prompt, tokens.
         output_tokens: mean length of a response, tokens.
         requests: number of requests that succeeded.
         failures: number of others.
         ttft_ms, tpot_ms, e2el_ms: medians, as in a latency record; None if the file has none.
         output_tokens_per_s: of all requests together.
-        limits: what of the run cannot be compared with a record, a phrase each.
+        limits: phrases that say what of the run cannot be compared with a record.
     """
 
     tool: str
@@ -350,7 +350,7 @@ _FORMS: Mapping[str, type[_Form]] = MappingProxyType(
 
 
 def at_a_time(limit: int | None) -> str:
-    """How many requests run together, in words; None is all."""
+    """A limit on concurrent requests in words, such as "4 at a time"; None for no limit."""
     return f"{limit} at a time" if limit else "all at once"
 
 

@@ -14,9 +14,10 @@ RATE = "RATE"
 def list_lines(
     workload: Workload, server: str, model: str, tokenizer: str, context: int, sequences: int
 ) -> list[str]:
-    """One command line for each class, after a comment where something has to be filled in or differs.
+    """Write a command line of GuideLLM for each prompt class.
 
-    GuideLLM draws text of its own, counted by the tokenizer, so that prefix hits and acceptance are other ones.
+    A comment before it says what has to be filled in or what differs from the workload. GuideLLM makes up its own text
+    of the same length in tokens, so prefix hits and acceptance differ.
 
     Args:
         server: URL, without /v1.

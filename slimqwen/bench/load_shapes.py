@@ -1,6 +1,6 @@
-"""Shapes of load: what the prompts of a workload's classes begin with. A workload names its shape.
+"""Shapes of load: whether prompts are new text, repeat prefixes, or continue sessions. A workload names its shape.
 
-A shape makes the prompts of one round. A class is known here by its place among the classes of the workload.
+A shape makes the prompts of one round. `place` is the index of a class among the workload's classes.
 """
 
 import itertools
@@ -18,9 +18,9 @@ class NewText:
     """Each prompt is new text.
 
     Attributes:
-        abandoned: further requests of a class, sent at the same time, whose clients close the connection: alternately
-            before the response and in the middle of it. They have no rows.
-        whole_blocks: whether prompts are whole attention blocks of the server and a suffix.
+        abandoned: number of further requests of a class whose clients close the connection, alternately before the
+            response and in the middle of it. They are not measured.
+        whole_blocks: whether a prompt consists of whole blocks of the server's prefix cache and a suffix.
     """
 
     abandoned: ClassVar[int] = 0
@@ -32,7 +32,7 @@ class NewText:
 
     @staticmethod
     def known_from(place: int) -> int | None:
-        """Place of the earlier class that sent the beginnings of a class's prompts; None if all text is new."""
+        """Place of the earlier class whose prompts those of this class begin with; None if all text is new."""
         return None
 
     def prompts(self, place: int, lengths: Sequence[int]) -> list[Tokens]:
@@ -40,7 +40,7 @@ class NewText:
         return [prompt for length in lengths for prompt in self.cutter.cut(1, length)]
 
     def keep(self, prompts: Sequence[Tokens], texts: Sequence[str]) -> None:
-        """Take the responses to the prompts of the class that was sent last."""
+        """Note the responses to the prompts of the last class, from which a later class may continue."""
 
 
 class Prefixes(NewText):
@@ -51,11 +51,11 @@ class Prefixes(NewText):
 
     @staticmethod
     def known_from(place: int) -> int | None:
-        """The first class."""
+        """The first class, for every later one."""
         return 0 if place else None
 
     def prompts(self, place: int, lengths: Sequence[int]) -> list[Tokens]:
-        """Prefixes in the order of the first class, each followed by new text."""
+        """Make the prompts of a class: the prefixes of the first class in its order, each followed by new text."""
         length = lengths[0] - SUFFIX_TOKENS
         self._sent = self._sent if place else self.cutter.cut(len(lengths), length)
         suffixes = self.cutter.cut(len(lengths), SUFFIX_TOKENS)
@@ -64,10 +64,10 @@ class Prefixes(NewText):
 
 
 class Sessions(NewText):
-    """Each class is the next turn of the sessions of the class before: prompt, response, the result of a tool.
+    """Each class is the next turn of the same sessions: earlier prompt, its response, and new text as from a tool.
 
-    Prompts are token IDs, as rendered chats are for the engine, too; the response comes back as text and is tokenized
-    again, as by a client of the chat API. In each turn two more sessions are left by their clients.
+    Prompts are token IDs, as the engine gets rendered chats. A response comes back as text and is tokenized again, as
+    if a client of the chat API had sent it back. In each turn the clients of two further sessions close the connection.
     """
 
     abandoned = 2
@@ -75,11 +75,11 @@ class Sessions(NewText):
 
     @staticmethod
     def known_from(place: int) -> int | None:
-        """The turn before."""
+        """The class before, which is the turn before."""
         return place - 1 if place else None
 
     def prompts(self, place: int, lengths: Sequence[int]) -> list[Tokens]:
-        """The turn before, continued to the wanted length with tokens that are the same for all variants."""
+        """Make the prompts of a turn: prompt and response of the turn before, and new text up to the wanted length."""
         if not place:
             return super().prompts(place, lengths)
         # The number of new tokens does not depend on the response, so that all variants get the same text.
@@ -89,7 +89,7 @@ class Sessions(NewText):
         ]
 
     def keep(self, prompts: Sequence[Tokens], texts: Sequence[str]) -> None:
-        """Keep each prompt with its response; an abandoned one has no text."""
+        """Note each prompt with its response; an abandoned request has no response."""
         self._sent = [
             (len(prompt), [*prompt, *self.cutter.tokenize(text)])
             for prompt, text in zip(prompts, itertools.chain(texts, itertools.repeat("")), strict=False)

@@ -72,7 +72,7 @@ Starts = tuple[Start, ...]
 
 
 class StartUp(Record):
-    """Seconds of a variant's starts by phase: with a cold or a baked compile cache, or eager."""
+    """Seconds of a variant's server starts by phase: with a cold or a baked compile cache, or eager (uncompiled)."""
 
     kind: ClassVar = "start_up"
     version: ClassVar = 2
@@ -100,11 +100,11 @@ class StartUp(Record):
 
     @property
     def starts(self) -> Mapping[str, Starts]:
-        """The starts by kind, in the order of `KINDS`."""
+        """The measured starts by kind (cold, baked or eager), in the order of `KINDS`."""
         return {kind: starts for kind in KINDS if (starts := getattr(self, kind)) is not None}
 
     def figures(self) -> Mapping[str, Figure]:
-        """All numbers; `ready_seconds` is that of the starts that a user gets: baked, else eager, else cold."""
+        """All numbers; `ready_seconds` is of the starts that users get: baked if measured, else eager, else cold."""
         starts = self.baked or self.eager or self.cold
         assert starts
         middle, low, high = summarise_starts(starts)["ready"]

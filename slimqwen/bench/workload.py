@@ -107,7 +107,7 @@ class PromptClass(_Strict):
 
     @property
     def arrives(self) -> bool:
-        """Whether requests have an arrival process; if not, they are sent as responses to others arrive."""
+        """Whether requests are sent at given times; if not, the next is sent when a response has arrived."""
         return self.gap_ms is not None or self.load is not None
 
     @property
@@ -195,12 +195,12 @@ class Workload(Settings):
         return super()._from_text(replace(text, content={**own, **content}), name)
 
     def inputs(self, root: Path) -> Sequence[Path | YamlPart]:
-        """The workload's files, and its prompts or documents."""
+        """Files on which the requests depend: the workload's own, and its prompts or documents."""
         text = root / self.prompts if self.prompts else resolve_text(self.documents, root)
         return [*super().inputs(root), text]
 
     def of_own_prompts(self, prompts: Sequence[Sequence[int]], output_tokens: Sequence[int]) -> "Workload":
-        """The workload with a single class for `prompts`, token ids, whose lengths in tokens are their means."""
+        """The workload with a single class of these prompts (token ids); the class states their mean lengths."""
         lengths = {
             "prompt_tokens": round(statistics.fmean(map(len, prompts))),
             "output_tokens": round(statistics.fmean(output_tokens)),
@@ -246,7 +246,7 @@ class Workload(Settings):
         return any(c.concurrency == TO_MAX_NUM_SEQS for c in self.classes)
 
     def scale(self, max_model_len: int) -> float:
-        """Factor on all lengths for a served context of `max_model_len` tokens."""
+        """Scale of all lengths, at most 1: `max_model_len` / context length that the workload was written for."""
         return min(1.0, max_model_len / self.reference_context_tokens)
 
     def expanded(self, max_num_seqs: int = 1) -> list[PromptClass]:
@@ -267,7 +267,7 @@ class Workload(Settings):
         return classes
 
     def scaled(self, max_model_len: int, max_num_seqs: int = 1, block_tokens: int = 1) -> list[PromptClass]:
-        """The expanded classes with the lengths that are sent to a server.
+        """The classes of `expanded` with their lengths scaled to a server's context.
 
         Args:
             max_model_len: longest prompt and output together that the server accepts, tokens.
@@ -303,6 +303,6 @@ class Workload(Settings):
 
 
 def name_workload(variant: Variant) -> str:
-    """Name of a variant's default workload: its own evaluation if that has prompts, else `classes`."""
+    """Name of a variant's default workload: its own evaluation if that has a file of prompts, else `classes`."""
     own = find_own_evaluation(variant)
     return own.name if own and find_table(own, _PROMPTS).is_file() else "classes"

@@ -33,11 +33,11 @@ def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
     """The settings of the language model: `text_config` of a multimodal model, else the whole config.
 
     `dtype` (`torch_dtype` in older files) and `tie_word_embeddings` may be outside or inside `text_config`; the value
-    outside takes precedence. A key that is in neither place is missing from the result, but for head_dim and
-    num_key_value_heads, which follow from the heads where a config.json leaves them out.
+    outside takes precedence. A key that is in neither place is missing from the result, except head_dim and
+    num_key_value_heads, which are derived from the number of heads.
 
     Raises:
-        CorruptCheckpointError: `text_config` is no object, or a number is none.
+        CorruptCheckpointError: `text_config` is not a JSON object, or a dimension is not a number.
     """
     inner: Mapping[str, Any] = config.get("text_config", config)
     if not isinstance(inner, Mapping):
@@ -86,7 +86,7 @@ def untied(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def has_random_weights(folder: Path) -> bool:
-    """Whether the weights of a checkpoint are made at random, so that its responses mean nothing."""
+    """Whether a checkpoint has random weights, so that its responses mean nothing."""
     return RANDOM_WEIGHTS in read_config(folder)
 
 

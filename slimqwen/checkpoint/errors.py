@@ -25,10 +25,10 @@ class CorruptCheckpointError(SlimqwenError):
 
     @property
     def faults(self) -> list[str]:
-        """Its one fault."""
+        """The fault as a list of one line, without a cure."""
         return [str(self)]
 
     def with_cure(self, cure: str) -> "CorruptCheckpointError":
-        """The same error with a further cure, instead of the default one."""
+        """The same error with this cure added to its message; the default cure is dropped."""
         fault, *cures = self.args
         return CorruptCheckpointError(fault, "; ".join([*cures, cure]))

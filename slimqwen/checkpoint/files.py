@@ -83,7 +83,7 @@ class Manifest(BaseModel):
         ingredients: everything that decides the content, by dotted name.
         wall_seconds: duration of the stage.
         peak_memory_bytes: largest resident size of the stage's process.
-        versions: versions of the tools, and facts about the machine.
+        versions: versions of the tools, and properties of the machine.
         facts: results that the stage reported.
     """
 
@@ -165,7 +165,7 @@ def verify(folder: Path, cure: str, progress: Progress = silent) -> Manifest:
 
     Raises:
         MissingCheckpointError: as `check_folder`.
-        CorruptCheckpointError: as `check_folder`; or a file or tensor is missing, unexpected or other than described.
+        CorruptCheckpointError: as `check_folder`; or a file or tensor is missing, unexpected or different.
     """
     check_folder(folder, cure)
     with _cure(cure):
@@ -201,10 +201,10 @@ def digest(folder: Path, progress: Progress = silent) -> str:
 
 
 def recipe_key(folder: Path, present: str | None = None) -> str | None:
-    """The recipe key of a checkpoint that a recipe made and nobody changed since; None for any other one.
+    """The recipe key of a checkpoint that a recipe made and nobody has changed since; None for any other checkpoint.
 
     Args:
-        present: the checkpoint's digest, where it is known.
+        present: the checkpoint's digest if known; None to compute it.
     """
     if not (folder / MANIFEST).is_file():
         return None
@@ -228,12 +228,12 @@ def file_records(folder: Path, progress: Progress = silent) -> dict[str, FileRec
 
 
 def keep_records(folder: Path, records: Mapping[str, FileRecord]) -> None:
-    """Keep the hashes of a checkpoint that was downloaded and compared just now, so that it is not read once more."""
+    """Store the hashes of a checkpoint that was just downloaded and verified, so that it is not read again."""
     keep_hashes(folder, {name: folder / name for name in records}, records)
 
 
 def tree_records(folder: Path, progress: Progress = silent) -> dict[str, FileRecord]:
-    """Hash every file of any folder, such as a data set, except dot files, by its path in the folder."""
+    """Hash every file except dot files of any folder, such as a data set; returns hashes by path in the folder."""
     files = {
         path.relative_to(folder).as_posix(): path for path in sorted(folder.rglob("*")) if path.is_file()
     }
@@ -248,9 +248,9 @@ def tree_records(folder: Path, progress: Progress = silent) -> dict[str, FileRec
 
 
 def list_files(folder: Path) -> dict[str, Path]:
-    """The files of a checkpoint by path in the folder: those at its top that decide what it computes, and templates.
+    """The files that decide what a checkpoint computes, by path in the folder: top-level files and chat templates.
 
-    Other folders hold other things: earlier states of a training, its logs, other formats, caches of hub clients.
+    Subfolders are left out otherwise: earlier states of a training, its logs, other formats, caches of hub clients.
     """
     # Dot files belong to tools (a hub client keeps time stamps there), not to the checkpoint.
     shards: set[str] = set()
@@ -306,7 +306,7 @@ def side_files(folder: Path) -> dict[str, Path]:
 
 
 def carry_side_files(source: Path, destination: Path) -> None:
-    """Copy `side_files`."""
+    """Copy the `side_files` of a checkpoint to another folder."""
     _copy(side_files(source), destination)
 
 

@@ -1,4 +1,4 @@
-"""Hashes of files, kept so that a file is read again only when it may have changed.
+"""Hashes of files, stored so that a file is read again only when it may have changed.
 
 A hash is kept with the size, the times of change and the inode of its file. The time of modification alone hides a
 replacement by `cp -p`, `rsync -a` or `tar`, which restore it; nothing restores st_ctime. After chmod, a copy or a move
@@ -81,7 +81,7 @@ def read_hashes(files: Mapping[str, Path], progress: Progress) -> dict[str, File
 
 
 def hash_anew(folder: Path, files: Mapping[str, Path], progress: Progress) -> dict[str, FileRecord]:
-    """Hash the files of a folder whatever is kept of them, and keep the hashes; arguments as `known_hashes`."""
+    """Hash the files of a folder without using stored hashes, and store the new ones; arguments as `known_hashes`."""
     keys = _settled_keys(files)
     records = read_hashes(files, progress)
     _keep(folder, files, keys, records)
@@ -89,7 +89,7 @@ def hash_anew(folder: Path, files: Mapping[str, Path], progress: Progress) -> di
 
 
 def known_hashes(folder: Path, files: Mapping[str, Path], progress: Progress) -> dict[str, FileRecord]:
-    """The hashes of the files of a folder; a file is read only where no kept hash fits.
+    """The hashes of the files of a folder; a file is read only if no stored hash fits it.
 
     Args:
         folder: folder of the files, which may be read-only.
@@ -110,7 +110,7 @@ def known_hashes(folder: Path, files: Mapping[str, Path], progress: Progress) ->
 
 
 def keep_hashes(folder: Path, files: Mapping[str, Path], records: Mapping[str, FileRecord]) -> None:
-    """Keep hashes that were computed just now, so that `known_hashes` does not read the files again."""
+    """Store hashes that were just computed, so that `known_hashes` does not read the files again."""
     _keep(folder, files, _settled_keys(files), records)
 
 

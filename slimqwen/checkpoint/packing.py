@@ -1,4 +1,4 @@
-"""Which linears and tables can be packed as compressed-tensors' integers, and packing them in blocks of rows."""
+"""Finds linears and tables (embedding, lm_head) by kind, and packs them as compressed-tensors' integers."""
 
 import re
 from collections.abc import Callable, Iterator, Mapping

@@ -11,7 +11,7 @@ def round_to_nearest(weight: Tensor, form: PackedIntegers) -> Tensor:
 
     Args:
         weight: float32 [rows, columns].
-        form: its groups divide `columns`.
+        form: bits and groups; a group size must divide `columns`.
 
     Returns:
         float32 [rows, columns].

@@ -103,11 +103,11 @@ class TensorInfo:
                 yield chunk
 
     def unchanged(self) -> NewTensor:
-        """The same tensor, to be written byte for byte."""
+        """A `NewTensor` that copies this tensor byte for byte."""
         return NewTensor(self.dtype, self.shape, self.chunks)
 
     def rows(self, first: int, last: int) -> NewTensor:
-        """The rows from `first` to before `last`, to be written; a scalar is one row."""
+        """A `NewTensor` of the rows from `first` to before `last`; a scalar counts as one row."""
         length = (self.end - self.start) // (self.shape[0] if self.shape else 1)
         shape = (last - first, *self.shape[1:])
         return NewTensor(self.dtype, shape, lambda: self.chunks(first * length, last * length))
@@ -115,7 +115,7 @@ class TensorInfo:
 
 @dataclass(frozen=True)
 class SelectedRows:
-    """Some rows of a stored tensor, in ascending order, to be read in blocks like a stored tensor of their own."""
+    """Some rows (`ids`, ascending) of a stored tensor, read in blocks as if they were a stored tensor themselves."""
 
     info: TensorInfo
     ids: npt.NDArray[np.int64]
@@ -131,12 +131,12 @@ class SelectedRows:
         return self.info.file
 
     def rows(self, first: int, last: int) -> NewTensor:
-        """Rows of the selection from `first` to before `last`."""
+        """A `NewTensor` of rows `first` to before `last` of the selection."""
         return selected_rows(self.info, self.ids[first:last])
 
 
 def selected_rows(info: TensorInfo, rows: npt.NDArray[np.int64]) -> NewTensor:
-    """Some rows of a stored tensor, to be written; `rows` ascend, and blocks of the file without any are not read."""
+    """A `NewTensor` of some rows (ascending) of a stored tensor; blocks of the file without such rows are not read."""
     length = (info.end - info.start) // info.shape[0]
     block = max(1, _ROWS_BLOCK_BYTES // length)
 
@@ -159,7 +159,7 @@ def torch_dtype(dtype: str) -> Any:
 
 
 def from_torch(tensor: Any, floating_dtype: str) -> NewTensor:
-    """A torch tensor to be written; a floating-point one is converted to `floating_dtype` when it is written."""
+    """A `NewTensor` of a torch tensor; floating-point values are converted to `floating_dtype` when it is written."""
     import torch
 
     dtype = floating_dtype
@@ -174,7 +174,7 @@ def from_torch(tensor: Any, floating_dtype: str) -> NewTensor:
 
 
 def from_ids(ids: npt.NDArray[np.int64]) -> NewTensor:
-    """Token ids, to be written as I64."""
+    """A `NewTensor` of token ids, in I64."""
     return NewTensor("I64", ids.shape, lambda: [ids.astype("<i8").tobytes()])
 
 
@@ -237,7 +237,7 @@ def computed_dtype(folder: Path) -> str | None:
 
 
 def find_output_head(names: Iterable[str]) -> list[str]:
-    """Of the names of a checkpoint's tensors, those of the output head: lm_head or, if it is tied, the input embedding.
+    """Select the names of the output head's tensors: those of lm_head or, if it is tied, of the input embedding.
 
     A packed head has several tensors; a checkpoint that is no language model has none.
     """

@@ -1,4 +1,4 @@
-"""Weights as a checkpoint stores them, in every format of `slimqwen.formats`: their tensors and their numbers."""
+"""Weights of a checkpoint in any format of `slimqwen.formats`: which tensors store each, and its dequantised values."""
 
 import re
 from collections import defaultdict
@@ -31,12 +31,12 @@ _EXPERTS = re.compile(r"^(.+\.experts)\..+")
 
 @dataclass(frozen=True)
 class Weight:
-    """A weight of a module as stored, in one or more tensors; or any other tensor of a checkpoint.
+    """A module's weight as stored in one or more tensors (parts); or any other tensor of a checkpoint.
 
     Attributes:
         name: `<module>.weight`, the name that the weight has if it is not quantised; for another tensor its name.
-        parts: end of the name -> tensor; another tensor is the part "".
-        layout: how it is quantised; None if it is not, or in a way that is not known.
+        parts: its tensors by the last part of their names; another tensor has the key "".
+        layout: how the weight is quantised; None if it is not, or in an unknown way.
     """
 
     name: str
@@ -81,7 +81,7 @@ class Weight:
         )
 
     def blocks(self) -> Iterator["Tensor"]:
-        """The weight as an engine computes with it: float32 [at most 4096, columns] at a time.
+        """Yield the dequantised weight as an engine computes with it, in blocks of float32 [at most 4096, columns].
 
         Raises:
             CorruptCheckpointError: a part is missing.
@@ -134,7 +134,7 @@ def text_name(name: str) -> str:
 
 
 def changed_weights(first: Path, second: Path, leave_out: Callable[[str], bool]) -> list[str]:
-    """Names, as in the text-only class, of the weights that differ between checkpoints or are in only one of them.
+    """Names (as in the text-only class) of weights that differ between two checkpoints or are in only one of them.
 
     Args:
         leave_out: name -> whether that weight is neither compared nor returned.

@@ -79,11 +79,11 @@ app.add_typer(image.app, name="image", rich_help_panel=_READ)
 
 
 def main() -> NoReturn:
-    """Run the command line, and end this process."""
+    """Run the command line, and end this process without Python's slow clean-up (`lifeline.exit_after`)."""
     lifeline.exit_after(run_command)
 
 
 def run_command() -> None:
-    """Run the command line, and exit."""
+    """Run the command line, and exit with its exit code."""
     sys.argv[1:] = with_variant_option(typer.main.get_command(app), sys.argv[1:])
     console.run_command_line(app, "slimqwen")

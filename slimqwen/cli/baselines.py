@@ -1,4 +1,4 @@
-"""The MODEL of `slimqwen optimise`: the baseline of a repository, folder, GGUF file or variant, made if missing."""
+"""Finds or makes the baseline for the MODEL of `slimqwen optimise`: a repository, folder, GGUF file or variant."""
 
 import re
 from pathlib import Path
@@ -21,7 +21,7 @@ class ModelError(SlimqwenError):
 
 
 def name_of(model: str) -> str:
-    """Name of the baseline of a model: a variant's own, or that of the folder, file or repository."""
+    """Name of the baseline for MODEL: a named variant's baseline, else derived from the folder, file or repository."""
     known = variants.names()
     path = Path(model if Path(model).exists() else model.partition("@")[0])
     stem = path.stem if path.suffix == ".gguf" else path.resolve().name
@@ -31,7 +31,13 @@ def name_of(model: str) -> str:
 
 
 def find_base(model: str, name: str, evaluation: str | None, disk: float | None, yes: bool) -> Variant:
-    """The baseline, made if it is not there; its checkpoint, downloaded if a hub has it."""
+    """Find the baseline for MODEL; make it if it is missing, and download its checkpoint if a hub has that.
+
+    Args:
+        evaluation: evaluation of a new baseline; None for `core`.
+        disk: most GB to download; None for no limit.
+        yes: whether to download without asking.
+    """
     from slimqwen import hub
 
     root = variants.repository_root()
@@ -71,7 +77,7 @@ def _is_of(model: str, base: Variant) -> bool:
 
 
 def name_served(name: str, context: int | None, sequences: int | None) -> str:
-    """Name of the baseline that serves requests of this length, and so many at a time."""
+    """Name of the baseline that serves this context length and number of sequences; None keeps the present value."""
     known = variants.load(name).settings if name in variants.names() else {}
     for key, value, letter in (("VLLM_MAX_MODEL_LEN", context, "c"), ("VLLM_MAX_NUM_SEQS", sequences, "s")):
         if value is not None and (key not in known or known[key].value != str(value)):
@@ -80,7 +86,7 @@ def name_served(name: str, context: int | None, sequences: int | None) -> str:
 
 
 def serve_with(base: Variant, context: int | None, sequences: int | None) -> Variant:
-    """The baseline with this context and number of sequences, written if it is not there: both sides serve alike."""
+    """The baseline with this context length and number of sequences, as a variant that is written if it is missing."""
     from slimqwen.variant import scaffold
     from slimqwen.variant.config_env import quoted
 

@@ -96,7 +96,7 @@ def _print_guidellm(variant: Variant, workload: "Workload", port: int | None) ->
 
 @app.command()
 def startup(variant: VariantOption, rounds: Rounds = 6, even_if_busy: EvenIfBusy = False) -> None:
-    """Time the phases of server starts: cold, warm, and from the baked compile cache."""
+    """Time the phases of server starts, with an empty compile cache and with the baked one."""
     from slimqwen.bench import start_up
 
     log = variant.root / "logs" / f"start-up-{variant.name}.log"

@@ -217,10 +217,10 @@ def show_error(message: str) -> None:
 
 
 def from_here(text: str) -> str:
-    """Text whose paths of files of the repository are named as the shell's working folder needs them.
+    """Rewrite paths in a text so that they lead to the repository's files from the shell's working folder.
 
-    The library names files from the root of the repository, or by absolute paths. A user may stand in another folder,
-    of his own repository for example, where the first lead nowhere; the others are shorter from the working folder.
+    The library names files from the root of the repository, or by absolute paths. From another
+    working folder the first lead nowhere, and the others can be shortened.
     """
     root = workspace_or_here()
     with suppress(OSError):  # the working folder is gone
@@ -268,7 +268,7 @@ def command() -> list[str]:
 
 
 def relative(path: Path) -> Path:
-    """The path as it is named from the working folder if both lie in the repository, else unchanged."""
+    """The path relative to the working folder if both lie in the repository, else unchanged."""
     root = workspace_or_here()
     both_inside = path.is_relative_to(root) and Path.cwd().is_relative_to(root)
     return Path(os.path.relpath(path)) if both_inside else path
@@ -318,7 +318,7 @@ def progress_bar() -> Iterator[progress.Progress]:
 
 
 def waiting(activity: str) -> AbstractContextManager[object]:
-    """Show on stderr what a `with` block waits for, as long as it does; nothing if that is no terminal."""
+    """Show on stderr, during a `with` block, what it waits for; nothing if stderr is not a terminal."""
     return errors.status(activity) if errors.is_interactive else nullcontext()
 
 

@@ -28,7 +28,7 @@ class DemoModel(NamedTuple):
         recipe: what the variant's recipe does, in words.
         minutes: how long it takes on two quiet cores.
         note: a line below the table; empty for none.
-        is_packaged: whether a package holds the baseline's weights (`packaged_model`), or the repository does.
+        is_packaged: whether the baseline's weights come from a Python package (`packaged_model`), not the repository.
     """
 
     baseline: str
@@ -124,7 +124,7 @@ def demo(
 
 @dataclass(frozen=True)
 class DemoRecords:
-    """The records of the demo; its parts are the gate's checks and the speed.
+    """The records of the demo, by part: each check of the gate, and the speed.
 
     Attributes:
         records: records of each part by its name; if the baseline has one, it is first.

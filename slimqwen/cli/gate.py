@@ -47,12 +47,12 @@ def gate(variant: VariantOption, settings: GateSettingsName = None) -> None:
 
 
 def next_step(record: "Gate", suite: str, questions: Path | None, planned: int = 0) -> str:
-    """What to do after a verdict: for an inconclusive one, what each undecided check lacks.
+    """Say what to do after a verdict; for an inconclusive one, what each undecided check lacks.
 
     Args:
         suite: name of the suite by which quality was judged, every item of which an inconclusive gate has scored.
         questions: file of the questions of an own evaluation; None for other suites.
-        planned: questions that were planned to decide what is undecided; 0 if none were.
+        planned: number of questions planned to decide what is undecided; 0 if none were.
     """
     more = _MORE | {
         "quality": f"more questions in {questions}{f', {planned:,} in all,' if planned else ''}"

@@ -1,4 +1,4 @@
-"""Whether .venv still is what `make install` would make of this checkout; and how it is filled."""
+"""Checks whether .venv is up to date with this checkout, and starts the installer."""
 
 import hashlib
 import importlib.metadata
@@ -15,7 +15,7 @@ _STAMP, _MADE_FOR = "slimqwen-install.json", "slimqwen-made-for"  # scripts/inst
 
 
 def describe_outdated(environment: Path, program: Path) -> str | None:
-    """Why an environment has to be installed again, in one line; None where it need not, or is a person's own.
+    """Say in one line why an environment must be installed again; None if it need not, or this project did not make it.
 
     Args:
         environment: folder of the running Python's environment.
@@ -46,7 +46,7 @@ def describe_outdated(environment: Path, program: Path) -> str | None:
 
 
 def become_installer(options: list[str]) -> NoReturn:
-    """Become scripts/install.py, which fills the environment of this package from outside it.
+    """Replace this process by scripts/install.py, which fills the environment of this package.
 
     Args:
         options: command-line options of that script.
@@ -58,12 +58,12 @@ def become_installer(options: list[str]) -> NoReturn:
 
 
 def outdated() -> str | None:
-    """`describe_outdated` of the running process."""
+    """Say in one line why this process's environment must be installed again; None if it need not."""
     return describe_outdated(Path(sys.prefix), Path(sys.argv[0]))
 
 
 def describe_version() -> str:
-    """Version of this package, and the commit of the checkout or of which the wheel was made."""
+    """Version of this package, and the commit of the checkout or from which the wheel was built."""
     from slimqwen.records.git import git_state  # needs packages, which may not be installed yet
 
     state = git_state(installation_root())

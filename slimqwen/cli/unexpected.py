@@ -1,4 +1,4 @@
-"""Report of an exception that is no SlimqwenError: one line with its cause and the log that has the traceback.
+"""Reports an exception that is not a SlimqwenError: one line with its cause, and the log with the traceback.
 
 Imports little more than the standard library, because it also reports what goes wrong while other modules are imported.
 """

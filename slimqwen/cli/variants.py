@@ -114,7 +114,7 @@ def new(
 
 
 def name_text(corpus: str, folder: Path) -> str:
-    """A text as the recipe in `folder` names it: a name as it is, a path relative to the folder."""
+    """The text as the recipe.yaml in `folder` must name it: names unchanged, paths relative to the folder."""
     path = Path(corpus).expanduser()
     if not path.suffix and len(path.parts) == 1 and not path.exists():
         return corpus
@@ -138,7 +138,7 @@ def create_baseline(
     """Write a baseline variant of a folder, GGUF file or hub repository, and print what was found in the checkpoint.
 
     Args:
-        command: what continues an interrupted download; empty for `slimqwen variant new`.
+        command: command that continues an interrupted download; empty for `slimqwen variant new`.
     """
     from slimqwen.models.gguf_file import describe_origin
     from slimqwen.recipe.base_variant import REASONS, CheckpointFacts

@@ -70,13 +70,13 @@ class Acceptance(SplitRecord):
 
     @property
     def basis(self) -> dict[str, Any]:
-        """Also settings, the gate's depth, and the split."""
+        """Properties that two records must share: also settings, the gate's depth, and the side of the split."""
         split = str(self.split or "of no split")
         own = {"settings": self.settings_name, "gate depth": self.gate_depth, "split": split}
         return own | super().basis
 
     def figures(self) -> Mapping[str, Figure]:
-        """All numbers; `acceptance_length` is of the gate's depth, or of the deepest if the gate's was not measured."""
+        """All numbers; `acceptance_length` is at the gate's depth, or at the largest if that one was not measured."""
         lengths = {row.depth: row.length for row in self.depths}
         length = lengths[self.gate_depth if self.gate_depth in lengths else max(lengths)]
         figure = Figure(length.value, "tokens", length.standard_error, count=length.count)
@@ -182,7 +182,7 @@ def cut_class_prompts(
 
 
 def summarise_items(items: Sequence[Item]) -> tuple[Depth, ...]:
-    """Estimate the figures of each depth, with groups of prompts as independent observations."""
+    """Estimate the figures of each depth; groups of prompts are the independent observations."""
     rows = []
     for depth in dict.fromkeys(item["depth"] for item in items):
         depth_items = [item for item in items if item["depth"] == depth and item["drafts"]]

@@ -40,10 +40,10 @@ class AcceptanceShare:
 def pair_acceptance_records(
     first: Path, second: Path, checkpoints: Sequence[MeasuredCheckpoint] | None = None
 ) -> tuple[Path, Path]:
-    """Find the newest acceptance records of two variants that used the same prompts at the gate's depth.
+    """Find the newest acceptance records of two variants with the same prompts and the same depth (K) at the gate.
 
     Args:
-        checkpoints: the two checkpoints, of which other builds fit, too; None accepts records of any checkpoint.
+        checkpoints: the two checkpoints that must have been measured, in this or another build; None for any.
 
     Raises:
         MissingRecordError: a variant has no such record.
@@ -64,7 +64,7 @@ def pair_acceptance_records(
 
 
 def compare_acceptance(first: Path, second: Path) -> AcceptanceShare:
-    """Compare two acceptance records, the baseline's first, at the gate depth that the second record names.
+    """Compare two acceptance records, the baseline's first, at the draft depth (K) at which the second one was gated.
 
     Raises:
         NotComparableError: the records are of different splits, or share too few groups of prompts at that depth.

@@ -25,9 +25,9 @@ _STATES = "hidden_states"
 class BaselineModel:
     """The baseline in transformers and float32: activations are not quantised, even if quantization_config asks for it.
 
-    Transformers has no fused kernel for Gated DeltaNet on a CPU, so it reads texts more slowly than vLLM does. All
-    variants of a baseline, in all modes, are therefore compared with the same kept states. The state of a text is the
-    input of the output head, tokens x hidden size x 4 bytes; its key is the content of checkpoint and text.
+    On a CPU transformers has no fused kernel for Gated DeltaNet and reads texts slowly. The hidden states of each text
+    (inputs of lm_head, tokens x hidden size x 4 bytes) are therefore kept on disk and used for all variants of the
+    baseline, by digests of checkpoint and text.
     """
 
     def __init__(self, weights: Path, cache: Path) -> None:
@@ -56,7 +56,7 @@ class BaselineModel:
             return logits.float().log_softmax(-1).cpu()
 
     def free_layers(self) -> None:
-        """Free all but the output head, which texts with kept states need; another text loads the layers again."""
+        """Free the layers, but not lm_head, which suffices for texts with kept states; other texts load them again."""
         self._model = None
         return_freed_memory()
 

@@ -15,12 +15,12 @@ _LONGEST_CELL = 240
 
 @dataclass(frozen=True)
 class ChangedItem:
-    """One response of each of two records to an item, where they differ.
+    """An item with one response from each of two records that differ in score or in how they end.
 
     Attributes:
         task: name of the task without the suite's name before it.
         first, second: the items of the two records.
-        gain: of the second side, in margins of the task: negative where it is worse.
+        gain: score of the second minus the first, in units of the task's margin; negative if the second is worse.
         runaway_gain: -1 where only the second response runs away, 1 where only the first does, else 0.
     """
 
@@ -32,9 +32,9 @@ class ChangedItem:
 
 
 def list_changed_items(first: Path, second: Path) -> list[ChangedItem]:
-    """List the items whose score or end changed, worst first.
+    """List the items whose score changed, or whose response ran away on one side only; worst first.
 
-    A score that is right or wrong changes if it differs, any other if it differs by more than the task's margin.
+    A score of right or wrong has changed if it differs, any other if it differs by more than the task's margin.
 
     Raises:
         RecordError: a record or its items are damaged.

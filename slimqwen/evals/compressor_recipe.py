@@ -1,6 +1,6 @@
-"""The recipe of llm-compressor for the linears that `calibrate` rounded, as its users publish one beside the weights.
+"""Writes a recipe of llm-compressor for what `calibrate` did, as its users publish one beside the weights.
 
-It is no file of the checkpoint's top folder, whose digest it would change.
+It does not lie in the checkpoint's top folder, whose digest it would change.
 """
 
 import yaml
@@ -20,7 +20,7 @@ _HEAD = """\
 
 
 def render_compressor_recipe(variant: Variant) -> str | None:
-    """The text of llm-compressor's recipe; None where no stage of the variant's recipe runs it.
+    """Render llm-compressor's recipe as text; None if no stage of the variant's recipe runs llm-compressor.
 
     Raises:
         RecipeError: the recipe cannot be read.

@@ -64,7 +64,7 @@ class AcceptanceSettings(Settings):
         return self
 
     def inputs(self, root: Path) -> Sequence[Path | YamlPart]:
-        """The settings' files and the documents."""
+        """Files that the measurement reads: the settings' own, and the documents."""
         return [*super().inputs(root), resolve_text(self.documents, root)]
 
     def depth_of(self, variant: Variant) -> int:
@@ -79,7 +79,7 @@ class AcceptanceSettings(Settings):
         return self.model_copy(update={"gate_depth": self.depth_of(variant)})
 
     def prompt_count(self, split: Split | None) -> int:
-        """Number of prompts in each class: `proof_prompts`, if set, on the proof's side of a split, else `prompts`."""
+        """Number of prompts in each class: on the proof's side of a split `proof_prompts` if set, else `prompts`."""
         is_proof = split is not None and split.side == "proof"
         return self.proof_prompts if is_proof and self.proof_prompts else self.prompts
 
@@ -156,10 +156,10 @@ def cut_class_tokens(
         tokenize: function from a text to token ids.
         max_tokens: longest prompt, tokens.
         split: side of the split whose documents are used; None for both sides.
-        skips_faults: leave out malformed documents, to count what is there; for checks alone.
+        skips_faults: whether to skip malformed documents instead of raising; only for checks of own files.
 
     Raises:
-        CorpusError: the documents are missing, malformed or too few; then it says for each class what is missing.
+        CorpusError: the documents are missing, malformed or too few; the message says how many each class lacks.
     """
     documents = prompts.documents(settings.documents, settings.seed, root, skips_faults=skips_faults)
     cutter = prompts.PromptCutter(

@@ -52,7 +52,7 @@ _SHOWN_LENGTHS = 12
 
 
 class CheckedEngine(Block):
-    """One engine, and how its responses compare with the reference engine's."""
+    """Result of one engine: how its responses compare with the reference engine's."""
 
     name: EngineName
     draft_tokens: Count = Field(description="num_speculative_tokens of MTP, 0 without.")
@@ -293,7 +293,7 @@ def _refer(
 
 
 def list_engines(server: ServerCommand, settings: EngineSettings) -> dict[EngineName, dict[str, Any]]:
-    """Flags of the served engine and of its neighbours; the neighbours always run several requests at a time."""
+    """Flags of the engines to compare, by name: the served one and its neighbours, which always batch requests."""
     served = dict(server.flags)
     # The sizes of the served CUDA graphs fit the served K and number of requests, not a neighbour's.
     neighbour = {name: value for name, value in served.items() if name != "cudagraph-capture-sizes"}
@@ -351,7 +351,7 @@ def compare_engine(
         reference: the reference engine's responses.
 
     Returns:
-        The engine, and one item per response; an item has the tokens if they differ from the reference engine's.
+        The engine's result, and one item per response; an item has the tokens only if they differ from the reference's.
     """
     made = run if isinstance(run, EngineRun) else EngineRun([], [], False, 0, 0, 0)
     items: list[dict[str, Any]] = []

@@ -1,4 +1,4 @@
-"""Code that runs in the process of one engine: it responds to prompts and measures the rounding noise of near ties.
+"""Code that runs in the process of one engine of the engine check: generates responses, measures rounding noise.
 
 Each engine is vLLM without HTTP, with its scheduler in the same process (`slimqwen.serving.in_process`), so that every
 run gives the same tokens. Features that only a server has, such as asynchronous scheduling, are not covered.
@@ -64,7 +64,7 @@ class EngineSettings(Settings):
     timeout_s: float = Field(gt=0)
 
     def inputs(self, root: Path) -> Sequence[Path | YamlPart]:
-        """The settings' files and the text."""
+        """Files that the check reads: the settings' own, and the text."""
         return [*super().inputs(root), resolve_text(self.text, root)]
 
 
@@ -97,7 +97,8 @@ class EngineRun:
 
     Attributes:
         requests: prompts of all lengths.
-        responses: way, request and tokens; a turn of a session is a request that contains the earlier responses.
+        responses: way of sending, request, and token ids of the response; the prompt of a session's turn contains the
+            earlier responses.
         prefix_caching: whether the engine has a prefix cache.
         sequences: most requests that the engine runs at a time.
         cached_tokens: prompt tokens found in the prefix cache.
@@ -139,9 +140,10 @@ def choose_lengths(
 def cut_requests(
     settings: EngineSettings, weights: Path, root: Path, lengths: Sequence[int], context_len: int
 ) -> list[Request]:
-    """A request for each length: the first tokens of one text, with `output_tokens` or as many as the context allows.
+    """Make a request for each prompt length from the first tokens of one text.
 
-    A text shorter than the longest prompt is repeated; it need not make sense to show whether two engines agree.
+    Each asks for `output_tokens`, or as many as the context allows. A text shorter than the longest prompt is repeated:
+    prompts need not make sense to show whether two engines agree.
 
     Raises:
         CorpusError: the text is missing, malformed or empty.
@@ -317,8 +319,8 @@ def choose_turns(output_tokens: int, *, block_size: int, context_len: int) -> li
     """Choose the prompt lengths of a session's turns, tokens: from just beyond two blocks to the context's end.
 
     A hybrid model's state is kept at the last block end of a prompt, with drafts at the one before. The second turn
-    adds little after it: after much new text of its own, a session that was given another one's state often has the
-    right tokens. The response to the third turn crosses a block end.
+    adds little text after it: after much new text, a session that wrongly got another session's state often gives the
+    right tokens all the same. The response to the third turn crosses a block end.
     """
     start, end, last = 2 * block_size + 1, 3 * block_size, context_len - output_tokens
     turns = (start, start + output_tokens * 3 // 2, end - output_tokens // 2, end + output_tokens)
@@ -381,7 +383,7 @@ def _abandon(llm: Any, request: Request) -> None:
 def measure_tie_noise(
     llm: Any, requests: Sequence[Request], responses: Sequence[Response], progress: Progress = silent
 ) -> float:
-    """Measure how far the gap of the two likeliest tokens moves if a response is reread as part of a prompt.
+    """Measure rounding noise: how far the gap of the two likeliest tokens moves if a response is reread in a prompt.
 
     An engine rounds differently when it computes tokens one by one, several drafted tokens at once, or a whole prompt.
     Compiled graphs and drafts move the gap about as far as rereading (weights/tiny on AMX: root mean square

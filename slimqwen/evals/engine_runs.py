@@ -67,7 +67,7 @@ class EngineProcesses:
             is_served: whether the process uses the compile cache that a server would use.
 
         Returns:
-            What the function returns; one line of text if it raised, crashed or hung.
+            The function's result; if it raised, crashed or hung, one line of text with the reason.
 
         Raises:
             EvalError: the process ended before its first report, or was killed from outside, as by the kernel when

@@ -54,7 +54,7 @@ WEIGHT_FLAGS = ("dtype", "kv-cache-dtype", "mamba-ssm-cache-dtype", "quantizatio
 
 
 class Unchanged(Block):
-    """Distances of a variant with the baseline's checkpoint and dtypes, divided by the plain engine's distances."""
+    """Distances of a variant with unchanged checkpoint and dtypes, divided by the plain engine's distances."""
 
     limit: NonNegative = Field(description="Largest ratio that passes.")
     ratios: tuple[NoiseRatio, ...]
@@ -70,7 +70,7 @@ class Reference(Block):
 
     @classmethod
     def of(cls, variant: Variant, progress: Progress = silent) -> "Reference":
-        """The baseline of a variant as it is now; of a baseline, itself."""
+        """Describe the present baseline of a variant; for a baseline, itself."""
         baseline = variants.load(variant.baseline, variant.root) if variant.baseline else variant
         server = ServerCommand.resolve(baseline)
         return cls(
@@ -82,11 +82,12 @@ class Reference(Block):
 def changed_reference(
     before: Reference | None, side: Variant, *, on_any_machine: bool, progress: Progress
 ) -> list[str]:
-    """Name of the baseline, as a list, if that of a side is other than a record says; else an empty list.
+    """Check whether the baseline of a side has changed since a record; returns its name in a list, or an empty list.
 
     Args:
-        before: the baseline by the record; None in an old record, which is as good as another one.
-        on_any_machine: whether another build of its checkpoint, and an old record, count as the same.
+        before: the baseline that the record states; None in an old record, which then counts as changed.
+        side: the variant, or the baseline itself.
+        on_any_machine: whether another build of the baseline's checkpoint, and an old record, count as unchanged.
     """
     if before is None:
         return [] if on_any_machine else ["baseline"]
@@ -169,8 +170,8 @@ def measure_fidelity(
     """Compare a variant with its baseline, or a baseline with itself, and write its fidelity record.
 
     Args:
-        variant: compared twice: in process, an engine without compilation that has its weights, dtype and KV cache
-            dtype; then its server with the whole config.env.
+        variant: compared twice: as an uncompiled engine in this process with its weights, dtype and KV cache dtype;
+            then as its server with the whole config.env.
 
     Raises:
         ServingError: the variant's weights are random, or its acceptance length is set by a flag.

@@ -1,10 +1,10 @@
 """Figures of fidelity: the comparison of each text, its summary over texts, and the limits.
 
-A person wrote the limits: what a change of weights may cost. A variant with its baseline's own checkpoint and dtypes
-may cost nothing, but two engines round differently, by an amount that depends on the machine. The variant's distance
-from the baseline in float32 is therefore divided by the distance of the plainest engine (`PLAIN`: one text at a time,
-eager) on the same texts in the same run. The rounding noise is in both and cancels; the ratio must lie below
-`unchanged_ratio`.
+A mode is a way of running the variant: `PLAIN` (one text at a time, eager), "batched", or "served". The limits in
+eval/gates/ say what a change of weights may cost. A variant with its baseline's own checkpoint and dtypes may cost
+nothing, but two engines round differently, by an amount that depends on the machine. Its distance from the baseline in
+float32 is therefore divided by the distance of the mode `PLAIN` on the same texts in the same run. The rounding noise
+is in both and cancels; the ratio must lie below `unchanged_ratio`.
 """
 
 import math
@@ -82,10 +82,10 @@ class FidelitySettings(Settings):
 
     Attributes:
         texts: path of a file of texts, relative to the repository; those of a .txt file are divided by empty lines.
-        most_texts: largest number of texts that are read, the first of the file; None for all.
+        most_texts: most texts that are read, from the beginning of the file; None for all.
         prefix: text of the token that is put before every text, or several of which the first that both checkpoints
             have is taken.
-        batch: texts that are read at once in the modes batched and served.
+        batch: number of texts that are read at once in the modes batched and served.
         limits: largest values that pass.
         unchanged_ratio: for a variant with the baseline's checkpoint and dtypes, the largest ratio that passes: its
             distance from float32 in another mode over that of the plain engine.
@@ -132,7 +132,10 @@ class FidelitySettings(Settings):
 
 
 class Figures(Block):
-    """Comparison over all texts in one mode; estimates are means over texts, null for fewer than two texts."""
+    """Comparison over all texts in one mode of running the variant.
+
+    Estimates are means over texts, null for fewer than two texts.
+    """
 
     texts: Positive
     texts_compared: Count = Field(description="Texts whose tokens the variant kept.")
@@ -156,7 +159,7 @@ class Figures(Block):
 
 
 class NoiseRatio(Block):
-    """A figure of unchanged weights in one mode, divided by the same figure of the plain engine.
+    """A figure of a variant with unchanged weights in one mode, divided by the same figure of the plain engine.
 
     The ratio of the joined text has neither an interval nor a p-value, because it is a single text.
     """
@@ -175,7 +178,7 @@ class TextComparison:
     """Comparison of one text in one mode.
 
     Attributes:
-        mode: one of MODES, or SERVED.
+        mode: way of running the variant, one of MODES, or SERVED.
         bytes: length of the text in UTF-8 bytes.
         compared: positions whose distributions were compared.
         kl_nats: sum of divergences over these positions, nats.

@@ -26,7 +26,7 @@ from slimqwen.variant import Variant
 
 
 class Gate(SplitRecord):
-    """Whether a variant is as good as its baseline: some checks and one verdict. The record's items are findings."""
+    """Whether a variant is as good as its baseline: checks, joined in one verdict. The record's items are findings."""
 
     kind = "gate"
     verb = "gate"
@@ -55,7 +55,7 @@ class Gate(SplitRecord):
         return changes and f"limits changed after the variant had been judged: {changes}"
 
     def evidence(self, experiments: Path) -> list[Path]:
-        """Paths of the checks' records below `experiments`, the folder with a folder for each variant."""
+        """Paths of the checks' records in `experiments`, the folder with a folder for each variant."""
         return [experiments / name for name in self.records]
 
     def cited(self) -> Sequence[str]:

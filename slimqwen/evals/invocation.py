@@ -1,4 +1,4 @@
-"""What all measurements of one command share."""
+"""Settings that all measurements of one command share."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,10 +14,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Invocation:
-    """What all measurements of one command share.
+    """Settings that all measurements of one command share.
 
     Attributes:
-        command: program and arguments, which the records state.
+        command: command line that the records state as their origin.
         folder: folder with a folder of records for each variant, relative to the repository.
         split: side of the split whose items are measured; None for all items.
         port: TCP port of servers instead of the variants' own.

@@ -32,7 +32,7 @@ _NON_COMMERCIAL = re.compile(r"-nc\b|non-?commercial|\bresearch\b", re.IGNORECAS
 
 
 class Origin(NamedTuple):
-    """The checkpoint at the start of a chain of recipes.
+    """The checkpoint from which a variant's recipes start, and what its model card says.
 
     Attributes:
         name: repository on the hub, or the variant's name if it is no copy of one.
@@ -66,13 +66,13 @@ class Origin(NamedTuple):
 
     @property
     def base_model(self) -> str | list[str]:
-        """What a reader of the card can look up: the repository, else the repositories that its own card names."""
+        """Value of `base_model` in a model card: the repository, else those that the checkpoint's own card names."""
         if self.is_on_hub or not self.parents:
             return self.name
         return self.parents[0] if len(self.parents) == 1 else self.parents
 
     def describe(self) -> str:
-        """The checkpoint in words."""
+        """Name the checkpoint in words, with what it was made from."""
         if self.is_on_hub or not self.parents:
             return self.name
         return f"{self.name}, which was made from {' and '.join(self.parents)} by its own model card,"
@@ -93,7 +93,7 @@ class LicensedPart(NamedTuple):
     Attributes:
         role: base, drafter or text.
         name: variant, repository or folder.
-        licence: as it states it; UNKNOWN where it states none.
+        licence: licence that it states; UNKNOWN if it states none.
         is_non_commercial: whether the licence forbids commercial use.
     """
 
@@ -104,7 +104,7 @@ class LicensedPart(NamedTuple):
 
     @property
     def fault(self) -> str | None:
-        """Why the part cannot be published without a word of its owner; None if it can."""
+        """Why the part cannot be published without permission of its owner; None if it can."""
         if self.licence == UNKNOWN:
             return f"{self.name} states no licence"
         return f"{self.name} has the licence {self.licence}" if self.is_non_commercial else None

@@ -16,7 +16,7 @@ from slimqwen.records import store
 
 @dataclass(frozen=True)
 class Looks:
-    """The looks at a task's items up to a record.
+    """The looks at a task's items up to and with a record.
 
     Attributes:
         first_look: number of the first look in which each item was scored, from 1, by the item's hash.
@@ -34,11 +34,11 @@ class Looks:
 
     @property
     def is_worth_a_line(self) -> bool:
-        """Whether there is more to say than that this is the first look."""
+        """Whether this is a later look, or one that was counted anew, so that a reader should be told."""
         return self.count > 1 or self.dropped_since is not None
 
     def order(self, item: str) -> tuple[int, bytes]:
-        """Sort key of an item: neighbours in a file may be alike, so those of a look follow each other at random."""
+        """Sort key of an item: by look; within a look at random by hash, because neighbours in a file may be alike."""
         return self.first_look[item], hashlib.sha256(item.encode()).digest()
 
     def __str__(self) -> str:
@@ -53,13 +53,13 @@ class Looks:
 def read_looks(
     path: Path, items: Mapping[str, Iterable[Mapping[str, Any]]] | None = None
 ) -> dict[str, Looks]:
-    """Read the looks at each task of a quality record from it and the earlier records beside it.
+    """Find how often each task of a quality record was looked at, from the record and the earlier ones beside it.
 
-    A look is a new set of items of the same suite, scored by a build of the same checkpoint of the same variant. One
+    A look scores a new set of items of the same suite with the same variant and a build of the same checkpoint. A look
     that lacks an item of an earlier look begins a new count.
 
     Args:
-        items: the record's items by task, where they have been read.
+        items: the record's items by task, if they were read already; None to read them.
 
     Raises:
         RecordError: the record or its items are damaged; damaged earlier records are left out.

@@ -86,7 +86,7 @@ def render_card(variant: Variant, gate: Path, record: Gate, licence: str | None 
 
 
 def describe_elsewhere(folder: Path) -> str:
-    """What vLLM without Slimqwen's plugin does with a checkpoint.
+    """Describe how vLLM without Slimqwen's plugin would serve a checkpoint.
 
     Raises:
         CorruptCheckpointError: the checkpoint cannot be read.

@@ -18,8 +18,8 @@ from slimqwen.variant import Variant
 def list_faults(variant: Variant, folder: Path, further: Iterable[Callable[[], object]] = ()) -> list[str]:
     """List the faults of an own evaluation, a line each, in its settings, texts, questions and prompts.
 
-    Each file is read to its end, and each check says what it lacks of what can be read, so that one look finds all.
-    No engine is started, and the variant's own checkpoint need not exist.
+    Every file is read to its end, so that one call finds all faults. No engine is started, and the variant's own
+    checkpoint need not exist.
 
     Args:
         variant: variant that the own evaluation will judge.
@@ -43,7 +43,7 @@ def list_faults(variant: Variant, folder: Path, further: Iterable[Callable[[], o
 
 
 def describe(folder: Path) -> list[str]:
-    """A line each on what was read as texts, questions and prompts of an own evaluation, which must have no faults."""
+    """List, a line each, what was read as texts, questions and prompts of an own evaluation without faults."""
     root = folder.parents[2]
     gate, understanding = GateSettings.load(folder.name, root), Understanding()
     texts = gate.of(FidelitySettings).texts

@@ -1,4 +1,4 @@
-"""What a measurement needs and takes no vLLM to find out: a baseline, weights, a folder for its record."""
+"""Checks before a measurement that need no vLLM: it has a baseline, weights, and a folder for its record."""
 
 import os
 

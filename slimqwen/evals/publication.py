@@ -21,12 +21,12 @@ def publish_variant(
 ) -> list[Path]:
     """Write a variant's checkpoint as a folder for a model hub, which appears whole or not at all.
 
-    Without the compile cache, which is code for one kind of machine. The checkpoint's digest stays what it is.
+    The compile cache is left out, because it is code for one kind of machine. The checkpoint's digest stays the same.
 
     Args:
         target: the folder, which must not exist.
-        licence: identifier of the licence to state where base, drafter or a text states none, or one that forbids
-            commercial use.
+        licence: identifier of the licence to state. It is required if base, drafter or a text states none, or one that
+            forbids commercial use.
 
     Returns:
         Its files, in order.

@@ -123,10 +123,10 @@ class Quality(SplitRecord):
     tasks: dict[str, TaskScore] = Field(min_length=1)
 
     def changed_settings(self, suite: Suite, *, may_be_old: bool = False) -> list[str]:
-        """Names of what the suite says otherwise now: its tasks, how they are asked and scored, margins and floors.
+        """Names of the suite's settings that changed since the record, such as tasks, scoring, margins and floors.
 
         Args:
-            may_be_old: whether a record of before records had the suite's own settings may lack them.
+            may_be_old: whether an old record may lack settings that records did not have then.
         """
         if self.suite != suite.name or self.tasks.keys() != {task.name for task in suite.tasks}:
             return ["tasks of the suite"]
@@ -147,7 +147,7 @@ class Quality(SplitRecord):
 
     @property
     def basis(self) -> dict[str, Any]:
-        """Also suite, number of items, split, and how each task is asked and scored."""
+        """Properties that two records must share: also suite, number of items, split, and settings of each task."""
         return {
             "suite": self.suite,
             "limit": self.limit or "all items",
@@ -168,7 +168,7 @@ class Quality(SplitRecord):
 
     @property
     def topic(self) -> str:
-        """The record's suite, as the topic of its page."""
+        """Name of the suite: a newer record replaces only one of the same suite."""
         return self.suite
 
     def tables(self, path: Path) -> list[Table]:
@@ -213,7 +213,7 @@ def measure_quality(
 
     Args:
         variant: a running server of the variant is used; without one, a server is started and stopped again.
-        limit: items of each task, AUTO, or None for all.
+        limit: number of items of each task; AUTO: by power analysis; None: all.
 
     Raises:
         ServerLostError: the server died or refused a request; no record is written, the responses are kept.

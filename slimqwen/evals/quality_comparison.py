@@ -24,7 +24,7 @@ _Items = list[dict[str, Any]]
 
 @dataclass(frozen=True)
 class TaskComparison:
-    """One task of two records, with the score of each.
+    """Comparison of one task in two records: both scores, their difference and the verdict.
 
     Attributes:
         sign: 1 if a positive difference is a gain, else -1.
@@ -48,7 +48,7 @@ class TaskComparison:
 
     @property
     def gain(self) -> float:
-        """The difference with its sign set so that a loss is negative."""
+        """The difference with the sign that makes a loss negative."""
         return self.sign * self.difference.value
 
 
@@ -83,7 +83,7 @@ def _pair_order(pair: tuple[StoredRecord[Quality], StoredRecord[Quality]]) -> tu
 
 
 def current_records(folder: Path) -> list[StoredRecord[Quality]]:
-    """Read a variant's quality records that use all items of no split and its last scored checkpoint, newest first.
+    """Read the quality records of a variant's last scored checkpoint, newest first; those of a split are left out.
 
     Args:
         folder: experiments/<variant>.
@@ -99,7 +99,7 @@ def current_records(folder: Path) -> list[StoredRecord[Quality]]:
 
 
 def of_newest_checkpoint(records: Sequence[StoredRecord[Quality]]) -> list[StoredRecord[Quality]]:
-    """Keep the records of the first one's checkpoint, and of other builds of it."""
+    """Keep the records of the newest (first) record's checkpoint, in any build."""
     checkpoints = [entry.record.provenance.checkpoint for entry in records]
     return [
         entry
@@ -219,7 +219,7 @@ def comparison_table(first: Path, second: Path) -> Table:
 
 
 def items_planned(row: TaskComparison) -> str:
-    """In brackets, the number of items that was planned to decide; empty if the suite plans none."""
+    """Cell text: in brackets, the number of items that was planned to decide; empty if the suite plans none."""
     return f" ({row.items_planned:,})" if row.items_planned else ""
 
 

@@ -1,8 +1,8 @@
-"""Roundings: what each way to round a checkpoint's weights costs on text, all of them in one table.
+"""Roundings: divergence on text that each way to round a checkpoint's weights costs, in one table.
 
-Transformers evaluates the checkpoint itself in float32, and so each row that does not name another arithmetic: the
-weights alone differ. A row is made by stages of recipes, or rounds to nearest in memory where no stage or no kernel has
-that width. The texts are none of those by which the gate judges.
+Transformers evaluates the original checkpoint in float32. It evaluates each row's rounded weights in float32, too,
+unless the row names another arithmetic, so that only the weights differ. A row is made by stages of a recipe, or is
+rounded to nearest in memory where no stage or kernel has that width. The texts are not those of the gate.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -41,16 +41,16 @@ from slimqwen.workspace import locate
 
 
 class Rounding(BaseModel):
-    """A row: weights rounded to nearest in memory, or a checkpoint that stages make.
+    """One way to round, a row of the table: to nearest in memory, or by stages of a recipe.
 
     Attributes:
         name: name of the row.
         bits: bits of each kind of weights (`packing.LINEARS`) that is rounded to nearest.
         group_size: number of neighbouring weights of a row that share a scale; None for one scale a row.
         zero_points: whether a group has a zero point.
-        stages: entries of a recipe.yaml instead; paths are relative to the repository.
+        stages: stages that round instead, as in recipe.yaml; paths are relative to the repository.
         arithmetic: dtype of weights and activations.
-        over: name of an earlier row whose divergence this row's is divided by.
+        over: name of an earlier row by whose divergence that of this row is divided; None for none.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -65,7 +65,7 @@ class Rounding(BaseModel):
 
     @property
     def layouts(self) -> Mapping[str, PackedIntegers]:
-        """The layout of each kind that is rounded in memory."""
+        """Bits and groups of each kind of weights that is rounded in memory."""
         return {
             kind: PackedIntegers(bits, self.group_size, not self.zero_points)
             for kind, bits in self.bits.items()
@@ -84,9 +84,10 @@ class RoundingsSettings(Settings):
     """Settings of eval/roundings/<name>.yaml.
 
     Attributes:
-        gate: name of the gate whose texts, prefix and limits are taken.
-        first, texts: number of the first text that is read, from 0, and how many are.
-        rows: the roundings.
+        gate: name of the gate whose texts, prefix and limits are used.
+        first: index of the first text that is read, from 0.
+        texts: number of texts that are read.
+        rows: the ways to round.
     """
 
     folder: ClassVar[str] = "roundings"
@@ -118,7 +119,7 @@ class _LaterTexts(FidelitySettings):
 
 
 class RoundingFigures(Block):
-    """A row of the record."""
+    """Size and divergence of one way to round."""
 
     name: str = Field(min_length=1)
     tensor_bytes: Count = Field(description="Of all tensors, as the layout stores them.")
@@ -129,7 +130,7 @@ class RoundingFigures(Block):
 
 
 class Roundings(Record):
-    """Distances of a checkpoint's roundings from the checkpoint in float32 arithmetic."""
+    """How far each way to round a checkpoint's weights moves its distributions from those in float32."""
 
     kind = "roundings"
     verb = "eval roundings"
@@ -176,7 +177,7 @@ PRETRAINED = "smollm2-135m"
 
 
 def costs_seen(bits: int, root: Path) -> str | None:
-    """What rows of one width cost the pretrained model, in a sentence; None without a record of such a row."""
+    """Say in a sentence what rounding to `bits` cost the model `PRETRAINED`; None if that was not measured."""
     rows = {
         row.name: row.figures.kl_nats
         for path in reversed(store.records(locate(f"experiments/{PRETRAINED}", root), Roundings))
@@ -263,7 +264,11 @@ def _measure(row: Rounding, variant: Variant, texts: FidelitySettings, progress:
 
 
 def round_in_memory(model: Any, layouts: Mapping[str, PackedIntegers]) -> None:
-    """Round kinds of a language model's weights to nearest, in place; a tied head is untied."""
+    """Round a language model's weights to nearest, in place; a tied head gets weights of its own.
+
+    Args:
+        layouts: bits and groups of each kind of weights to round.
+    """
     import torch
 
     from slimqwen.checkpoint.rtn import round_to_nearest

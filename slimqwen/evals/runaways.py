@@ -29,7 +29,7 @@ LENGTH_FIGURE = "mean length of responses: growth, as a share of the baseline's"
 
 
 class ResponseLimits(BaseModel):
-    """Section `responses` of a gate's settings: what responses may lose beside their score.
+    """Section `responses` of a gate's settings: limits for responses beside their score.
 
     Attributes:
         runaway_share: largest increase of the share of responses that run away.
@@ -45,7 +45,7 @@ class ResponseLimits(BaseModel):
 
     @property
     def items_to_decide(self) -> int:
-        """Items planned to decide on responses that run away, before the first look."""
+        """Number of items planned, before the first look, to decide on responses that run away."""
         return sequential.items_to_decide(self.runaway_share, self.assumed_discordance, sequential.RARE_SHARE)
 
 
@@ -55,7 +55,8 @@ class Responses:
 
     Attributes:
         runaway: responses that hit the token limit, loop or are empty.
-        mean_length: in `unit`, tokens where the server reported them for every response of both sides.
+        mean_length: mean length in `unit`.
+        unit: tokens if the server reported them for every response of both sides, else characters.
     """
 
     count: int
@@ -69,11 +70,17 @@ class Responses:
 
 @dataclass(frozen=True)
 class ResponseComparison:
-    """Responses of two records, paired by item; gains of the judgements are the first side's less the second's.
+    """Responses of two records, compared in pairs by item.
 
     Attributes:
-        length: None where fewer than two items have responses, or the baseline's are all empty.
-        items: items, each with one response or several.
+        first: responses of the baseline.
+        second: responses of the variant.
+        runaway: verdict on the growth of the share of responses that run away.
+        runaway_growth: that growth.
+        length: verdict on the growth of the mean length; None if fewer than two items have responses, or the
+            baseline's are all empty.
+        length_growth: that growth, as a share of the baseline's mean length.
+        items: number of items, each with one response or several.
         items_planned: number of items planned to decide, before the first look.
     """
 
@@ -92,7 +99,7 @@ class ResponseComparison:
         return [self.runaway.verdict, *([self.length.verdict] if self.length else [])]
 
     def findings(self) -> list[Finding]:
-        """Findings of the gate: increases, of which less is better."""
+        """Findings for the gate; values are increases, so less is better."""
         rows: list[tuple[str, float, Judgement, int | None]] = [
             (RUNAWAY_FIGURE, self.runaway_growth, self.runaway, self.items_planned)
         ]

@@ -66,7 +66,7 @@ class ReferenceTexts:
 
     Attributes:
         texts: the texts of the settings, then one text that joins them up to the context length.
-        available: number of texts in the settings' file or on the split's side; `most_texts` may let fewer be read.
+        available: number of texts in the file, or on the split's side; `most_texts` may limit how many are read.
         batch: texts that are read at once.
     """
 

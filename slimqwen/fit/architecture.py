@@ -40,7 +40,7 @@ _STATE_FLOPS = 6
 
 @dataclass(frozen=True)
 class Weights:
-    """Weights that a pass reads: their bytes, and FLOPs per token by precision.
+    """Weights that a forward pass reads: their bytes, and FLOPs per token by precision.
 
     Attributes:
         bytes: stored size of all the weights.
@@ -61,7 +61,7 @@ class Weights:
 
 @dataclass(frozen=True)
 class Model:
-    """The parts of a checkpoint that decide the cost of a pass. Sizes are in bytes."""
+    """Bytes and FLOPs of a checkpoint's parts, which decide what a forward pass costs."""
 
     body: Weights  # every layer, without embedding and output head
     head: Weights  # lm_head or the tied embedding
@@ -174,7 +174,7 @@ def read_model(
     kv_cache_dtype: str = "auto",
     state_dtype: str = "auto",
 ) -> Model:
-    """The model of a checkpoint, from tensor shapes alone.
+    """Compute bytes and FLOPs of a checkpoint's parts from tensor shapes alone.
 
     Floating-point weights wider than 16 bits count as 16-bit, as vLLM serves them. Vision towers are not counted.
 
@@ -249,7 +249,7 @@ def read_model(
 
 
 def shape_tensors(tensors: Tensors) -> dict[str, TensorInfo]:
-    """The tensors of a checkpoint that need not exist, by name; sizes are right, but there is no file to read."""
+    """Describe tensors of a checkpoint that need not exist: name, dtype and shape, without a file to read."""
     return {
         name: TensorInfo(dtype, size, Path(), 0, tensor_bytes(dtype, size))
         for name, (dtype, size) in tensors.items()
@@ -257,7 +257,7 @@ def shape_tensors(tensors: Tensors) -> dict[str, TensorInfo]:
 
 
 def shape_model(shape: Shape, *, kv_cache_dtype: str = "auto", state_dtype: str = "auto") -> Model:
-    """The model of a checkpoint that need not exist, from its dimensions; dtypes and errors as for `read_model`."""
+    """As `read_model`, for a checkpoint that need not exist: its tensor dimensions are enough."""
     tensors = shape_tensors(shape.tensors)
     return read_model(tensors, shape.config_json, kv_cache_dtype=kv_cache_dtype, state_dtype=state_dtype)
 

@@ -29,7 +29,7 @@ PARTS = ("layers", "output head", "draft layers", "draft head", "states and KV c
 
 
 class StepBound(NamedTuple):
-    """The fastest decode step of one batch."""
+    """A decode step of one batch at the roofline: its traffic, arithmetic, shortest time, and most output tokens/s."""
 
     bytes: float  # memory traffic of all passes
     flops: float  # of all passes and precisions
@@ -42,7 +42,7 @@ _NOTHING = Weights(0, {})
 
 @dataclass(frozen=True)
 class PassWork:
-    """Memory traffic and arithmetic of one pass."""
+    """Memory traffic (bytes) and arithmetic (FLOPs by precision) of one forward pass."""
 
     bytes: float  # read from and written to GPU memory
     flops: Mapping[Precision, float]
@@ -58,7 +58,7 @@ class PassWork:
         return sum(self.flops.values())
 
     def memory_seconds(self, gpu: Gpu) -> float:
-        """Shortest time of the memory traffic, seconds."""
+        """Shortest time of the memory traffic on a GPU, seconds."""
         return self.bytes / gpu.bandwidth
 
     def compute_seconds(self, gpu: Gpu) -> float:
@@ -102,7 +102,11 @@ def bound_decode_step(
     num_speculative_tokens: int = 0,
     acceptance_length: float = 1.0,
 ) -> StepBound:
-    """The fastest decode step; raises FitError if `acceptance_length` is not between 1 and K + 1."""
+    """Compute the fastest possible decode step of a batch.
+
+    Raises:
+        FitError: `acceptance_length` is not between 1 and K + 1.
+    """
     if not 1 <= acceptance_length <= num_speculative_tokens + 1:
         raise FitError(
             f"acceptance length {acceptance_length} is impossible with {num_speculative_tokens} drafted tokens; "

@@ -37,7 +37,7 @@ Number = TypeVar("Number", int, float)
 
 @dataclass(frozen=True)
 class ServerSettings:
-    """The settings that the flags of a server decide.
+    """Settings of a server that decide its memory and speed.
 
     Attributes:
         context_len: prompt and output tokens of the longest request.
@@ -75,12 +75,12 @@ class ServerSettings:
         gpus: int | None = None,
         gpus_here: int = 1,
     ) -> Self:
-        """The settings that a variant's config.env gives, or those that this project would begin with.
+        """Read the settings of a variant's config.env; for a model without one, take this project's initial settings.
 
         Args:
             context_len, sequences, gpus: replace the subject's own settings; None keeps them.
-            gpus_here: number of GPUs of the host that a model without a config.env is shared by; fewer if its heads
-                cannot be shared by so many.
+            gpus_here: number of GPUs of this host, which share a model without a config.env; fewer if its heads cannot
+                be divided by so many.
 
         Raises:
             FitError: the GPUs cannot share the heads, the model was not made for `context_len`, or a setting that has
@@ -153,10 +153,10 @@ class Fit:
     """How a checkpoint fits on a GPU, or on several that share it.
 
     Attributes:
-        optimisation: the optimisation that the checkpoint got last.
+        optimisation: name of the last optimisation of the checkpoint.
         weight_bytes: kind of weights -> bytes on disk.
         resident_bytes: bytes of weights in the memory of one GPU.
-        cache_bytes: bytes that are left for blocks; negative where not even the weights fit.
+        cache_bytes: memory left for cache blocks, bytes; negative if not even the weights fit.
         layout: the blocks of the cache.
         sequence_bytes: bytes of the blocks of one sequence of full length.
         missing_bytes: bytes that all sequences of full length need beyond `cache_bytes`; negative if some are left.
@@ -190,7 +190,7 @@ class Fit:
 
     @property
     def starts(self) -> bool:
-        """Whether vLLM starts: one sequence fits at full length, and there are blocks for the states of a full step."""
+        """Whether vLLM starts: one sequence fits at full length, and vLLM can capture its CUDA graphs."""
         return self.full_sequences >= 1 and self.captured_sequences <= self.blocks
 
     @property
@@ -200,16 +200,16 @@ class Fit:
 
     @property
     def state_bytes(self) -> int:
-        """Bytes that a sequence takes for its states."""
+        """Cache memory of a sequence for its Gated DeltaNet states, bytes, whatever its length."""
         return self.layout.state_blocks * self.layout.block_bytes
 
     @property
     def token_bytes(self) -> int:
-        """Bytes that a sequence takes for each of its tokens."""
+        """KV cache of one token of a sequence, bytes."""
         return self.layout.block_bytes // self.layout.block_size
 
     def longest_context(self, sequences: int) -> int:
-        """Tokens of the longest context with which so many sequences fit; 0 or less if none does."""
+        """Longest context, tokens, at which `sequences` fit together; 0 or less if they fit at none."""
         return (self.blocks // sequences - self.layout.state_blocks) * self.layout.block_size
 
 
@@ -293,7 +293,7 @@ def _room(gpu: Gpu, utilization: float, resident: int) -> int:
 
 
 def fitting_batch(model: Model, gpu: Gpu, context_len: int, num_speculative_tokens: int) -> int:
-    """Number of sequences that fit on a GPU with vLLM's default share of its memory; raises FitError for none."""
+    """Number of sequences that fit on a GPU with vLLM's default --gpu-memory-utilization; raises FitError for none."""
     resident = model.resident_bytes(num_speculative_tokens)
     sequence = lay_out_cache(model, num_speculative_tokens).sequence_bytes(context_len)
     fitting = _room(gpu, DEFAULT_UTILIZATION, resident) // sequence
@@ -336,10 +336,10 @@ def _share_of_one_gpu(model: Model, gpus: int, text: Mapping[str, Any]) -> Model
 
 
 def estimate_activations(subject: Subject, settings: ServerSettings) -> int:
-    """Bytes that the largest step, the one that vLLM profiles, takes on each GPU.
+    """Estimate the activations of the largest step, which vLLM profiles, in bytes on each GPU.
 
     These are one layer's inputs and products in 16 bits, and the logits in 32 bits twice, because sampling copies them.
-    The bytes are a part of the overhead that is set aside.
+    They are a part of the assumed overhead.
     """
     text = subject.text
     widest = max(

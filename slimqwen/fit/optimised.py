@@ -1,4 +1,4 @@
-"""A checkpoint after each optimisation that the project offers, as outlines without content."""
+"""A checkpoint after each optimisation that the project offers: names and shapes of its tensors, without content."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -34,17 +34,17 @@ _PACKED_BY_QWEN = (
 
 @dataclass(frozen=True)
 class Optimised:
-    """A checkpoint with one more optimisation than the one before."""
+    """A checkpoint of `list_optimised`: the name of its latest optimisation, and the shapes of its tensors."""
 
     optimisation: str
     outline: Outline
 
 
 def list_optimised(subject: Subject) -> list[Optimised]:
-    """The checkpoint as stored, then with one more optimisation each; optimisations that it has already are left out.
+    """List the checkpoint as stored, then with one more optimisation each; those that it has already are left out.
 
-    No 4-bit steps in a format to which no linears can be added. The stage `calibrate` takes no mixtures, whose experts
-    are then packed only in published checkpoints.
+    A format to which no linears can be added gets no 4-bit steps. The stage `calibrate` takes no mixture of experts;
+    their experts are in 4 bits only in published checkpoints.
     """
     stored = Outline(subject.name, Path(), subject.config, shape_tensors(subject.tensors))
     steps = [Optimised("as stored", stored)]
@@ -97,7 +97,7 @@ def _with_packed_draft_head(outline: Outline) -> Outline:
 
 
 def name_published(repository: str) -> str:
-    """Where a mixture with 4-bit experts is published, in words.
+    """Say where a mixture of experts is published with 4-bit experts.
 
     Args:
         repository: owner/name of the checkpoint in 16 bits, or another name of it.

@@ -23,7 +23,7 @@ _TABLES = ("draft_head", "embed_tokens")
 
 @dataclass(frozen=True)
 class SavedBytes:
-    """A variant with draft head and embedding in 16 bits, and as its recipe packs them."""
+    """A variant with draft head and embedding in 16 bits (`before`), and as its recipe packs them (`after`)."""
 
     variant: str
     before: Model
@@ -32,7 +32,7 @@ class SavedBytes:
 
     @classmethod
     def of(cls, variant: str, gpu: Gpu, root: Path) -> "SavedBytes":
-        """The models of a variant, from the dimensions that its recipe gives.
+        """Compute both from the tensor dimensions that the variant's recipe gives.
 
         Raises:
             ShapeError: the dimensions are not known.
@@ -56,7 +56,7 @@ class SavedBytes:
         return sum(cost.count_part_bytes(model, DRAFT_DEPTH, SPEED_CONTEXT_LEN).values())
 
     def step_seconds(self, model: Model) -> float:
-        """Shortest time of that step."""
+        """Shortest time of a decode step of one sequence, seconds."""
         return cost.bound_decode_step(model, self.gpu, 1, SPEED_CONTEXT_LEN, DRAFT_DEPTH).seconds
 
 

@@ -60,7 +60,7 @@ class Subject:
         other_bytes: bytes of the other tensors.
         settings: lines of a variant's config.env by key; empty without a variant.
         variant: the variant, if MODEL names one.
-        namesakes: what MODEL was taken for and how to name what else has that name; empty where nothing else has.
+        namesakes: if MODEL names several things, a note on which was taken and how to name the others; else empty.
     """
 
     name: str
@@ -159,7 +159,7 @@ def variant_subject(variant: Variant) -> Subject:
 
 
 def promised_subject(variant: Variant) -> Subject:
-    """The checkpoint of a variant by published dimensions and its recipe alone; a ShapeError where none are."""
+    """A variant's checkpoint by published dimensions and recipe alone, even if it is here; ShapeError if unknown."""
     return _with_settings(_of_shape(shapes.variant_shape(variant), variant.name), variant)
 
 

@@ -234,7 +234,7 @@ def _margin(fit: Fit) -> str:
 
 
 def shapes_table(root: Path) -> Table:
-    """The roofline of every committed 16-bit shape on `TABLE_GPUS`, of the first optimised form that fits."""
+    """Roofline of every shape of eval/shapes in 16 bits on `TABLE_GPUS`, with the fewest optimisations that fit."""
     gpus = _table_gpus(root)
     names = sorted(
         file.stem for file in list_files(f"{FOLDER}/*.json", root) if '"config"' in file.read_text()

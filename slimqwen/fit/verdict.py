@@ -1,4 +1,4 @@
-"""The verdict of `slimqwen fit` in one line: whether a checkpoint fits on a GPU, and if not, with what it does."""
+"""The verdict of `slimqwen fit` in one line: whether a checkpoint fits on a GPU, and if not, what would make it fit."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
@@ -17,14 +17,14 @@ _NUMBERS_OF_GPUS = (2, 4, 8)
 
 
 def fit_on_gpus(subject: Subject, settings: ServerSettings, gpus: Iterable[Gpu]) -> dict[str, list[Fit]]:
-    """How a checkpoint and its optimised forms fit, by the name of the GPU."""
+    """Compute, by name of the GPU, how a checkpoint fits as stored and after each optimisation."""
     length = subject.family.acceptance_lengths.get(settings.depth)
     sized = [size_checkpoint(step, settings) for step in list_optimised(subject)]
     return {gpu.name: [fit_checkpoint(each, settings, gpu, length) for each in sized] for gpu in gpus}
 
 
 def give_verdict(subject: Subject, settings: ServerSettings, gpu: Gpu, fits: Sequence[Fit]) -> str:
-    """One line: whether the checkpoint fits as stored, by how much, and which recipe, load or number of GPUs would."""
+    """One line: whether the checkpoint fits as stored, by how much; if not, which recipe, load or GPUs would do."""
     requests = f"{settings.sequences} x {settings.context_len:,} tokens"
     where = f"{subject.name} with {requests} on {settings.gpus if settings.gpus > 1 else 'one'} {gpu.name}"
     first = fits[0]

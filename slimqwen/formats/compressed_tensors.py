@@ -48,7 +48,7 @@ class PackedIntegers(Layout):
     by_weight = optional
 
     def has_cpu_kernel(self, module: str) -> bool:
-        """4 bits, and 8 with a scale a row; an embedding in 2, 4 or 8 bits without zero points.
+        """Whether a CPU has a kernel: for 4 bits, 8 with one scale a row, and embeddings in symmetric 2, 4 or 8 bits.
 
         GPUs from compute capability 7.5 on take 2 to 8 bits: Marlin (on 9.0 Machete or Humming) 4, and 8 without zero
         points, Humming the rest, which it compiles at its first use (`choose_mp_linear_kernel` of vLLM).
@@ -58,7 +58,7 @@ class PackedIntegers(Layout):
         return self.bits == 4 or (self.bits == 8 and self.symmetric and self.group_size is None)
 
     def parts(self, rows: int, columns: int) -> Parts:
-        """Words, scales and the shape; zero points are packed along the rows."""
+        """The stored tensors: words, scales and the shape; zero points are packed along the rows."""
         groups = -(-columns // self.group_size) if self.group_size else 1
         parts: Parts = {
             "weight_packed": ((rows, -(-columns * self.bits // 32)), ("I32",)),
@@ -70,15 +70,15 @@ class PackedIntegers(Layout):
         return parts
 
     def shape(self, parts: Stored) -> tuple[int, ...]:
-        """What weight_shape holds, for a row may end within a word."""
+        """[rows, columns] from weight_shape, because a row may end within a word."""
         return tuple(parts["weight_shape"].unchanged().read().tolist())
 
     def unreadable(self, parts: Stored) -> str | None:
-        """Columns in the order of their activations."""
+        """Why the weight cannot be read: its columns are in the order of their activations; else None."""
         return "packed otherwise than in consecutive groups" if "weight_g_idx" in parts else None
 
     def read(self, parts: Stored, first: int, last: int) -> "Tensor":
-        """Integers minus zero points, times scales."""
+        """Rows as numbers: (integers - zero points) x scales."""
         import torch
         from compressed_tensors.compressors import unpack_from_int32
 
@@ -93,7 +93,7 @@ class PackedIntegers(Layout):
 
 
 class CompressedTensors(Format):
-    """quant_method compressed-tensors; a table may be packed like a linear."""
+    """quant_method compressed-tensors; embedding, lm_head and draft head may be packed like linears."""
 
     methods = (METHOD,)
     layouts = (PackedIntegers, EightBits, CompressedNvfp4)
@@ -108,7 +108,7 @@ class CompressedTensors(Format):
         return sorted(groups, key=lambda group: not _CLASSES.isdisjoint(group["targets"]))
 
     def describe(self) -> str:
-        """The widths of the weights."""
+        """The format with the bits and types of its weights, in words."""
         weights = [group["weights"] for group in self._groups]
         return ", ".join(
             dict.fromkeys([METHOD, *(f"{each['num_bits']}-bit {each['type']}" for each in weights)])
@@ -123,11 +123,11 @@ class CompressedTensors(Format):
         )
 
     def packs(self, module: str) -> bool:
-        """Whether a target matches the module and no entry of `ignore` does."""
+        """Whether the module is quantised: a target matches it, and no entry of `ignore` does."""
         return self._group_of(module) is not None
 
     def layouts_of(self, module: str) -> list[Layout]:
-        """The layout of the module's group; those of all groups for a module that is in none."""
+        """The layout of the module's group; for a module without a group, the layouts of all groups."""
         group = self._group_of(module)
         layouts = map(self._layout, [group] if group else self._groups)
         return [layout for layout in layouts if layout]
@@ -147,7 +147,7 @@ class CompressedTensors(Format):
         return CompressedNvfp4() if form == "nvfp4-pack-quantized" else None
 
     def refused(self) -> str | None:
-        """Groups in the order of activations."""
+        """Why vLLM refuses the checkpoint: its groups are in the order of activations; else None."""
         for group in self._groups:
             weights = group["weights"]
             if weights.get("actorder") in ("group", "dynamic", True) and weights.get("group_size") != -1:
@@ -174,7 +174,7 @@ def matches(entry: str, module: str) -> bool:
 
 
 def config_group(target: str, bits: int, group_size: int | None) -> dict[str, Any]:
-    """A symmetric config group for the modules that a target matches; no `group_size` is a scale per row."""
+    """A symmetric config group for the modules that a target matches; without `group_size`, one scale per row."""
     weights = {
         "num_bits": bits,
         "type": "int",
@@ -187,7 +187,7 @@ def config_group(target: str, bits: int, group_size: int | None) -> dict[str, An
 
 
 def settings_of(groups: Mapping[str, Any], ignore: Collection[str]) -> dict[str, Any]:
-    """A quantization_config of packed integers."""
+    """Make a quantization_config of packed integers from its config groups and ignored modules."""
     return {
         "quant_method": METHOD,
         "format": _PACKED,

@@ -34,18 +34,18 @@ class EightBits(Layout):
     by_weight = optional
 
     def parts(self, rows: int, columns: int) -> Parts:
-        """The weight and its scales."""
+        """The stored tensors: the weight and its scales."""
         height, width = self.block[0] or rows, self.block[1] or columns
         scales = (1,) if self.block == (None, None) else (-(-rows // height), -(-columns // width))
         numbers = FP8 if self.precision == "fp8" else INT8
         return {"weight": ((rows, columns), numbers), self.scale: (scales, FLOATING)}
 
     def shape(self, parts: Stored) -> tuple[int, ...]:
-        """That of the stored numbers."""
+        """[rows, columns] of the stored numbers."""
         return parts["weight"].shape
 
     def unreadable(self, parts: Stored) -> str | None:
-        """Scales that are not those of the blocks."""
+        """Why the weight cannot be read: its number of scales does not fit the blocks; else None."""
         scale = _block_scales(parts)
         if scale is None:
             return None
@@ -59,7 +59,7 @@ class EightBits(Layout):
         return height or -(-rows // scale.shape[0]), width or -(-columns // scale.shape[1])
 
     def read(self, parts: Stored, first: int, last: int) -> "Tensor":
-        """Numbers times scales."""
+        """Rows as numbers: stored numbers x scales."""
         numbers: Tensor = parts["weight"].rows(first, last).read().float()
         if scale := _block_scales(parts):
             height, width = self._shared(parts, scale)

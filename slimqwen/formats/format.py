@@ -24,7 +24,7 @@ FLOATING = ("BF16", "F16", "F32")
 
 
 class UnsupportedFormatError(SlimqwenError):
-    """The checkpoint is sound, but its format does not support what was asked for."""
+    """A valid checkpoint whose format does not support the requested operation."""
 
 
 class _Numbers(Protocol):
@@ -53,7 +53,7 @@ class Layout(ABC):
     """How a weight of [rows, columns] is stored, in one or more tensors.
 
     Attributes:
-        carrier: the part that holds the numbers.
+        carrier: the part (tensor) that holds the numbers.
         dtypes: dtypes of the carrier.
         word_bits: bits of an element of the carrier.
         required: parts without which the numbers cannot be read.
@@ -81,7 +81,7 @@ class Layout(ABC):
         return True
 
     def is_stored(self, parts: Stored) -> bool:
-        """Whether the parts of a weight are those of this layout."""
+        """Whether the tensors (parts) of a weight are stored in this layout."""
         return self.carrier in parts and parts[self.carrier].dtype in self.dtypes
 
     def count(self, elements: int) -> int:
@@ -90,14 +90,14 @@ class Layout(ABC):
 
     @abstractmethod
     def parts(self, rows: int, columns: int) -> Parts:
-        """The parts of a weight of [rows, columns], with those optional ones that most checkpoints have."""
+        """Shapes and dtypes of the tensors (parts) of a weight of [rows, columns], with the usual optional ones."""
 
     @abstractmethod
     def shape(self, parts: Stored) -> tuple[int, ...]:
         """[rows, columns] of a stored weight."""
 
     def unreadable(self, parts: Stored) -> str | None:
-        """How the parts are stored if that is not read here, to follow the words "the weight is"."""
+        """Why the weight cannot be read here, as the end of a sentence "the weight is …"; None if it can."""
         return None
 
     @abstractmethod
@@ -118,12 +118,12 @@ class Layout(ABC):
 class Format:
     """What a quantization_config says: which weights are quantised, in which layout, and what can be done with them.
 
-    This class itself is a quant_method that is not known here: any tensors are accepted, and 16-bit ones are read.
+    The base class stands for an unknown quant_method: any tensors are accepted, and 16-bit ones are read.
 
     Attributes:
         methods: values of quant_method, in lower case.
         layouts: every layout that the format has.
-        takes_more: whether linears can be quantised in addition; vLLM reads one format a checkpoint.
+        takes_more: whether further linears can be quantised; vLLM reads only one format a checkpoint.
         is_exact: whether config.json says of each linear how it is stored; in other formats the tensors say it.
         needs_cache_scheme: whether vLLM reads scales of an 8-bit KV cache only where `kv_cache_scheme` announces them.
         settings: quantization_config.
@@ -141,7 +141,7 @@ class Format:
 
     @property
     def is_known(self) -> bool:
-        """Whether it is a format of this package."""
+        """Whether this package knows the format."""
         return type(self) is not Format
 
     def describe(self) -> str:
@@ -150,14 +150,14 @@ class Format:
         return f"{self.method or 'unknown'}{f', {bits}-bit' if bits else ''}"
 
     def packs(self, module: str) -> bool:
-        """Whether the config has the weight of a linear, embedding or output head quantised."""
+        """Whether a module (linear, embedding or output head) is quantised by this config."""
         if module == "lm_head":
             return bool(self.settings.get("lm_head"))
         left = self.settings.get("modules_to_not_convert") or self.settings.get("ignored_layers") or ()
         return not module.endswith("embed_tokens") and not is_named(module, left)
 
     def layouts_of(self, module: str) -> Sequence[Layout]:
-        """The layouts that a quantised weight of the module may have; the config means the first."""
+        """The layouts in which a module's quantised weight may be stored; the config states the first of them."""
         return ()
 
     def refused(self) -> str | None:
@@ -165,7 +165,7 @@ class Format:
         return None
 
     def refused_addition(self) -> str | None:
-        """Why no linears can be packed in addition, and what to do; None if they can."""
+        """Why no further linears can be packed, and what to do; None if they can."""
         if self.takes_more:
             return None
         return (
@@ -186,7 +186,7 @@ class Unquantised(Format):
     needs_cache_scheme = True
 
     def packs(self, module: str) -> bool:
-        """Nothing."""
+        """False: nothing is quantised."""
         return False
 
 
@@ -198,5 +198,5 @@ ORDERED = (
 
 
 def is_named(module: str, entries: Sequence[str]) -> bool:
-    """Whether an entry names consecutive parts of a module's name, as modules that stay in 16 bits are listed."""
+    """Whether an entry of a list of 16-bit modules names a module: by consecutive parts of its dotted name."""
     return any(f".{entry.strip('.')}." in f".{module}." for entry in entries)

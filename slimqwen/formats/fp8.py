@@ -11,7 +11,7 @@ class Fp8(Format):
     layouts = (EightBits,)
 
     def layouts_of(self, module: str) -> list[EightBits]:
-        """Blocks where config.json has their size."""
+        """Scales by block if config.json has a block size, else one scale for a weight."""
         if size := self.settings.get("weight_block_size"):
             return [EightBits(block=(int(size[0]), int(size[1])), scale="weight_scale_inv")]
         return [EightBits()]

@@ -1,4 +1,4 @@
-"""GPTQ's and AWQ's layouts, columns first in words of 32 bits, and the formats that have them.
+"""The layouts of GPTQ and AWQ, transposed and in words of 32 bits, and the formats that have them.
 
 | layout | tensors of a weight of [rows, columns] |
 |---|---|
@@ -22,7 +22,7 @@ _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
 
 @dataclass(frozen=True)
 class GptqWords(Layout):
-    """Words along the columns; the zero points of GPTQ's first version are stored minus 1.
+    """GPTQ's layout: words along the columns. Its first version stores zero points minus 1.
 
     Attributes:
         bits: bits per weight.
@@ -42,7 +42,7 @@ class GptqWords(Layout):
     optional: ClassVar[tuple[str, ...]] = ("g_idx",)
 
     def parts(self, rows: int, columns: int) -> Parts:
-        """Words, zero points and scales."""
+        """The stored tensors: words, zero points and scales."""
         groups = -(-columns // self.group_size) if self.group_size > 0 else 1
         return {
             "qweight": (self._words(rows, columns), ("I32",)),
@@ -55,19 +55,19 @@ class GptqWords(Layout):
         return columns * self.bits // 32, rows
 
     def shape(self, parts: Stored) -> tuple[int, ...]:
-        """[rows, columns], by the words of the zero points, of which each row and group has one."""
+        """[rows, columns], from the shapes of words and zero points."""
         return parts["scales"].shape[1], parts["qweight"].shape[0] * 32 // self._stored_bits(parts)
 
     def _stored_bits(self, parts: Stored) -> int:
         return 32 * parts["qzeros"].shape[1] // parts["scales"].shape[1]
 
     def unreadable(self, parts: Stored) -> str | None:
-        """Bits that do not divide a word."""
+        """Why the weight cannot be read: its bits do not divide a word of 32 bits; else None."""
         bits = self._stored_bits(parts)
         return None if bits in self.read_bits else f"packed in {bits} bits"
 
     def read(self, parts: Stored, first: int, last: int) -> "Tensor":
-        """Levels minus zero points, times scales."""
+        """Rows as numbers: (levels - zero points) x scales."""
         import torch
 
         levels, points = self._unpack(parts, self._stored_bits(parts))
@@ -78,7 +78,7 @@ class GptqWords(Layout):
         return ((levels - points[groups]) * scales[groups]).T.contiguous()[first:last]
 
     def blocks(self, parts: Stored, rows: int) -> Iterator["Tensor"]:
-        """All rows are read at once, for they are no rows of the file."""
+        """Yield the weight in blocks of rows; all of it is read at once, because it is stored transposed."""
         yield from self.read(parts, 0, self.shape(parts)[0]).split(rows)
 
     def _unpack(self, parts: Stored, bits: int) -> tuple["Tensor", "Tensor"]:
@@ -89,7 +89,7 @@ class GptqWords(Layout):
 
 @dataclass(frozen=True)
 class AwqWords(GptqWords):
-    """Words along the rows, eight interleaved weights of 4 bits each (AutoAWQ's `gemm`)."""
+    """AWQ's layout (AutoAWQ's `gemm`): words along the rows, each with eight interleaved weights of 4 bits."""
 
     zero_offset: int = 0
 
@@ -100,7 +100,7 @@ class AwqWords(GptqWords):
         return columns, rows * self.bits // 32
 
     def shape(self, parts: Stored) -> tuple[int, ...]:
-        """[rows, columns], by the scales and the words."""
+        """[rows, columns], from the shapes of scales and words."""
         return parts["scales"].shape[1], parts["qweight"].shape[0]
 
     def _unpack(self, parts: Stored, bits: int) -> tuple["Tensor", "Tensor"]:
@@ -125,7 +125,7 @@ class Gptq(Format):
     layouts = (GptqWords,)
 
     def packs(self, module: str) -> bool:
-        """Every linear that `dynamic` does not leave; the output head where `lm_head` says so."""
+        """Whether a module is quantised: all linears but those that `dynamic` excludes; lm_head if its key is set."""
         return super().packs(module) and self._override(module) is not None
 
     def _override(self, module: str) -> Mapping[str, Any] | None:
@@ -143,7 +143,7 @@ class Gptq(Format):
         return [GptqWords(settings["bits"], settings.get("group_size", -1), 0 if is_second else 1)]
 
     def refused(self) -> str | None:
-        """The order of activations, which changes nothing with one scale a row."""
+        """Why vLLM refuses the checkpoint: columns in the order of activations, and not one scale a row; else None."""
         is_ordered = self.settings.get("desc_act") is True and self.settings.get("group_size") != -1
         return ORDERED if is_ordered else None
 
@@ -155,7 +155,7 @@ class AutoRound(Format):
     layouts = (GptqWords, AwqWords)
 
     def packs(self, module: str) -> bool:
-        """Every linear that `extra_config` does not leave; the output head where `lm_head` says so."""
+        """Whether a module is quantised: all linears not in 16 bits by `extra_config`; lm_head if its key is set."""
         return super().packs(module) and self._override(module).get("bits", 0) < 16
 
     def _override(self, module: str) -> Mapping[str, Any]:
@@ -179,7 +179,7 @@ class Awq(Format):
     layouts = (AwqWords,)
 
     def layouts_of(self, module: str) -> list[AwqWords]:
-        """Words of 4 bits."""
+        """AWQ's layout, always in 4 bits."""
         # AutoAWQ's first configs have other names.
         bits, size = (self.settings.get(key, self.settings.get(old)) for key, old in _FIRST_NAMES)
         return [AwqWords(bits or 4, size or -1)]

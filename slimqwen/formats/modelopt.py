@@ -25,22 +25,22 @@ class ModelOpt(Format):
         return str(self.settings.get("quant_algo") or "NVFP4").upper()
 
     def describe(self) -> str:
-        """The method and its algorithm."""
+        """The quantisation method and its algorithm, in words."""
         return f"{self.method} {self._algorithm}"
 
     def packs(self, module: str) -> bool:
-        """Every linear and output head, except those named by `ignore` or `exclude_modules`, wildcards included."""
+        """Whether a module is quantised: all but embeddings and those that `ignore` or `exclude_modules` match."""
         left = self.settings.get("ignore") or self.settings.get("exclude_modules") or ()
         is_left = is_named(module, left) or any(fnmatch(module, entry) for entry in left)
         return not module.endswith("embed_tokens") and not is_left
 
     def layouts_of(self, module: str) -> list[Layout]:
-        """That of the algorithm, if it is known."""
+        """The layout of the algorithm; empty if it is unknown."""
         return [_LAYOUTS[self._algorithm]] if self._algorithm in _LAYOUTS else []
 
 
 def read_settings(content: Mapping[str, Any]) -> dict[str, Any]:
-    """The quantization_config that the content of `FILE` stands for."""
+    """Convert the content of ModelOpt's own settings file (`FILE`) to a quantization_config."""
     form = content.get("quantization") or {}
     has_small_cache = form.get("kv_cache_quant_algo") == "FP8"
     return {

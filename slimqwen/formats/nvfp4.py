@@ -26,11 +26,11 @@ class Nvfp4(Layout):
     by_weight = ("weight_scale_2", "input_scale")
 
     def has_cpu_kernel(self, module: str) -> bool:
-        """No: _POSSIBLE_NVFP4_KERNELS of vllm/model_executor/kernels/linear names CUDA (from 7.5) and ROCm alone."""
+        """False: _POSSIBLE_NVFP4_KERNELS of vllm/model_executor/kernels/linear names CUDA (from 7.5) and ROCm alone."""
         return False
 
     def parts(self, rows: int, columns: int) -> Parts:
-        """Bytes, and scales of both kinds."""
+        """The stored tensors: bytes with two weights each, scales of groups, and the scale of the weight."""
         scale, whole = self.required
         return {
             self.carrier: ((rows, columns // 2), ("U8",)),
@@ -40,16 +40,16 @@ class Nvfp4(Layout):
         }
 
     def shape(self, parts: Stored) -> tuple[int, ...]:
-        """[rows, columns], of which two share a byte."""
+        """[rows, columns]; two columns share a stored byte."""
         rows, columns = parts[self.carrier].shape
         return rows, 2 * columns
 
     def scale(self, scales: "Tensor", whole: "Tensor") -> "Tensor":
-        """Scales of groups with that of the weight, all float32."""
+        """Combine the scales of groups with the scale of the weight, in float32: their product."""
         return scales * whole
 
     def read(self, parts: Stored, first: int, last: int) -> "Tensor":
-        """Numbers times both scales; the lower half of a byte is the first of its two weights."""
+        """Rows as numbers: stored numbers x both scales; the lower half of a byte is the first of its two weights."""
         import torch
 
         numbers = torch.tensor([*_E2M1, *(-number for number in _E2M1)])
@@ -72,5 +72,5 @@ class CompressedNvfp4(Nvfp4):
     by_weight = ("weight_global_scale", "input_global_scale")
 
     def scale(self, scales: "Tensor", whole: "Tensor") -> "Tensor":
-        """Scales of groups over that of the weight."""
+        """Combine the scales of groups with the scale of the weight, by which they are divided."""
         return scales / whole

@@ -1,4 +1,4 @@
-"""What a result depends on, and whether it would be the same again: derived in one place, asked everywhere else."""
+"""What a result depends on (code, package versions, flags), so that an unchanged result is reused, not made again."""
 
 import hashlib
 import json
@@ -6,10 +6,10 @@ from collections.abc import Mapping
 
 
 def digest_of(value: object) -> str:
-    """SHA-256 of a value's JSON: the same for equal values, in whatever order their keys come."""
+    """SHA-256 of a value's JSON with sorted keys, in hexadecimal digits."""
     return hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()
 
 
 def changed_names(before: Mapping[str, object], after: Mapping[str, object]) -> list[str]:
-    """Names, sorted, that have other values or are in one of the two alone."""
+    """Sorted names whose values differ, or which only one of the two mappings has."""
     return sorted(name for name in before.keys() | after.keys() if before.get(name) != after.get(name))

@@ -1,6 +1,6 @@
-"""What a flag of vLLM, or a key of config.env that is this project's own, may affect: the one table of what decides.
+"""The table of what a flag of vLLM or an own key of config.env may affect: tokens, speed or compiled graphs.
 
-A flag that is not in the table may affect everything.
+A flag that is not in the table may affect all of them.
 """
 
 import enum
@@ -13,13 +13,13 @@ from slimqwen.variant import OWN_KEYS
 
 
 class Effect(enum.Flag):
-    """What may be another one under another value."""
+    """What changes if the value of a flag changes."""
 
     NOTHING = 0
     TOKENS = enum.auto()
-    """What a request is answered with."""
+    """The tokens of a response."""
     SPEED = enum.auto()
-    """Times, memory, and whether a request is taken."""
+    """Times, memory, and whether a request is accepted."""
     GRAPHS = enum.auto()
     """Compiled code, and everything that a plan says."""
 
@@ -66,16 +66,16 @@ ROUNDING = frozenset(
         "marlin-input-dtype",
     }
 )
-"""Flags and variables of vLLM that round numbers otherwise: responses may differ by more than near ties."""
+"""Flags and variables of vLLM that change its rounding, so that responses may differ by more than near ties."""
 
 
 def affecting(effect: Effect, flags: Mapping[str, Any]) -> dict[str, Any]:
-    """The flags, by name without dashes, that may affect any of this."""
+    """Select the flags (by name without dashes) that may have any of these effects."""
     return {name: value for name, value in flags.items() if EFFECTS.get(name, Effect.ALL) & effect}
 
 
 def is_of_machine(variable: str) -> bool:
-    """Whether an environment variable only says where caches lie or how many threads compute on a machine."""
+    """Whether an environment variable describes only the machine: folders of caches, number of threads."""
     return variable.endswith(("OMP_NUM_THREADS", "CACHE_ROOT", "CACHE_DIR"))
 
 
@@ -93,10 +93,10 @@ def flag_of(key: str) -> str:
 
 
 def may_affect(effect: Effect, key: str) -> bool:
-    """Whether a line of config.env may affect any of this."""
+    """Whether a config.env line with this key may have any of these effects."""
     return bool(OWN_EFFECTS.get(key, EFFECTS.get(flag_of(key), Effect.ALL)) & effect)
 
 
 def may_round(key: str) -> bool:
-    """Whether a line of config.env rounds numbers otherwise, so that a quality check has to judge it."""
+    """Whether a config.env line with this key makes vLLM round differently, so that quality has to be checked."""
     return flag_of(key) in ROUNDING

@@ -1,9 +1,9 @@
-"""The code on which a result depends, read from the source: nothing of it is executed, and nobody keeps a list.
+"""The code on which a result depends, found in the source without executing it and without a list kept by hand.
 
-From some names on, every name is followed through this package's own modules: functions, constants, whole classes,
-imports inside functions, and texts that name a module, such as the main module of a child process. Annotations count,
-because they say whose methods are called. What cannot be followed counts as its whole module. Comments, docstrings and
-the words of an expected error do not count.
+Starting from given functions or modules, every name is followed through this package's own modules: functions,
+constants, whole classes, imports inside functions, and texts that name a module, such as the main module of a child
+process. Annotations count, because they say whose methods are called. What cannot be followed counts as its whole
+module. Comments, docstrings and the words of an expected error do not count.
 
 `tests/identity/coverage_by_keys.py` compares the result with what a stage really executes.
 """
@@ -50,12 +50,12 @@ _INNER_SCOPES = (ast.Lambda, ast.ListComp, ast.SetComp, ast.DictComp, ast.Genera
 
 @dataclass(frozen=True)
 class ReachedSource:
-    """What is reached from some names on.
+    """The code that given functions or modules depend on.
 
     Attributes:
-        names: reached top-level names by module.
-        digests: SHA-256 of what these names say, by module.
-        packages: imported packages other than this one and Python's own.
+        names: top-level names that they use, directly or through others, by module.
+        digests: SHA-256 of the source of these names, by module.
+        packages: imported packages, without this one and Python's standard library.
     """
 
     names: Mapping[str, frozenset[str]]
@@ -64,11 +64,11 @@ class ReachedSource:
 
     @property
     def digest(self) -> str:
-        """SHA-256 over all modules."""
+        """One SHA-256 over the digests of all modules."""
         return digest_of(self.digests)
 
     def versions(self) -> dict[str, str]:
-        """Versions of the packages, and of those that compute for them, as far as they are installed."""
+        """Installed versions of `packages`, and of the packages that these leave the computing to."""
         names = self.packages.union(*(_BROUGHT.get(name, ()) for name in self.packages))
         versions = {name.replace("_", "-"): _version(name) for name in sorted(names)}
         return {name: version for name, version in versions.items() if version is not None}
@@ -83,20 +83,19 @@ class _Part:
 
 
 def platform() -> str:
-    """Platform that the installed vLLM is built for, cpu or cuda, without the seconds that its import takes."""
+    """Platform that the installed vLLM is built for: cpu or cuda. vLLM is not imported, which would take seconds."""
     return "cpu" if "cpu" in (_version("vllm") or "cpu") else "cuda"
 
 
 def reach(
     *starts: str, within: str = "slimqwen", device: str | None = None, package: Path = _PACKAGE
 ) -> ReachedSource:
-    """Follow the names from some on.
+    """Find the code that functions or modules depend on.
 
     Args:
-        starts: full names of functions or modules; their modules may lie outside the package.
-        within: full name of the package whose modules count; a name of another one leads nowhere.
-        device: platform of vLLM, cpu or cuda, by default that of the installed one: of the patches of vLLM, only
-            those for it are reached.
+        starts: full names of functions or modules, in this package or outside it.
+        within: full name of the package whose modules are followed; names of others are not.
+        device: platform, cpu or cuda, whose patches of vLLM are included; by default that of the installed vLLM.
         package: folder of the package slimqwen to read.
     """
     modules = {**_foreign_modules(starts), **_own_modules(package)}

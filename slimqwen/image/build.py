@@ -36,7 +36,11 @@ def tag_of(variant: str, platform: Platform) -> str:
 
 
 def check_base(base: str | None) -> str:
-    """Return a base image that is pinned by its digest, or is BOOTSTRAP or a local one; refuse any other, or none."""
+    """Check that a base image is pinned by its digest, is local, or is BOOTSTRAP; returns it.
+
+    Raises:
+        ImageError: it is none of these, or None.
+    """
     if base and (
         base == BOOTSTRAP or base.startswith("localhost/") or re.search(r"@sha256:[0-9a-f]{64}$", base)
     ):

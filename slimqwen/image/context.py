@@ -78,12 +78,12 @@ def gather(
     *,
     needs_cache: bool = True,
 ) -> Content:
-    """Collect the content of a variant's image, and refuse a variant that could not be served from it.
+    """Collect the content of a variant's image, and check that the variant can be served from it.
 
     Args:
         platform: platform of the image; None: the one on which this host would serve the variant.
         archive: compile_cache.tar.gz that was baked on another host; None: the one that the recipe baked on this host.
-        needs_cache: whether to refuse a variant that compiles but has no compile cache.
+        needs_cache: whether to refuse a variant whose server compiles graphs but has no compile cache.
 
     Raises:
         ImageError: the checkpoint lies outside the repository, or there is no compile cache that fits.
@@ -155,7 +155,7 @@ def lay_out(content: Content, folder: Path) -> None:
 
 
 def listening_everywhere(variant: Variant) -> Variant:
-    """The variant with `ALL_INTERFACES` as its address: a container's loopback is reached by nobody outside it."""
+    """The variant, listening on all interfaces, because nobody outside a container reaches its loopback address."""
     return variant.with_lines({"VLLM_HOST": ALL_INTERFACES})
 
 

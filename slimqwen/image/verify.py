@@ -28,7 +28,7 @@ _SECRET_NAMES = re.compile(
 
 @dataclass
 class Contents:
-    """The facts about a root filesystem that are checked.
+    """What `verify_image` checks about an image's root filesystem.
 
     Attributes:
         files: path -> SHA-256 of every regular file below the repository's folder, except .venv, .cache and bytecode.

@@ -1,4 +1,4 @@
-"""Conversion of layers that llmcompressor has calibrated to tensors and settings of a checkpoint."""
+"""Converts layers that llmcompressor has calibrated to tensors and settings of a checkpoint."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -13,7 +13,7 @@ from slimqwen.formats.compressed_tensors import METHOD, matches, with_group
 
 @contextmanager
 def released_session() -> Iterator[None]:
-    """At the end of the `with` block, drop the global references to the model in llmcompressor's session and traces."""
+    """Free the model at the end of a `with` block: drop llmcompressor's global references to it."""
     from llmcompressor import reset_session
     from torch.fx import _symbolic_trace
 
@@ -52,7 +52,7 @@ def describe_quantisation(model: Any, settings: Any, stored: Mapping[str, Tensor
 def with_quantisation(
     config: Mapping[str, Any], quantization: dict[str, Any], stored: Mapping[str, TensorInfo]
 ) -> dict[str, Any]:
-    """The config with the quantisation of the layers, and still with that of the KV cache and of linears packed before.
+    """Add the layers' quantisation to a config; that of the KV cache and of linears packed before is kept.
 
     Args:
         config: config.json before calibration.

@@ -1,4 +1,4 @@
-"""What changes of the drafts cost in acceptance, each made alone in memory: no checkpoint is written.
+"""Measures what each change of the drafts costs in acceptance, alone and in memory, without writing a checkpoint.
 
 The MTP head drafts on the target's own greedy outputs, as in `mtp_head`, once as it is and once with each change.
 """
@@ -33,9 +33,9 @@ class DraftChange:
     """A change of the drafts. Default values change nothing.
 
     Attributes:
-        head: form of the MTP head's linears.
-        token_ids: the ids that may be drafted.
-        rows: form of the output head that drafts read.
+        head: layout to which the MTP head's linears are rounded; None for 16 bits.
+        token_ids: the only ids that may be drafted; None for all.
+        rows: layout to which the output head of the drafts is rounded; None for 16 bits.
     """
 
     head: PackedIntegers | None = None
@@ -51,7 +51,7 @@ def measure_draft_rates(
     folder: Path,
     progress: Progress,
 ) -> list[list[float]]:
-    """Share of drafts that are accepted up to and with each position 1..depth, for each change alone.
+    """Measure, for each change alone, the share of drafts accepted up to each position 1..depth and at it.
 
     Args:
         source: checkpoint with an MTP head in 16 bits, in which nothing is quantised.

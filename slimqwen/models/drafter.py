@@ -1,4 +1,4 @@
-"""A drafting model of another maker: by which method of vLLM it drafts, and whether it fits the model it drafts for.
+"""A separate drafting model (EAGLE, DFlash, a small language model): vLLM's method for it, and whether it fits a model.
 
 Drafters of EAGLE and DFlash read hidden states of the model and, unless they have one of their own, its embedding
 (`vllm/model_executor/models/llama_eagle3.py`, `qwen3_dflash.py`). A whole language model reads tokens alone. All need
@@ -48,10 +48,12 @@ def check_files(folder: Path, cure: str) -> None:
 
 
 def describe_drafter(folder: Path, target: Path, path: str) -> dict[str, Any]:
-    """VLLM's speculative config for the drafter in `folder`, which is served as `path`.
+    """Make vLLM's speculative config for a drafter.
 
     Args:
+        folder: folder of the drafter.
         target: folder of the model that verifies.
+        path: path of the drafter to write into the config.
 
     Raises:
         DrafterError: vLLM has no method for it, or it does not fit the target.

@@ -41,13 +41,13 @@ class FamilyError(SlimqwenError):
 
 @dataclass(frozen=True)
 class Family:
-    """Models that differ only in dimensions.
+    """A model family: models that differ only in dimensions.
 
     Attributes:
         name: model_type of the language models, without `_text`.
         architectures: classes that config.json names in text-only and in multimodal checkpoints.
         linears: kinds of linears (`packing.LINEARS`) that the layers have.
-        is_calibrated: whether llmcompressor finds all these linears and knows AWQ mappings for them.
+        is_calibrated: whether `calibrate` supports it: llmcompressor finds the linears and knows AWQ mappings for them.
         has_query_gate: whether q_proj has a second half, the output gate of full attention.
         has_head_norms: whether queries and keys are normalised in each head.
         biased: linears of attention that have a bias; a config.json with attention_bias adds one to all of them.
@@ -69,10 +69,10 @@ class Family:
         return "experts" in self.linears
 
     def layer_types(self, text: Mapping[str, Any]) -> tuple[str, ...]:
-        """The kind of attention of each layer: as config.json lists it, else by its interval of full attention.
+        """The type of attention of each layer, as config.json lists it, or else from its interval of full attention.
 
         Raises:
-            FamilyError: a layer has another kind.
+            FamilyError: a layer has an unknown type.
         """
         if listed := text.get("layer_types"):
             if others := set(listed) - {FULL_ATTENTION, LINEAR_ATTENTION}:
@@ -147,7 +147,7 @@ def find_family(config: Mapping[str, Any]) -> Family:
 
 
 def unshared_heads(text: Mapping[str, Any], gpus: int) -> str | None:
-    """The first number of heads in a language model's config that `gpus` GPUs cannot share; None if they share all."""
+    """The number of heads that `gpus` GPUs cannot divide, in words with its key in the config; None if they can."""
     for key in (
         "num_attention_heads",
         "num_key_value_heads",
@@ -162,5 +162,5 @@ def unshared_heads(text: Mapping[str, Any], gpus: int) -> str | None:
 
 
 def find_kind(tensor: str) -> str:
-    """The kind of a tensor by its name, for tables of weights."""
+    """The kind of a tensor (MLP, attention, …) by its name, for tables of weights."""
     return next((kind for pattern, kind in _KINDS.items() if re.search(pattern, tensor)), "norms")

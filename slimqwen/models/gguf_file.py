@@ -1,4 +1,4 @@
-"""A GGUF file as a source: a checkpoint in 16 bits made of it, tensor by tensor.
+"""Converts a GGUF file to a checkpoint in 16 bits, tensor by tensor.
 
 GGUF is the format of llama.cpp (ggml's docs/gguf.md). Names of tensors are those of the package gguf, which also
 dequantises. What llama.cpp's convert_hf_to_gguf.py changed is undone: rows of queries and keys of Llama lie in another
@@ -52,7 +52,7 @@ _ORIGIN_KEYS = ("general.source.huggingface.repository", "general.source.repo_ur
 
 
 class GgufError(SlimqwenError):
-    """A GGUF file of which no checkpoint can be made."""
+    """A GGUF file that cannot be converted to a checkpoint."""
 
 
 class GgufFile:
@@ -86,7 +86,7 @@ class GgufFile:
 
     @property
     def origin(self) -> str | None:
-        """The model that the file was made from, if the file names it."""
+        """Name of the model from which the file was made; None if the file does not state it."""
         for key in _ORIGIN_KEYS:
             if value := self.get(key):
                 return str(value).removeprefix("https://huggingface.co/")
@@ -98,7 +98,7 @@ class GgufFile:
         """The family of the model.
 
         Raises:
-            GgufError: it is none of those that can be converted.
+            GgufError: the family cannot be converted.
         """
         family = _FAMILIES.get(self.architecture)
         if family is None or self.get("{arch}.expert_count", 0):
@@ -109,13 +109,13 @@ class GgufFile:
         return family
 
     def refused(self, fault: str) -> GgufError:
-        """The error of a file that is not converted, with the name of the original model."""
+        """Make the error for a file that cannot be converted; it names the original model as the cure."""
         original = f"of {self.origin}" if self.origin else "that it was made from"
         return GgufError(f"{self.path} {fault}; take the safetensors checkpoint {original}")
 
     @property
     def types(self) -> str:
-        """The types of the matrices and how many have each, that of most weights first: `Q4_1 (210), Q8_0 (1)`."""
+        """Types of the matrices with their numbers, such as `Q4_1 (210), Q8_0 (1)`; the type of most weights first."""
         counts, weights = Counter[str](), Counter[str]()
         for tensor in self.tensors.values():
             if len(tensor.shape) > 1:
@@ -130,7 +130,7 @@ class GgufFile:
 
     @property
     def dtype(self) -> str:
-        """BF16; F16 where the file has it and nothing else, because that loses nothing."""
+        """Dtype of the checkpoint: F16 if all matrices have it, so that nothing is lost; otherwise BF16."""
         kinds = {tensor.tensor_type.name for tensor in self.tensors.values() if len(tensor.shape) > 1}
         return "F16" if kinds == {"F16"} else "BF16"
 
@@ -302,7 +302,7 @@ def convert_gguf(file: GgufFile, folder: Path, progress: Progress = silent) -> d
         progress: receives (activity, done, total) in bytes.
 
     Returns:
-        What the manifest says of the file.
+        Facts about the file for the manifest, such as its name, its types and the original model.
 
     Raises:
         GgufError: the file cannot be converted, or the disk is too small.
@@ -340,7 +340,7 @@ def convert_gguf(file: GgufFile, folder: Path, progress: Progress = silent) -> d
 
 
 def describe_origin(folder: Path) -> str | None:
-    """Of which GGUF file a checkpoint was made and whose loss it carries, in words; None if it was made otherwise."""
+    """Say from which GGUF file a checkpoint was made, and with what loss; None if it was not made from one."""
     facts = Manifest.read(folder).facts if (folder / MANIFEST).is_file() else {}
     if "gguf" not in facts:
         return None

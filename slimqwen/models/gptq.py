@@ -10,7 +10,7 @@ from slimqwen.errors import SlimqwenError
 
 
 class GptqError(SlimqwenError):
-    """GPTQ cannot work with the inputs of a weight."""
+    """GPTQ cannot be computed with the calibration inputs of a weight."""
 
 
 class GptqRounding:

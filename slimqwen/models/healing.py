@@ -1,4 +1,4 @@
-"""Healing: a rounded decoder layer is trained to give the 16-bit layer's outputs again, on its own and in its format.
+"""Healing: trains a rounded decoder layer, alone and in its quantised format, to give the 16-bit layer's outputs.
 
 The integers, their scales and the norms of one layer are trained together, on the inputs that the rounded model gives
 it. An integer is the one nearest to a real number, its place. Signed gradients move a place by half a step of the grid,
@@ -90,7 +90,7 @@ _Part = _Grid | _Norm
 def heal_layer(
     layer: Any, inputs: Tensor, wanted: Tensor, steps: int, batch: int, dtype: torch.dtype
 ) -> tuple[float, float]:
-    """Train a rounded layer in place; where its error does not fall, it stays as it was.
+    """Train a rounded layer in place; if its error does not fall, the layer stays as it was.
 
     Args:
         layer: a layer from `load_layer` in which llmcompressor has given linears their scales.

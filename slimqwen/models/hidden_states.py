@@ -14,13 +14,13 @@ from slimqwen.progress import Progress
 def store_hidden_states(
     checkpoint: Path, texts: Sequence[Sequence[int]], folder: Path, dtype: torch.dtype, progress: Progress
 ) -> list[Tensor]:
-    """The language model's output after its final norm: a tensor [1, tokens, hidden] per text, mapped from a file.
+    """Compute the language model's output after its final norm: per text [1, tokens, hidden], mapped from a file.
 
-    A run that was killed continues with the layer at which it was; a run on a finished folder computes nothing.
+    A killed run continues with the layer at which it stopped; in a finished folder nothing is computed.
 
     Args:
         texts: token ids of each text.
-        folder: where states are kept; for no other texts, checkpoint or dtype than these.
+        folder: folder of the states, for this checkpoint, these texts and this dtype only.
 
     Raises:
         OSError: the disk is full.

@@ -25,7 +25,7 @@ def load_language_model(folder: Path, dtype: torch.dtype = torch.float32) -> Any
     """Load a text-only or multimodal checkpoint into its text-only class, on the CPU and in evaluation mode.
 
     Quantised weights are dequantised. The output head is tied to the embedding if none is stored, whatever the config
-    says: that of a multimodal checkpoint says it in two places, which can differ.
+    says, because a multimodal checkpoint states it in two places that can differ.
 
     Raises:
         CorruptCheckpointError: transformers has no such model, or a tensor is missing or has another shape.

@@ -53,7 +53,7 @@ class LayerError:
 
     @property
     def ratio(self) -> float:
-        """Error over the error of RTN."""
+        """Error divided by the error of round-to-nearest (RTN)."""
         return self.error / self.rounded_error
 
 
@@ -98,14 +98,14 @@ def measure_layer_errors(quantised: Path, original: Path, texts: Sequence[Sequen
 def measure_kind_divergences(
     original: Path, forms: Mapping[Name, tuple[str, PackedIntegers]], ids: Sequence[int]
 ) -> dict[Name, float]:
-    """Divergence of the next-token distributions of a text where one kind alone is rounded to nearest, nats a token.
+    """Measure the divergence of next-token distributions, nats a token, if one kind of linears alone is rounded.
 
     The error of a layer does not show what it does to the distributions: Gated DeltaNet of the small model, with the
     largest error of a layer, cost a fiftieth of the divergence, and the output head has no layer.
 
     Args:
         original: checkpoint that is not quantised.
-        forms: kind of linears (`packing.LINEARS`) but the MTP head, and its form, by the name of the result.
+        forms: kind of linears (`packing.LINEARS`, not the MTP head) and layout to round to, by the name of the result.
         ids: tokens of a text.
     """
     text = torch.tensor([list(ids)])

@@ -66,12 +66,12 @@ def round_head(
     folder: Path,
     progress: Progress,
 ) -> dict[str, GptqRounding]:
-    """A rounding for every linear of a checkpoint's MTP head, by the name of its weight.
+    """Prepare GPTQ for the linears of a checkpoint's MTP head; returns a `GptqRounding` for each, by weight name.
 
     Args:
         texts: token ids of outputs of the checkpoint, each with its prompt.
         depth: tokens drafted at a time (K).
-        packed: how the head is to be packed.
+        packed: bits and groups to round the head to.
         folder: an empty folder, for the texts' hidden states.
     """
     moments = measure_moments(source, texts, depth, folder, progress)
@@ -84,7 +84,7 @@ def round_head(
 def measure_moments(
     source: Path, texts: Sequence[Sequence[int]], depth: int, folder: Path, progress: Progress
 ) -> Mapping[str, Tensor]:
-    """Sum of x x^T over the inputs x of each linear of the head, by its name: float32 [inputs, inputs]."""
+    """Sum x x^T over the inputs x of each linear of the head; returns float32 [inputs, inputs] by the linear's name."""
     model = load_drafting_model(source, torch.float32, with_layers=False)
     # The last position of a draft needs the tokens that follow.
     states = store_hidden_states(

@@ -1,4 +1,4 @@
-"""The outline of a checkpoint: settings, tensors and sizes, known before it exists. Recipes are checked on outlines."""
+"""The outline of a checkpoint: settings, tensor shapes and sizes. Recipes are checked on it before they run."""
 
 import json
 import re
@@ -26,13 +26,13 @@ _LAYER = re.compile(r"(?!mtp\.)(?:.*\.)?layers\.\d+\.")
 
 @dataclass(frozen=True)
 class SampledTexts:
-    """Outputs of its own model that lie beside a checkpoint: how many there are at most, and how long, in tokens.
+    """Numbers and lengths of the outputs that the stage `sample_outputs` writes beside a checkpoint, at most.
 
     Attributes:
-        sampled: number of those to train on.
-        held_out: number of those to measure on.
-        prompt: longest prompt.
-        continuation: longest continuation.
+        sampled: number of outputs to train on.
+        held_out: number of outputs to measure on.
+        prompt: longest prompt, tokens.
+        continuation: longest continuation, tokens.
     """
 
     sampled: int
@@ -43,7 +43,7 @@ class SampledTexts:
 
 @dataclass(frozen=True)
 class Outline:
-    """The facts about a checkpoint that its headers give, or the parameters of the stages that will make it.
+    """Settings, tensor shapes and sizes of a checkpoint that exists, or that a recipe's stages will make.
 
     Attributes:
         name: name of the checkpoint in error messages.
@@ -86,7 +86,7 @@ class Outline:
 
     @classmethod
     def of_shape(cls, shape: Shape, folder: Path) -> "Outline":
-        """The outline of a checkpoint of which only the dimensions are known; `folder` need not exist."""
+        """The outline of a checkpoint from its tensor dimensions; neither checkpoint nor `folder` need exist."""
         tensors = {name: _predicted(dtype, size) for name, (dtype, size) in shape.tensors.items()}
         return cls(str(folder), folder, shape.config_json, tensors)
 
@@ -124,7 +124,7 @@ class Outline:
         return sum(info.elements for kind in kinds for info in packing.linears(self.tensors, kind).values())
 
     def with_vocabulary(self, rows: int) -> "Outline":
-        """The outline with `rows` rows in embedding and output head, and no more tokens than that."""
+        """The outline with `rows` rows in embedding and output head, and at most as many tokens."""
         tensors = {
             name: _predicted(info.dtype, (rows, *info.shape[1:])) if name.endswith(_TABLES) else info
             for name, info in self.tensors.items()
@@ -150,7 +150,7 @@ class Outline:
         return replace(self, config=config, tensors={**self.tensors, **predicted})
 
     def with_packing(self, kinds: Mapping[str, Packing]) -> "Outline":
-        """The outline with all linears of these kinds (`packing.LINEARS`) packed; a packed table is untied."""
+        """The outline with these kinds (`packing.LINEARS`) packed; a packed embedding or lm_head is untied."""
         tensors, config = dict(self.tensors), dict(self.config)
         for kind, packed in kinds.items():
             if kind in packing.TABLES:
@@ -169,7 +169,7 @@ class Outline:
         return replace(self, config=config, tensors=tensors)
 
     def with_outputs(self, outputs: SampledTexts) -> "Outline":
-        """The outline with outputs of its own model beside it."""
+        """The outline with sampled outputs beside the checkpoint."""
         return replace(self, outputs=outputs)
 
     def _with_text(self, changes: Mapping[str, Any]) -> dict[str, Any]:

@@ -12,15 +12,15 @@ from slimqwen.models.shape import Shape, Tensors, parts_of, with_first_experts
 
 
 def published_tensors(config: Mapping[str, Any], names: AbstractSet[str] | None = None) -> Tensors:
-    """Every tensor of the language model and its MTP head, as a checkpoint stores them.
+    """Compute every tensor of the language model and its MTP head, as a checkpoint stores them.
 
-    All experts of a layer are one tensor, with the name that it has or that of the first expert.
+    The experts of a layer are one tensor, with its own name or that of the first expert. A draft head, which an index
+    does not list, is included if config.json announces it and there is an MTP head.
 
     Args:
         config: config.json of a known family and format.
-        names: names that the checkpoint's index lists; None: config.json alone says which linears are quantised, and
-            all tensors that it promises are returned. An index does not list a draft head: it counts where config.json
-            announces it and the names have an MTP head.
+        names: tensor names that the checkpoint's index lists, which show what is quantised; None to go by config.json
+            alone.
 
     Raises:
         FamilyError: the family is not known.

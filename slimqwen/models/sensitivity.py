@@ -1,4 +1,4 @@
-"""What rounding some linears costs in divergence, estimated for every width without a forward pass for each.
+"""Estimates what rounding linears to each width costs in divergence, without a forward pass for each width.
 
 To second order the divergence that a change of weights causes is half the mean square of the change's product with the
 gradient of log p(y), over tokens y that the model itself draws (the metric of the Fisher information). One forward
@@ -38,14 +38,14 @@ def measure_costs(
     draws: int,
     progress: Progress = silent,
 ) -> dict[Any, list[float]]:
-    """Estimate the divergence where a unit alone is rounded to nearest, nats a token, for each of its forms.
+    """Estimate the divergence, nats a token, if one unit alone is rounded to nearest, for each of its layouts.
 
     Args:
         source: checkpoint that is not quantised.
-        units: linears of one layer that are rounded together, named as in the text-only class.
-        forms: the forms to try of each unit.
+        units: names (as in the text-only class) of the linears that are rounded together, by unit.
+        forms: layouts to try, by unit.
         texts: token ids of texts of equal length.
-        draws: number of drawings of all next tokens.
+        draws: how often all next tokens are drawn.
     """
     states = list(_states(source, texts, progress))
     gradients = _head_gradients(source, states.pop(), draws)

@@ -96,12 +96,12 @@ class Shape:
         return replace(self, config={**self.config, "text_config": text})
 
     def with_packing(self, kinds: Mapping[str, Packing]) -> "Shape":
-        """The same model with all linears of these kinds (`packing.LINEARS`) packed; a packed table is untied."""
+        """The same model with these kinds (`packing.LINEARS`) packed; a packed embedding or lm_head is untied."""
         config = self.config if kinds.keys().isdisjoint(packing.TABLES) else untied(self.config)
         return replace(self, config=config, quantised={**self.quantised, **kinds})
 
     def with_outputs(self, outputs: object) -> "Shape":
-        """The same model: texts beside a checkpoint have no dimensions."""
+        """The same shape: texts beside a checkpoint change no dimension."""
         return self
 
     @property
@@ -154,7 +154,7 @@ def _quantization(quantised: Mapping[str, Packing]) -> dict[str, Any]:
 
 
 def with_first_experts(tensors: Tensors) -> Tensors:
-    """The tensors of a mixture of experts with each linear under the name that it has in the first expert.
+    """Rename tensors of a mixture of experts: a linear of all experts of a layer gets the name of the first expert's.
 
     Its first dimension is the number of experts, so that sizes can be counted without tens of thousands of names.
 
@@ -175,7 +175,7 @@ def with_first_experts(tensors: Tensors) -> Tensors:
 
 
 def with_single_experts(tensors: Tensors) -> Tensors:
-    """The tensors of a mixture of experts with each expert's linears by themselves, as quantised ones are stored."""
+    """Split the tensors of a mixture of experts into one per expert and linear, as quantised checkpoints have them."""
     single: Tensors = {}
     for name, (dtype, dimensions) in with_first_experts(tensors).items():
         before, mark, linear = name.partition(".experts.0.")
@@ -188,7 +188,7 @@ def with_single_experts(tensors: Tensors) -> Tensors:
 
 
 def parts_of(weight: str, dimensions: tuple[int, ...], layout: Layout) -> Tensors:
-    """The tensors of a quantised weight, from its name and dimensions; all experts of a layer may be one tensor."""
+    """The tensors that store a quantised weight, from its name and dimensions; all experts may be one weight."""
     *experts, rows, columns = dimensions
     module, parts = weight.removesuffix(".weight"), layout.parts(rows, columns).items()
     return {f"{module}.{part}": (dtypes[0], (*experts, *size)) for part, (size, dtypes) in parts}

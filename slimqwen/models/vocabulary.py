@@ -35,7 +35,7 @@ _BATCH = 2**20
 
 
 class VocabularyError(SlimqwenError):
-    """A tokenizer.json cannot be read or pruned, or not pruned to the size asked for."""
+    """A tokenizer.json cannot be read, or cannot be pruned to the requested size."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class Vocabulary:
 
     @property
     def rows(self) -> int:
-        """Least number of rows of an embedding: the largest id + 1."""
+        """Number of rows that an embedding needs: the largest id + 1."""
         return max(self.ids.values()) + 1
 
 

@@ -1,4 +1,4 @@
-"""The GPUs of eval/devices.yaml: their data sheets, and what their drivers say of them."""
+"""The GPUs of eval/devices.yaml: figures from their data sheets and drivers."""
 
 import math
 import re
@@ -69,7 +69,7 @@ class Peaks(Block):
 
 
 class Driver(Block):
-    """What the driver says of a GPU."""
+    """Figures of a GPU that its driver states."""
 
     memory_gib: PositiveFloat | None = Field(
         default=None, description="what CUDA can allocate in all, in 2^30 bytes; None where no report says"
@@ -115,17 +115,17 @@ class Gpu(Block):
 
     @property
     def cuda_memory_gib(self) -> float:
-        """What CUDA can allocate in all, in 2^30 bytes; `_DRIVER_SHARE` of the data sheet's where no report says."""
+        """Memory that CUDA can allocate, in 2^30 bytes: by the driver, else `_DRIVER_SHARE` of the data sheet's."""
         return self.driver.memory_gib or round(_DRIVER_SHARE * self.memory_gib, 2)
 
     @property
     def cuda_memory_bytes(self) -> int:
-        """What CUDA can allocate in all, bytes."""
+        """Memory that CUDA can allocate, bytes."""
         return int(self.cuda_memory_gib * 2**30)
 
     @property
     def shared_memory_bytes(self) -> int:
-        """The most shared memory that one block may opt into, bytes; the compute capability decides it."""
+        """Most shared memory that a thread block can have, bytes, by compute capability."""
         return _SHARED_MEMORY_KIB.get(self.compute_capability, 227) * 2**10
 
     @property
@@ -134,7 +134,7 @@ class Gpu(Block):
         return self.capability >= _LEAST_CAPABILITY
 
     def with_memory(self, memory_gib: float) -> "Gpu":
-        """The same GPU with what its driver says that CUDA can allocate, in 2^30 bytes."""
+        """The same GPU with this much memory that CUDA can allocate, in 2^30 bytes, as its driver states it."""
         return self.model_copy(
             update={"driver": self.driver.model_copy(update={"memory_gib": round(memory_gib, 2)})}
         )
@@ -162,7 +162,7 @@ def read_gpus(root: Path) -> dict[str, Gpu]:
 
 
 def read_gpu(name: str, root: Path) -> Gpu:
-    """The GPU that a name or a description stands for.
+    """Find a GPU by its name, or make one from a description.
 
     Args:
         name: a short name of the file, nvidia-smi's product name, either of them without what all GPUs share ("RTX 3060
@@ -170,8 +170,8 @@ def read_gpu(name: str, root: Path) -> Gpu:
 
     Raises:
         SettingsError: as `read_gpus`.
-        UnknownGpuError: there is none, several have the name and differ in memory, or the description is wrong.
-        UnservedGpuError: it is another maker's, or too old for vLLM.
+        UnknownGpuError: no GPU has the name, several have it and differ in memory, or the description is malformed.
+        UnservedGpuError: vLLM has no kernels for the GPU: it is not by NVIDIA, or too old.
     """
     gpus = read_gpus(root)
     found = (
@@ -200,10 +200,13 @@ def read_gpu(name: str, root: Path) -> Gpu:
 
 
 def find_gpu(shown: str, root: Path, memory_gib: float | None = None) -> Gpu | None:
-    """The GPU that nvidia-smi calls `shown`; None if it is not listed. Raises as `read_gpus`.
+    """Find the GPU that nvidia-smi calls `shown`; None if eval/devices.yaml does not list it.
 
     Args:
-        memory_gib: memory that the driver states; of GPUs of one name the nearest is taken, without it the first.
+        memory_gib: memory that the driver states: of several GPUs with the name, the one nearest to it is taken.
+
+    Raises:
+        SettingsError: as `read_gpus`.
     """
     found = [gpu for gpu in read_gpus(root).values() if shown in gpu.nvidia_smi]
     return min(found, key=lambda gpu: abs(gpu.memory_gib - (memory_gib or 0)), default=None)

@@ -1,4 +1,4 @@
-"""The model of a plan: predicted facts about vLLM for one variant on one device."""
+"""The data model of a plan: vLLM's predicted configuration for one variant on one device."""
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -6,7 +6,7 @@ from slimqwen.vllm_plugin.engine_facts import AttentionLayers
 
 
 class Facts(BaseModel):
-    """Base of every group of facts."""
+    """Base class of the parts of a plan."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 

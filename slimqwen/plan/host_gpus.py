@@ -22,10 +22,10 @@ _TIMEOUT_S = 60.0
 
 
 class ChosenGpu(NamedTuple):
-    """The GPU that a computation is about.
+    """The GPU whose memory and speed are computed.
 
     Attributes:
-        gpu: on a host that has it, with the memory that its driver states.
+        gpu: the GPU; if this host has it, with the memory that its driver states.
         here: number of such GPUs that CUDA_VISIBLE_DEVICES leaves to this process.
     """
 
@@ -34,19 +34,19 @@ class ChosenGpu(NamedTuple):
 
 
 def choose_gpu(name: str | None, root: Path) -> ChosenGpu | None:
-    """The GPU with a name or description, or this host's first that vLLM has kernels for.
+    """Find the GPU with a name or description; without one, this host's first GPU that vLLM has kernels for.
 
-    CUDA can allocate what nvidia-smi shows less what it says that the driver reserves.
+    For a GPU of this host, the memory that CUDA can allocate is nvidia-smi's total less what the driver reserves.
 
     Args:
-        name: as for `read_gpu`; None for this host's.
+        name: name or description, as for `read_gpu`; None for a GPU of this host.
 
     Returns:
         None where no name is given and the host shows no NVIDIA GPU.
 
     Raises:
         UnknownGpuError: as `read_gpu`, or eval/devices.yaml does not list the host's GPU; the message has a description
-            that does for it.
+            to pass instead.
         UnservedGpuError: as `read_gpu`.
     """
     shown = [row for row in _ask_driver() if row.is_visible]

@@ -1,4 +1,4 @@
-"""Plans of a variant as a record: the newest predicted configuration of vLLM for each device, and tables of plans."""
+"""The record kind plan: the newest predicted configuration of vLLM for each device of a variant, and their tables."""
 
 from collections.abc import Iterable, Sequence
 from importlib.metadata import version
@@ -45,7 +45,7 @@ class PlanRecord(Record):
     plans: tuple[Plan, ...] = Field(min_length=1, description="the newest plan for each device")
 
     def figures(self) -> dict[str, Figure]:
-        """No figures: a prediction measures nothing."""
+        """Empty: a plan predicts and measures nothing."""
         return {}
 
     def tables(self, path: Path) -> list[Table]:
@@ -57,7 +57,7 @@ def make_plans(variant: Variant, gpus: Sequence[Gpu | None], *, progress: Progre
     """Plan a variant on simulated GPUs, or on this machine's CPU.
 
     Args:
-        gpus: the GPUs to simulate; None: this machine's CPU.
+        gpus: the GPUs to simulate; None in the sequence stands for this machine's CPU.
         progress: receives (activity, devices done, number of devices).
 
     Raises:
@@ -91,7 +91,7 @@ def list_recorded_plans(root: Path, variant: str) -> Sequence[Plan]:
 
 
 def find_gpu_plan(root: Path, variant: str, gpu: str) -> Plan | None:
-    """The recorded plan of a variant on a GPU, if it is by the version of vLLM that serves there; else None."""
+    """The recorded plan of a variant on a GPU; None if there is none, or only one by another version of vLLM."""
     for plan in list_recorded_plans(root, variant):
         if plan.gpu == gpu and is_current(plan):
             return plan
@@ -99,12 +99,15 @@ def find_gpu_plan(root: Path, variant: str, gpu: str) -> Plan | None:
 
 
 def is_current(plan: Plan) -> bool:
-    """Whether a plan is by the version of vLLM that serves on its device."""
+    """Whether a plan was made by the version of vLLM that would serve on its device (`vllm_on`)."""
     return Version(plan.vllm).public == vllm_on(plan.gpu)
 
 
 def vllm_on(gpu: str) -> str:
-    """Version of vLLM that serves on a device: the installed one; for a GPU, beside a CPU build, the CUDA lock's."""
+    """Version of vLLM that would serve on a device.
+
+    It is the installed version. For a GPU on a host with a CPU build it is the newest known version for CUDA.
+    """
     if gpu != CPU and source.platform() == "cpu":
         return KNOWN_VERSIONS["cuda"][-1]
     return Version(version("vllm")).public
@@ -141,7 +144,7 @@ def _overview_cells(plan: Plan, known: Sequence[trouble.KnownTrouble]) -> tuple[
 
 
 def plan_table(variant: str, plans: Sequence[Plan]) -> Table:
-    """The plans of a variant side by side."""
+    """Table of a variant's plans, with a column for each device."""
     facts = [list_facts(plan) for plan in plans]
     rows = tuple((name, *(column[name] for column in facts)) for name in facts[0])
     columns = ("fact", *(plan.gpu for plan in plans))
@@ -159,7 +162,7 @@ def trouble_table(plans: Sequence[Plan], known: Sequence[trouble.KnownTrouble]) 
 
 
 def list_facts(plan: Plan) -> dict[str, str]:
-    """The facts of a plan as text, by name; an unresolved fact is a dash."""
+    """The facts of a plan as text, by name, such as KV cache and graphs; "-" for one that the plan did not reach."""
     engine, cache, graphs = plan.engine, plan.kv_cache, plan.graphs
     values: dict[str, Any] = {
         "attention": _words(layers.backend for layers in plan.attention if not layers.prefill),

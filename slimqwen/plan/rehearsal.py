@@ -65,10 +65,10 @@ class _Request(BaseModel):
 
 
 def rehearse_variant(variant: Variant, gpu: Gpu | None, *, log: Path) -> Plan:
-    """Rehearse a variant on a device; if vLLM refuses the variant, `error` of the plan says why.
+    """Make the plan of a variant on a device; if vLLM refuses the variant, `error` of the plan says why.
 
     Args:
-        variant: with its lines as they are in memory.
+        variant: the variant; its lines in memory count, not those of config.env.
         gpu: GPU to simulate; None to rehearse on the CPU of this host.
         log: file that receives vLLM's output.
 
@@ -81,9 +81,9 @@ def rehearse_variant(variant: Variant, gpu: Gpu | None, *, log: Path) -> Plan:
 
 
 def rehearse_variants(variants: Sequence[Variant], gpu: Gpu | None, *, log: Path) -> Iterator[Plan]:
-    """Rehearse variants of a repository on a device, one after the other; arguments and errors as `rehearse_variant`.
+    """Make the plans of several variants on a device, one after the other; arguments and errors as `rehearse_variant`.
 
-    They are forks of one process, and but the first need no time to import vLLM.
+    Each variant gets a fork of one process, so vLLM is imported only once.
     """
     settings = [each.settings for each in variants]
     shared = {lines[SHARED_BY].value if SHARED_BY in lines else "" for lines in settings}
@@ -129,12 +129,12 @@ def rehearse_variants(variants: Sequence[Variant], gpu: Gpu | None, *, log: Path
 
 
 def decisive_flags(command: ServerCommand) -> dict[str, str]:
-    """The flags (values as JSON) and environment variables of a server on which its plan depends, by name."""
+    """The flags and environment variables on which the plan of a server depends, by name; values of flags are JSON."""
     return effects.decisive_flags(command.flags) | dict(command.variables)
 
 
 def digest_inputs(variant: Variant, gpu: Gpu | None) -> dict[str, str]:
-    """Digests of what a plan is made of beside flags: config.json, where it is here, and the GPU's data sheet."""
+    """Digests of a plan's inputs beside flags: the checkpoint's config.json, if it is here, and the data sheet."""
     config = variant.weights / "config.json"
     inputs = {"config.json": sha256(config)} if config.is_file() else {}
     if gpu is not None:
@@ -145,7 +145,7 @@ def digest_inputs(variant: Variant, gpu: Gpu | None) -> dict[str, str]:
 
 
 def main() -> None:
-    """Read a request from standard input, and write the answers into the folder that the command's argument names."""
+    """Read a request from standard input, and write each plan as a JSON line to the descriptor in the argument."""
     request = _Request.model_validate_json(sys.stdin.read())
     try:
         if request.gpu is None:

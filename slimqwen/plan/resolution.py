@@ -57,10 +57,9 @@ def _as_one_of_several(config: Any) -> Iterator[None]:
 
 
 def build_models(config: Any) -> tuple[Any, Any]:
-    """The part of target model and draft model that one GPU has, on the meta device.
+    """Build target model and draft model on the meta device; with several GPUs, the part that one GPU holds.
 
-    The draft model is an MTP head or a model of its own; None without drafts, and where drafts are looked up in the
-    prompt.
+    The draft model is an MTP head or a separate model. It is None without drafts and for prompt lookup.
     """
     from vllm.config import set_current_vllm_config
     from vllm.distributed import ensure_model_parallel_initialized, init_distributed_environment
@@ -129,7 +128,7 @@ def samples_with_flashinfer() -> bool:
 
 
 def count_weight_bytes(config: Any, target: Any, draft: Any) -> dict[str, int]:
-    """Kind of parameters -> their bytes; tensors that the MTP head shares with the target count once."""
+    """Count bytes of parameters by kind; tensors that the MTP head shares with the target count once."""
     totals: dict[str, int] = {}
     shared = _shared_names(config)
     for model in filter(None, (target, draft)):
@@ -234,7 +233,7 @@ def _resolve_layout(config: Any, specs: Mapping[str, Any]) -> None:
 
 
 def resolve_graphs(config: Any, layout: Any) -> Graphs:
-    """CUDA graphs of the model runner: mode after fallbacks, and the steps that runner V2 captures for the target."""
+    """CUDA graphs: their mode after vLLM's fallbacks, and the step sizes that runner V2 captures for the target."""
     import torch
     from vllm.config import get_layers_from_vllm_config, set_current_vllm_config
     from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
@@ -270,7 +269,7 @@ def resolve_graphs(config: Any, layout: Any) -> Graphs:
 
 
 def load_names(config: Any, target: Any, draft: Any) -> None:
-    """Pass every tensor of the checkpoint, and of a draft model's own, without content, through vLLM's loaders.
+    """Pass every tensor of the checkpoint, and of a separate draft model's, through vLLM's loaders, without content.
 
     Raises:
         ValueError: a parameter has no tensor.

@@ -46,7 +46,7 @@ class _PublishedShape(BaseModel):
 
 
 def published_shape(root: Path, name: str) -> Shape | None:
-    """The dimensions in eval/shapes/<name>.json; None if there is no such file.
+    """Read the tensor dimensions in eval/shapes/<name>.json; None if there is no such file.
 
     Raises:
         ShapeError: the file does not follow its schema.
@@ -73,7 +73,7 @@ def published_shape(root: Path, name: str) -> Shape | None:
 
 
 def variant_shape(variant: Variant) -> Shape:
-    """The dimensions of the checkpoint that a variant serves, from published dimensions and recipes.
+    """Tensor dimensions of the checkpoint that a variant serves, from those of its base and its recipe's stages.
 
     Raises:
         ShapeError: the dimensions are unknown: the checkpoint is neither published nor on this machine, and no recipe
@@ -83,7 +83,7 @@ def variant_shape(variant: Variant) -> Shape:
 
 
 def shape_by_stage(variant: Variant) -> list[tuple[str, Shape]]:
-    """Name and dimensions of the base of the recipe, then name of each stage and the dimensions after it.
+    """List the tensor dimensions along a recipe: name and dimensions of the base, then of the output of each stage.
 
     Raises:
         ShapeError: as for `variant_shape`.
@@ -135,7 +135,7 @@ def _local_shape(weights: Path) -> Shape:
 def write_variant_shape(variant: Variant, progress: Progress = silent) -> Path:
     """Write weights/shape-<variant>: the checkpoint of a variant without weights, which VLLM_LOAD_FORMAT=dummy serves.
 
-    An old one is replaced. config.json has the key `checkpoint.RANDOM_WEIGHTS`, by which checks of answers refuse it.
+    An old one is replaced. Checks refuse its responses by the key `checkpoint.RANDOM_WEIGHTS` of its config.json.
 
     Raises:
         ShapeError: as for `variant_shape`.

@@ -1,4 +1,4 @@
-"""The plan of a start: the recorded plan that fits a server's command, its known trouble, and the facts to expect.
+"""What is known before a server starts: its recorded plan, known trouble with it, and the facts to compare later.
 
 Making a plan takes twenty seconds, so a start makes none: it looks in the newest record for a plan for this device,
 this version of vLLM and these flags.
@@ -22,12 +22,12 @@ _LISTED_NAMES = 4
 
 
 class MissingPlanError(SlimqwenError):
-    """No plan that fits a variant on a device has been recorded."""
+    """No recorded plan fits the variant, device, flags and version of vLLM."""
 
 
 @dataclass(frozen=True)
 class StartTrouble:
-    """The known trouble of a start, found by its plan."""
+    """Known trouble that a start will meet."""
 
     dies: tuple[checks.Trouble, ...]  # trouble that would end the server or change its tokens
     costs: tuple[str, ...]  # one line for each trouble with a cost: the effect, then the cure
@@ -65,7 +65,7 @@ def find_plan(command: ServerCommand, gpu_name: str) -> Plan:
         gpu_name: short name of the GPU model, or cpu.
 
     Raises:
-        MissingPlanError: there is no such plan; the message says how another one differs, and how to make one.
+        MissingPlanError: there is no such plan; the message says how a recorded plan differs, and how to make one.
     """
     name, reason = command.variant.name, ""
     for plan in list_recorded_plans(command.variant.root, name):
@@ -87,8 +87,8 @@ def find_recorded_plan(
     """Look up the recorded plan of a start on this machine.
 
     Args:
-        warn: is called with a line for each known trouble that only costs time or memory, and with one if no plan fits
-            a start on a GPU.
+        warn: called with a line for each known trouble that only costs time or memory, and if a GPU has no plan that
+            fits.
 
     Returns:
         The plan (None without one), and the known trouble for which the start is refused; without a plan only trouble
@@ -113,7 +113,7 @@ def find_recorded_plan(
 
 
 def match_flag_trouble(command: ServerCommand) -> StartTrouble:
-    """The known trouble of a start without a plan, as far as flags and this host's GPU alone show it."""
+    """Find the known trouble of a start that has no plan, from its flags and this host's GPU alone."""
     device = None if command.platform == "cpu" else gpu.first_gpu()
     plan = Plan(
         variant=command.variant.name,
@@ -130,7 +130,7 @@ def match_flag_trouble(command: ServerCommand) -> StartTrouble:
 
 
 def match_start_trouble(plan: Plan, command: ServerCommand, *, compiles: bool) -> StartTrouble:
-    """The known trouble of a start that its plan shows; a start from a baked compile cache needs no compiler.
+    """Find the known trouble of a start by its plan; a start from a baked compile cache needs no compiler.
 
     Args:
         compiles: whether the host of the start has nvcc, ninja and a C++ compiler.
@@ -157,7 +157,7 @@ def match_start_trouble(plan: Plan, command: ServerCommand, *, compiles: bool) -
 
 
 def expect_facts(plan: Plan, *, required: bool) -> engine_facts.PlanExpectation:
-    """The facts of a plan to compare with those of a started engine; if `required`, a difference ends the server."""
+    """The facts that a server compares with its plan when it starts; if `required`, a difference ends the server."""
     facts: dict[str, object] = {}
     tolerances: dict[str, float] = {}
     if plan.engine is not None:

@@ -1,4 +1,4 @@
-"""Known trouble as data: eval/known_trouble.yaml, conditions on the facts and flags of a plan."""
+"""Known trouble: faults of vLLM listed in eval/known_trouble.yaml, with conditions on the facts and flags of a plan."""
 
 import json
 import re
@@ -25,7 +25,7 @@ _FLAG = "--"
 
 
 class KnownTrouble(BaseModel):
-    """One kind of known trouble."""
+    """One entry of eval/known_trouble.yaml: a fault of vLLM, when it occurs, its effect and what to do instead."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -189,7 +189,11 @@ def _holds(fact: Any, condition: Any) -> bool:
 
 
 def read_known_trouble(root: Path) -> list[KnownTrouble]:
-    """The known trouble of a repository; a SettingsError where the file cannot be used."""
+    """Read eval/known_trouble.yaml.
+
+    Raises:
+        SettingsError: the file is missing or breaks the schema.
+    """
     text = read_settings(locate(FILE, root), root)
     return text.validate(list[KnownTrouble], text.content)
 

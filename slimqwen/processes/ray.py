@@ -37,7 +37,7 @@ _REPORT_S = 180
 
 
 class HostKind(NamedTuple):
-    """What must be the same on two hosts for their figures to be compared."""
+    """Package versions and hardware, which two hosts must share for their figures to be compared."""
 
     packages: Mapping[str, str]  # versions; those of the driver, too
     hardware: str  # a name; the driver need not have it

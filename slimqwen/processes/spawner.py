@@ -41,7 +41,7 @@ _requests = socket.socket(fileno=int(_inherited)) if _inherited else None  # to 
 
 
 def pass_on() -> tuple[dict[str, str], tuple[int, ...]]:
-    """What a new process needs to use the spawner of this process: environment variables, and inherited descriptors."""
+    """Environment variables and descriptors that a child process must inherit to use this process's spawner."""
     if _requests is None:
         return {}, ()
     return {_VARIABLE: str(_requests.fileno())}, (_requests.fileno(),)
@@ -65,7 +65,7 @@ def share_spawner() -> Iterator[None]:
 
 
 def find_spawner(argv: Sequence[str]) -> socket.socket | None:
-    """The socket on which the server of a command is requested from the spawner; None if it must be a new process."""
+    """Find the socket on which to request a server from the spawner; None if the server must be a new process."""
     if tuple(argv[1:3]) != ("-m", _API_SERVER):
         return None
     if _block is not None and _requests is None and host.detect() == "cpu":
@@ -115,7 +115,7 @@ def main() -> None:
 
 
 def drop_strays() -> dict[str, str]:
-    """Drop the variables of this process that no server gets, before an import reads them; returns those left."""
+    """Delete the environment variables that servers must not get, before an import reads them; returns the others."""
     for name in filter(host.is_stray, [*os.environ]):
         del os.environ[name]
     return dict(os.environ)

@@ -85,7 +85,7 @@ Outcome = Result | Failure
 
 
 class Executor(Protocol):
-    """Interface of what runs tasks; at the end of the executor's `with` block unfinished tasks are stopped."""
+    """Interface of an executor, which runs tasks; its `with` block stops unfinished tasks at its end."""
 
     def __enter__(self) -> Self: ...
 
@@ -107,7 +107,11 @@ class Executor(Protocol):
 
 
 def run_tasks(tasks: Sequence[Task], executor: Executor) -> dict[str, Outcome]:
-    """Run tasks to their end and return their outcomes by key; the executor must be entered and have no other tasks."""
+    """Run tasks to their end and return their outcomes by key.
+
+    Args:
+        executor: an executor inside its `with` block, without other tasks.
+    """
     keys = {task.key for task in tasks}
     for task in tasks:
         executor.submit(task)

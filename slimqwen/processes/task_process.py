@@ -59,7 +59,7 @@ class TaskProcess:
             self._worker = self._start_worker()
 
     def use_every_cpu(self) -> None:
-        """Let the running task use every CPU that this process may use, not only those of the constructor."""
+        """Let the running task use every CPU of this process, not only those given to the constructor."""
         if not self._is_restricted or self._pid is None:
             return
         self._is_restricted = False

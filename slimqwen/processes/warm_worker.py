@@ -53,7 +53,7 @@ class WarmWorker:
     def send(
         self, environment: Mapping[str, str], folder: Path, function: Callable[..., Any], *arguments: Any
     ) -> None:
-        """Send a job, described at `worker.give`, without waiting; the previous job must have ended.
+        """Send a job, as described at `worker.give`, without waiting; the previous job must have ended.
 
         Args:
             environment: variables of the job's process; those that torch and vLLM read at import have no effect.

@@ -1,4 +1,4 @@
-"""Widths of linears by a budget of stored bits a weight: the parameter `bits` of the stage `calibrate`."""
+"""Chooses the width of each linear within a budget of stored bits a weight (parameter `bits` of `calibrate`)."""
 
 import re
 from collections import defaultdict
@@ -29,12 +29,12 @@ DRAWS = 2
 
 @dataclass(frozen=True)
 class Allocation:
-    """A form for each unit: the linears of a layer that vLLM computes as one.
+    """The chosen layout (bits, groups) of each unit; a unit is the linears of a layer that vLLM computes as one.
 
     Attributes:
-        chosen: (layer, names of its modules) -> form.
+        chosen: (layer, names of its modules) -> layout.
         stored_bits: bits a weight, with scales and zero points.
-        predicted_kl_nats: sum of the estimates for each unit, rounded to nearest.
+        predicted_kl_nats: estimated divergence of all units together, rounded to nearest, nats a token.
     """
 
     chosen: Mapping[tuple[int, tuple[str, ...]], PackedIntegers]
@@ -43,7 +43,7 @@ class Allocation:
 
     @property
     def targets(self) -> list[tuple[PackedIntegers, list[str]]]:
-        """Each form with the targets of compressed-tensors that match its linears."""
+        """Each layout with the `targets` of compressed-tensors' config that match its linears."""
         targets: dict[PackedIntegers, list[str]] = defaultdict(list)
         for (layer, modules), form in self.chosen.items():
             names = "|".join(map(re.escape, modules))
@@ -52,7 +52,7 @@ class Allocation:
 
     @property
     def facts(self) -> Facts:
-        """Bits of each module by layer (0: the layer has none of that name), and both sums."""
+        """Facts for the manifest: bits of each module by layer (0: the layer lacks it), stored bits, and estimate."""
         count = 1 + max(layer for layer, _ in self.chosen)
         widths: dict[str, list[int]] = {}
         for (layer, modules), form in self.chosen.items():
@@ -70,7 +70,7 @@ def allocate_widths(
     texts: Sequence[Sequence[int]],
     progress: Progress,
 ) -> Allocation:
-    """Choose the forms of linears so that the estimated divergence is least.
+    """Choose the layouts of linears within a budget so that the estimated divergence is least.
 
     Args:
         linears: name of a weight -> its tensor.
@@ -78,7 +78,7 @@ def allocate_widths(
         texts: token ids of texts of equal length, on which the costs are estimated.
 
     Raises:
-        StageError: no form is as narrow as the budget.
+        StageError: even the narrowest layouts exceed the budget.
     """
     from slimqwen.models.sensitivity import measure_costs
 
@@ -118,7 +118,15 @@ def allocate_widths(
 
 
 def choose_widths(costs: Sequence[Sequence[float]], bits: Sequence[Sequence[int]], limit: float) -> list[int]:
-    """The place of one entry of each row, with the least sum of costs whose bits are at most `limit` together."""
+    """Choose one option for each unit so that the bits are at most `limit` together and the cost is least.
+
+    Args:
+        costs: for each unit, the cost of each option.
+        bits: for each unit, the bits of each option.
+
+    Returns:
+        The index of the chosen option of each unit.
+    """
     import numpy as np
     from scipy.optimize import Bounds, LinearConstraint, milp
 

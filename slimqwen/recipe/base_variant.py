@@ -1,4 +1,4 @@
-"""A baseline variant of a checkpoint: facts that are read from the checkpoint, and the config.env lines they give."""
+"""Proposes a baseline variant for a checkpoint: reads its properties and derives config.env lines from them."""
 
 import json
 from collections.abc import Iterator, Mapping
@@ -47,7 +47,7 @@ REASONS: Mapping[str, str] = MappingProxyType(
 
 @dataclass(frozen=True)
 class CheckpointFacts:
-    """Facts about a checkpoint, from its settings and headers.
+    """Properties of a checkpoint, from its settings and the headers of its weights.
 
     Attributes:
         architecture: class of the model in config.json.
@@ -59,8 +59,8 @@ class CheckpointFacts:
         mtp_head: `16 bits`, `quantised` or None.
         template_file: file of the chat template; None without one.
         tool_parser: vLLM's parser of the tool calls that the chat template asks for; None if it renders no tools.
-        thinks: whether the chat template lets the model think where a request does not say so.
-        num_tokens: number of tokens of the tokenizer; None if it is no BPE.
+        thinks: whether the model thinks if a request does not set enable_thinking.
+        num_tokens: number of tokens of the tokenizer; None if it is not a BPE.
     """
 
     architecture: str
@@ -77,7 +77,7 @@ class CheckpointFacts:
 
     @classmethod
     def read(cls, folder: Path) -> "CheckpointFacts":
-        """Read the facts from settings and headers.
+        """Read the properties from settings and headers, without weights.
 
         Raises:
             MissingCheckpointError, CorruptCheckpointError: as `checkpoint.check_folder`.
@@ -105,7 +105,7 @@ class CheckpointFacts:
         return min(_LONGEST_CONTEXT, int(self.text.get("max_position_embeddings", _LONGEST_CONTEXT)))
 
     def lines(self) -> Iterator[tuple[str, str]]:
-        """Yield the facts as pairs of name and value, in words."""
+        """Yield the properties as pairs of name and value, in words."""
         text = self.text
         kind = "multimodal, of which the language model is served" if self.is_multimodal else "text only"
         yield "architecture", f"{self.architecture}, {kind}"
@@ -135,7 +135,7 @@ class CheckpointFacts:
         return self.tool_parser is not None
 
     def settings(self) -> dict[str, str]:
-        """Lines of config.env; `REASONS` says why of some."""
+        """Proposed config.env lines by key; `REASONS` explains some of them."""
         lines = {
             "VLLM_SERVED_MODEL_NAME": "default",
             "VLLM_HOST": LOOPBACK,

@@ -24,12 +24,12 @@ class CalibrationText(TextSource):
 
     @property
     def own_tokens(self) -> int:
-        """Tokens that are read of the model's own text."""
+        """Number of tokens to read of text that the model itself writes; 0 for any other text."""
         return self.sequences * self.length if self.is_own else 0
 
 
 def unread(corpus: Any) -> Any:
-    """The given fields of a text that a stage will not read, with a path in place of one that is not filled in."""
+    """Fill in a missing path among the fields of a text that a stage will not read, so that they are valid."""
     return {**corpus, "path": corpus.get("path") or "unread"} if isinstance(corpus, dict) else corpus
 
 

@@ -1,4 +1,4 @@
-"""GPTQ of the MTP head as a part of the stage `calibrate`: which texts it reads, what it needs, what it finds."""
+"""GPTQ of the MTP head in the stage `calibrate`: reads outputs that `sample_outputs` wrote, and estimates its cost."""
 
 from collections.abc import Iterator, Mapping
 from itertools import islice
@@ -27,11 +27,11 @@ _LONGEST = 1024
 def round_head(
     source: Path, packed: Packing, folder: Path, progress: Progress
 ) -> Mapping[str, "GptqRounding"]:
-    """A rounding for each linear of the MTP head, by the name of its weight.
+    """Prepare GPTQ for each linear of the MTP head; returns the roundings by the name of the weight.
 
     Args:
-        packed: how the head is to be packed.
-        folder: a folder for hidden states, beside which nothing else is called head.
+        packed: bits and groups to round the head to.
+        folder: folder in which a subfolder `head` is made for hidden states.
 
     Raises:
         CorpusError: source has no `OUTPUTS` beside it.
@@ -45,7 +45,7 @@ def round_head(
 
 
 def errors(rounded: Mapping[str, "GptqRounding"]) -> Facts:
-    """Relative errors of the linears' outputs on those texts, by GPTQ and rounded to nearest; after the rounding."""
+    """Facts for the manifest after rounding: relative output errors of the linears by GPTQ and by round-to-nearest."""
     if not rounded:
         return {}
     found = [rounding.errors for rounding in rounded.values()]
@@ -63,7 +63,7 @@ def needs(outline: Outline, imports_bytes: int) -> Needs:
 
 
 def inspect(outline: Outline) -> Iterator[Fault]:
-    """Find that there will be no outputs to draft on."""
+    """Yield a fault if no stage before writes outputs for the head to draft on."""
     if not (outline.outputs or (outline.folder / OUTPUTS).is_file()):
         yield Fault(
             f"{outline.name} has no {OUTPUTS}, on which GPTQ measures the MTP head; put the stage sample_outputs "

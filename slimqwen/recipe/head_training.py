@@ -61,7 +61,7 @@ class Point:
 
 
 class Training:
-    """State of one training run, saved at every point of its learning curve."""
+    """One training run of an MTP head, whose state is saved at every point of its learning curve."""
 
     def __init__(
         self,

@@ -32,13 +32,13 @@ costs and caches differ too much."""
 
 @dataclass(frozen=True)
 class Processor:
-    """What a processor does by its data sheet: operations and bytes of its memory a second."""
+    """Speed of a processor by its data sheet: operations per second, and memory bandwidth in bytes per second."""
 
     operations: float
     bandwidth: float
 
     def seconds(self, needs: Needs) -> float:
-        """Approximate time of a stage there, at `_SHARE` of both."""
+        """Approximate time of a stage on this processor, seconds, at the share `_SHARE` of both speeds."""
         computed = needs.operations / (_SHARE * self.operations)
         read = needs.read_bytes / (_SHARE * self.bandwidth)
         return needs.fixed_seconds + needs.disk_bytes / _WRITTEN_BYTES_PER_SECOND + max(computed, read)
@@ -50,7 +50,7 @@ class StageCost:
 
     Attributes:
         seconds: estimated time.
-        was_measured: whether the time is that of a run kept in the store, scaled by the operations.
+        was_measured: whether the time comes from an earlier run in the store, scaled by the number of operations.
     """
 
     step: Step
@@ -67,7 +67,7 @@ def inspect_steps(
     Args:
         base: outline of the first step's input.
         store: folder with the outputs and manifests of earlier runs.
-        to_fetch: receives the lines on texts that a command fetches; without it they are faults.
+        to_fetch: list that gets the lines about missing texts that a command fetches; None makes them faults.
     """
     manifests = [Manifest.read(file.parent) for file in manifest_files(store)]
     faults: list[str] = []
@@ -93,7 +93,7 @@ def inspect_steps(
 
 
 def lacking_space(costs: Sequence[StageCost], store: Path) -> list[str]:
-    """A line for each stage that needs more memory than is free, or more disk, together with the stages before it."""
+    """A line for each stage that lacks memory, or disk space after the outputs of the stages before it."""
     existing = next(folder for folder in (store, *store.parents) if folder.exists())
     memory, disk = host.available_memory(), shutil.disk_usage(existing).free
     lines = []

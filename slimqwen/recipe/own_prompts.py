@@ -44,7 +44,7 @@ def seeds_digest() -> str:
 
 
 class OwnPrompts:
-    """Prompts that need no text of the user's, numbered from 0."""
+    """Prompts for a model to continue that need no text of the user; they are numbered from 0."""
 
     def __init__(self, folder: Path, tokenizer: Any, seed: int, longest: int) -> None:
         """Prepare the prompts of a checkpoint.
@@ -63,7 +63,7 @@ class OwnPrompts:
         self._ends = {tokenizer.eos_token_id, *tokenizer.all_special_ids}
 
     def write(self, engine: Any, first: int, count: int) -> list[Tokens]:
-        """The prompts `first` to `first + count`, of which the engine writes the beginnings that it has to."""
+        """Make `count` prompts from number `first` on; the engine writes the parts that come from the model itself."""
         kinds = {number: self._kind(number) for number in range(first, first + count)}
         begun = {number: self._begin(number, kind) for number, kind in kinds.items() if kind != "seed"}
         self._continue(engine, begun)

@@ -50,7 +50,7 @@ class Step:
     is_whole: bool = True
 
     def located(self, fault: Fault) -> str:
-        """A fault of the step as one line, with file and line of its parameter, or of the part that contains it."""
+        """Describe a fault of the step in one line, with file and line of the parameter or of its nearest parent."""
         name = fault.field
         while name and name not in self.places:
             name = name.rpartition(".")[0]
@@ -64,7 +64,7 @@ class Recipe:
 
     Attributes:
         base: name of a variant, or owner/name or owner/name@commit of a hub repository.
-        steps: the stages with their parameters; without stages that cannot be understood.
+        steps: the stages with their parameters; stages that cannot be read are left out.
         faults: faults of the file, a line each with its location.
         base_place: file and line of the base.
     """

@@ -1,4 +1,4 @@
-"""Removal of a variant: what it would delete, and which other variants still need it."""
+"""Removes a variant: finds what that would delete, and which other variants still need it."""
 
 import json
 import secrets
@@ -29,7 +29,7 @@ class Removal:
         folder: experiments/<variant>.
         link: weights/<variant>, if it is the link to an output of a recipe.
         kept: weights/<variant>, if it is a folder, which stays.
-        unsaved: files of the folder that git does not hold, in order; all where there is no git.
+        unsaved: sorted files of the folder that git does not hold; all of them outside a git checkout.
     """
 
     root: Path
@@ -39,7 +39,7 @@ class Removal:
     unsaved: tuple[str, ...]
 
     def describe(self) -> list[str]:
-        """Sentences about what goes and what stays."""
+        """Sentences about what is deleted and what is kept."""
         files = sum(1 for _ in self.folder.iterdir())
         lost = f", {len(self.unsaved)} of which git does not hold: {', '.join(self.unsaved[:3])}"
         more = " …" if len(self.unsaved) > 3 else ""
@@ -86,7 +86,7 @@ def plan_removal(name: str, root: Path) -> Removal:
 
 
 def list_users(name: str, root: Path) -> dict[str, str]:
-    """The variants of a workspace that need `name`, with what of them names it; unreadable files name nothing."""
+    """Find the variants of a workspace that need `name`, and how each refers to it; unreadable files are skipped."""
     weights, users = f"weights/{name}", {}
     for other in variants.local_names(root):
         folder = root / "experiments" / other
@@ -108,7 +108,7 @@ def list_users(name: str, root: Path) -> dict[str, str]:
 
 
 def remove_variant(removal: Removal) -> None:
-    """Delete the folder and the link that a removal names; `variant_recipe.clean` then frees what nothing else uses."""
+    """Delete the folder and the link of a removal; `variant_recipe.clean` then frees outputs that nothing else uses."""
     scratch = removal.root / ".cache"
     scratch.mkdir(exist_ok=True)
     hidden = scratch / f"removed-{removal.folder.name}.{secrets.token_hex(4)}"

@@ -47,7 +47,7 @@ class Outcome:
     Attributes:
         folder: the stage's output in the store.
         reused: whether the store had the output already.
-        outdated: whether it had one with a key of an earlier version, which was not trusted.
+        outdated: whether the store had an output with a key of an earlier version, which was not reused.
         manifest: manifest of the output; wall time and peak memory are those of the run that made it.
         bytes_before: size of the input, bytes.
         bytes_after: size of the output, bytes.
@@ -82,7 +82,7 @@ class StageForecast:
         reused: whether the store has the stage's output.
         reason: the reason in a few words.
         changes: ingredients that differ from the nearest stored output of the same stage.
-        is_upgrade: whether the stage has an output, and nothing but code and versions of packages differs from it.
+        is_upgrade: whether a stored output differs only in code and package versions.
     """
 
     stage: str
@@ -144,7 +144,7 @@ def run_recipe(
 
 
 def forecast_recipe(recipe: Recipe, weights: Path, resolve: Callable[[str], Path]) -> list[StageForecast]:
-    """Tell for each stage whether a run would reuse its output or run it, and which ingredients have changed.
+    """StageForecast for each stage whether a run would reuse its stored output, and which ingredients have changed.
 
     Raises:
         SlimqwenError: the base, the data of a stage or a manifest of the store is missing or damaged.
@@ -322,7 +322,7 @@ def _recipe_key(step: Step, source: Path) -> str:
 
 
 def add_facts(entry: Path, facts: Facts) -> Manifest:
-    """Add facts to the manifest of an output, such as those that its stage could not know; returns the manifest."""
+    """Add facts to the manifest of a stored output, for instance measured after the stage; returns the manifest."""
     manifest = Manifest.read(entry)
     manifest = manifest.model_copy(update={"facts": {**manifest.facts, **facts}})
     times = (entry / MANIFEST).stat()  # kept, because `digest` trusts it

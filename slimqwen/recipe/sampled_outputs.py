@@ -1,4 +1,4 @@
-"""The file beside a checkpoint with outputs of its own model: `sample_outputs` writes it, later stages read it."""
+"""The file of sampled outputs beside a checkpoint: the stage `sample_outputs` writes it, later stages read it."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ OUTPUTS = "sampled_outputs.jsonl"
 
 @dataclass(frozen=True)
 class Output:
-    """One continuation by the target, in token ids."""
+    """A prompt and its continuation by the checkpoint's own model, in token ids; held-out ones are for measuring."""
 
     prompt: tuple[int, ...]
     continuation: tuple[int, ...]

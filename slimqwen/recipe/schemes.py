@@ -137,10 +137,10 @@ class CalibrateParameters(Parameters):
 
 
 def packing_of(scheme: str, group_size: int, budget: float | None = None) -> Packing:
-    """Packing of a scheme: bits, and weights per group; W8A16 has one scale per row instead of groups.
+    """Bits and group size of a scheme, such as W4A16; W8A16 has one scale per row instead of groups.
 
     Args:
-        budget: stored bits a weight, of which the scheme `budget` takes the nearest width.
+        budget: stored bits a weight; the scheme `budget` counts as the nearest width.
     """
     if scheme == "budget" and budget is not None:
         return Packing(bits=min(8, max(2, round(budget - 16 / group_size))), group_size=group_size)
@@ -149,9 +149,9 @@ def packing_of(scheme: str, group_size: int, budget: float | None = None) -> Pac
 
 
 def forms_of(targets: Targets, group_size: int) -> list[tuple[PackedIntegers, list[str]]]:
-    """Forms with the targets of compressed-tensors: one for all linears, or one for each kind if schemes differ.
+    """Layouts with the `targets` of compressed-tensors' config: one for all linears, or one for each kind.
 
-    Kinds of the scheme `budget` are left out.
+    Kinds with the scheme `budget` are left out.
     """
     schemes = {kind: scheme for kind, scheme in targets.calibrated.items() if scheme != "budget"}
     if len(set(schemes.values())) == 1 and schemes == targets.calibrated:
@@ -166,7 +166,7 @@ def forms_of(targets: Targets, group_size: int) -> list[tuple[PackedIntegers, li
 
 
 def config_groups(forms: Iterable[tuple[PackedIntegers, list[str]]]) -> dict[str, Any]:
-    """Config groups for llmcompressor, one for each form."""
+    """Make llmcompressor's config groups, one for each layout with its targets."""
     from compressed_tensors.quantization import QuantizationArgs, preset_name_to_scheme
 
     groups = {}

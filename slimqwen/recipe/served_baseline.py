@@ -24,13 +24,13 @@ _LENGTH, _DIGEST = "acceptance_length_baseline_vllm", "baseline_digest"
 def compare_drafts(
     variant: Variant, outcomes: Sequence[runner.Outcome], progress: Progress = silent
 ) -> str | None:
-    """Say how long the drafts of the served baseline are beside those of the head that `redistill_mtp` kept.
+    """Compare in a sentence the acceptance length of the served baseline with that of the head from `redistill_mtp`.
 
     Args:
-        outcomes: those of the variant's recipe, or of its first stages.
+        outcomes: outcomes of all or the first stages of the variant's recipe.
 
     Returns:
-        A sentence without a full stop; None where no stage trained a head, or the baseline is not here or has none.
+        A sentence without a full stop; None if no stage trained a head, or the baseline is missing or has no MTP head.
 
     Raises:
         ServingError: the baseline drafts nothing.

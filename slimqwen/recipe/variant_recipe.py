@@ -72,7 +72,7 @@ def inspect_recipe(
     """Find every fault of a variant's recipe on the outline of its base, and the cost of each stage; runs no stage.
 
     Args:
-        to_fetch: receives the lines on texts that a command fetches; without it they are faults.
+        to_fetch: list that gets the lines about missing texts that a command fetches; None makes them faults.
 
     Raises:
         RecipeError: the recipe cannot be read.
@@ -137,7 +137,7 @@ def stages_until(variant: Variant, name: str) -> int:
 
 
 def forecast_recipe(variant: Variant) -> list[runner.StageForecast]:
-    """Tell for each stage whether a run would reuse its output or run it; raises as `runner.forecast_recipe`."""
+    """Forecast for each stage whether a run would reuse its stored output; raises as `runner.forecast_recipe`."""
     return runner.forecast_recipe(
         read_recipe(variant), variant.root / "weights", partial(base_folder, root=variant.root)
     )
@@ -163,7 +163,7 @@ def clean(root: Path) -> int:
 
 
 def list_orphaned_links(root: Path) -> dict[Path, int]:
-    """Links of weights/ that keep an output of a recipe although no variant has or names them, with bytes on disk."""
+    """Links of weights/ that keep a recipe's output although no variant uses it, with its bytes on disk."""
     store = (root / "weights" / "store").resolve()
     known = variants.names(root)
     served = {entry for name in known for entry in _named_entries(variants.load(name, root))}
@@ -204,7 +204,7 @@ def base_folder(base: str, root: Path) -> Path:
 
 
 def unexplained_changes(variant: Variant) -> list[str]:
-    """Tensors of a variant's checkpoint that differ from its recipe's base, though no stage of the recipe changes them.
+    """Names of tensors that a variant's checkpoint changed relative to its recipe's base, though no stage may do so.
 
     Raises:
         RecipeError: the recipe cannot be used.
@@ -216,7 +216,7 @@ def unexplained_changes(variant: Variant) -> list[str]:
 
 
 def unexplained_by(steps: Sequence[Step], base: Path, weights: Path) -> list[str]:
-    """Tensors of a checkpoint that differ from its base, though no step of a recipe changes them.
+    """Names of tensors that differ between a checkpoint and its base, though no step may change them.
 
     Raises:
         CorruptCheckpointError: a checkpoint cannot be read.

@@ -61,7 +61,7 @@ class Problem:
 
     Attributes:
         location: path relative to the repository.
-        reason: the fault, then `; ` and the cure, on one line.
+        reason: one line: the fault, `; `, and the cure.
     """
 
     location: str
@@ -125,7 +125,7 @@ def collect(root: Path, demo: str = "") -> Collection:
     Damaged, missing and misplaced files become problems; nothing raises.
 
     Args:
-        demo: folder of further records, with a folder for each variant; damaged ones of it are left out.
+        demo: folder of further records, with a folder for each variant; damaged ones are left out without a problem.
     """
     reader = _Reader(root, frozenset(local_names(root)))
     for path in reader.list_files("experiments"):

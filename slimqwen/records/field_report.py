@@ -1,7 +1,7 @@
-"""The schema of a field report: what one machine measured, without a word that is its owner's.
+"""The schema of a field report: timings of one machine in a file without private text, which its owner may send.
 
-Texts are names that this project ships, versions and names of products. No pattern allows a slash, a colon or an "at"
-sign, so no path, address or key fits in. Variants of a person's own leave as digests.
+Its texts are only names that this project ships, versions and names of products. No pattern allows a slash, a colon or
+an "at" sign, so that no path, address or key fits in. Names of own variants are replaced by digests.
 """
 
 from typing import Annotated, ClassVar, Self
@@ -23,7 +23,7 @@ _OVERLAP = 1.25
 
 
 class FieldCard(Block):
-    """The device that measured."""
+    """The GPUs or CPUs of the machine that measured."""
 
     name: Word = Field(description="Short name in eval/devices.yaml, else the driver's; cpu and its kind.")
     count: Positive = Field(description="GPUs, or CPUs that the engine may use.")
@@ -34,14 +34,14 @@ class FieldCard(Block):
 
 
 class FieldStart(Block):
-    """The last start of the variant here, compared with its plan."""
+    """How the variant's last server start on this machine differed from its plan."""
 
     facts: Positive
     differences: tuple[Word, ...] = Field(description="Names of the facts that were not as planned.")
 
 
 class FieldRow(Block):
-    """One class of requests to one variant."""
+    """Newest timing of one variant with one prompt class of a workload."""
 
     variant: Name
     baseline: Name | None
@@ -92,7 +92,7 @@ class FieldRow(Block):
 
 
 class FieldReport(VersionedFile):
-    """What one machine measured."""
+    """The newest timings of one machine, one row for each variant, workload and prompt class."""
 
     kind: ClassVar = "field_report"
 

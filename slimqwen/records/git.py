@@ -1,4 +1,4 @@
-"""What git says of a checkout or workspace: its commit, its changes, the files that it tracks."""
+"""The git state of a checkout or workspace: its commit, its changes, the files that git tracks."""
 
 import os
 import subprocess
@@ -18,7 +18,7 @@ _NOT_CODE = (
 def git_state(root: Path) -> Git:
     """The commit, and whether files other than records and Markdown differ from it; both None outside a checkout.
 
-    An installed package states the commit that it was made of.
+    For an installed package it is the commit from which the package was built.
     """
     if (made_of := root / MADE_OF).is_file():
         return Git(commit=made_of.read_text(encoding="utf-8").strip() or None, dirty=False)
@@ -33,8 +33,8 @@ def git_state(root: Path) -> Git:
 def run_git(root: Path, *arguments: str) -> str:
     """Output of a git command about the repository whose top folder is `root`, even if another user owns it.
 
-    Never of another repository: a copy without .git may lie in one, and git sets GIT_DIR, GIT_INDEX_FILE and others
-    for the hooks that it runs.
+    It never asks another repository, even if a copy without .git lies inside one, or if this process is a git hook, for
+    which git sets GIT_DIR, GIT_INDEX_FILE and others.
 
     Raises:
         OSError: there is no git.

@@ -1,4 +1,4 @@
-"""Journal of an unfinished run: the results so far, from which the same command continues."""
+"""Journal of an unfinished measurement: its results so far, from which the same command continues."""
 
 import io
 import json
@@ -23,7 +23,10 @@ class RunInProgressError(SlimqwenError):
 
 
 class Journal:
-    """Results (answers) by request; each is appended to a file at once."""
+    """Results of an unfinished measurement ("answers") by what was measured ("request").
+
+    Each answer is appended to a file at once, so that a later run reuses it. `locked` opens a journal.
+    """
 
     def __init__(self, file: Path, stream: io.FileIO, answers: Mapping[str, Any]) -> None:
         self._file, self._stream, self._answers = file, stream, answers
@@ -35,14 +38,14 @@ class Journal:
 
     @property
     def reused(self) -> int:
-        """Number of answers of an earlier run that were used again."""
+        """Number of answers that this run took from an earlier, interrupted run."""
         return len(self._reused)
 
     def get(self, request: Any) -> Any | None:
         """The answer to a request, from an earlier run or this one; None if there is none.
 
         Args:
-            request: everything that affects the answer, as JSON.
+            request: everything that affects the answer, as a value that JSON can hold.
         """
         key = digest_of(request)
         if key in self._answers:
@@ -50,14 +53,14 @@ class Journal:
         return self._answers.get(key, self._added.get(key))
 
     def add(self, request: Any, answer: Any) -> None:
-        """Append the answer to a request, both as JSON; from now on `get` returns it."""
+        """Append the answer to a request, both values that JSON can hold; from now on `get` returns it."""
         key = digest_of(request)
         line = json.dumps([key, answer], ensure_ascii=False) + "\n"
         self._stream.write(line.encode())
         self._added[key] = answer
 
     def answer(self, request: Any, make: Callable[[], Any]) -> Any:
-        """The answer to a request as by `get`; if there is none, calls `make` and adds its result."""
+        """Return the journal's answer to a request; if there is none, call `make` and add its result."""
         answer = self.get(request)
         if answer is None:
             answer = make()
@@ -70,12 +73,12 @@ class Journal:
 
 
 def journal_file(kind: str, command: ServerCommand, *inputs: Any) -> Path:
-    """Path of a run's journal: another one for each checkpoint, set of flags, versions, hardware and inputs.
+    """Path of a run's journal, named by a digest of checkpoint, flags, versions, hardware and inputs.
 
     Args:
-        kind: folder of the journal in .cache/.
+        kind: name of the folder in .cache/ that holds such journals.
         command: command that serves the variant; its port does not matter.
-        inputs: everything else that affects an answer, as JSON.
+        inputs: everything else that affects an answer, as values that JSON can hold.
     """
     variant = command.variant
     present = Provenance.model_construct(**provenance.of_present(command))

@@ -22,7 +22,7 @@ def newest_pair(
     command: Callable[[str, AnyRecord], str],
     condition: Callable[[AnyRecord], bool] = lambda record: True,
 ) -> tuple[Path, Path]:
-    """Find the newest records of two variants that can be compared; records that were measured in turns go first.
+    """Find the newest records of two variants that can be compared; records measured in turns take precedence.
 
     Args:
         first: folder of the first variant's records, experiments/<variant>.

@@ -1,4 +1,4 @@
-"""The provenance of a measurement: how it is collected, without paths of this machine, and cited in tables."""
+"""The provenance of a measurement: collects what is needed to repeat it, and cites it in tables."""
 
 import contextlib
 import importlib.metadata
@@ -62,7 +62,7 @@ CPU_NOTE = "Measured on a CPU: no CPU figure is evidence about a GPU."
 
 
 def utc_now() -> str:
-    """The present time in the form of records: UTC, to the second."""
+    """The present time as records state it: UTC, to the second."""
     return datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
@@ -76,7 +76,7 @@ def describe(
     already_running: bool = False,
     host_load: HostLoad | None = None,
 ) -> ServedProvenance:
-    """Describe a measurement of a served variant that ends now.
+    """Collect the provenance of a measurement of a served variant that has just ended.
 
     Args:
         server: command of the server.
@@ -102,24 +102,24 @@ def describe(
 
 
 def of_variant(variant: Variant, command: Sequence[str], started: str, **inputs: Any) -> Provenance:
-    """Provenance of a measurement of a variant's checkpoint that ends now; arguments as `circumstances`."""
+    """Provenance of a measurement of a variant's checkpoint that has just ended; arguments as `circumstances`."""
     files = checkpoint_files(variant.weights, variant.root)
     return circumstances(variant.root, command, started, checkpoint=files, **inputs)
 
 
 def of_served_variant(variant: Variant, command: Sequence[str], started: str, **inputs: Any) -> Provenance:
-    """Provenance of a measurement of a variant with its own flags that ends now; arguments as `circumstances`."""
+    """Provenance of a measurement that has just ended of a variant with its flags; arguments as `circumstances`."""
     return of_variant(variant, command, started, **of_server(ServerCommand.resolve(variant)), **inputs)
 
 
 def circumstances(root: Path, command: Sequence[str], started: str, **inputs: Any) -> Provenance:
-    """Provenance of any measurement that ends now.
+    """Provenance of any measurement that has just ended.
 
     Args:
         root: the repository.
         command: program and arguments of the measurement; paths become relative to the repository.
         started: `utc_now()` at the beginning of the measurement.
-        inputs: further fields of `Provenance` that affected the figures, such as the checkpoint or `of_server()`.
+        inputs: further fields of `Provenance` by name, such as the checkpoint or those from `of_server`.
     """
     return Provenance(**{**_circumstances(root, command, started), **inputs})
 
@@ -148,7 +148,7 @@ def _circumstances(root: Path, command: Sequence[str], started: str) -> dict[str
 
 
 def of_present(command: ServerCommand, progress: Progress = silent) -> dict[str, Any]:
-    """Fields of a provenance on which figures depend, beside data files, as they are now for a server's command."""
+    """Present values of the provenance fields that figures of a server depend on, without data files."""
     return {
         "files": {},
         **of_server(command),
@@ -178,7 +178,7 @@ def data_digests(files: Iterable[Path | YamlPart], root: Path) -> dict[str, str]
     """Digests of data files and folders, and of parts of YAML files, by their path in the repository.
 
     Raises:
-        SlimqwenError: one is missing.
+        SlimqwenError: a file is missing.
     """
     return {
         portable(str(each), root): each.digest() if isinstance(each, YamlPart) else _sha256(each)
@@ -187,9 +187,9 @@ def data_digests(files: Iterable[Path | YamlPart], root: Path) -> dict[str, str]
 
 
 def named_files(command: ServerCommand) -> dict[str, str]:
-    """Digests of the files and checkpoints that flags name beside the model, such as a chat template, by flag.
+    """Digests, by flag, of the files and checkpoints that flags name, such as a chat template; without the model.
 
-    The flags alone have the path, which stays the same when the file is edited.
+    The flags in a record state only the path, which stays the same when the file is edited.
     """
     flags = {name: value for name, value in command.flags.items() if name != "model"}
     digests = {}
@@ -215,7 +215,10 @@ def _paths(value: Any, root: Path, name: str = "") -> Iterator[tuple[str, Path]]
 
 
 def portable(value: Any, root: Path) -> Any:
-    """`value` with paths in the workspace or the installation from its top, others by their last part."""
+    """Remove this machine's folders from all paths in a value.
+
+    A path in the workspace or the installation becomes relative to it; of any other path the last part is kept.
+    """
     if isinstance(value, Mapping):
         return {key: portable(item, root) for key, item in value.items()}
     if isinstance(value, list | tuple):
@@ -241,7 +244,7 @@ def _threads(environment: Mapping[str, str]) -> int | None:
 
 
 def redacted(environment: Mapping[str, str]) -> dict[str, str]:
-    """The variables with values of secrets, and credentials in addresses, blacked out."""
+    """The variables with secrets, and credentials in addresses, replaced by a placeholder."""
     return {
         name: redaction.REDACTED if redaction.names_variable(name) else redaction.text(value)
         for name, value in environment.items()
@@ -257,8 +260,8 @@ def _git_states(root: Path) -> dict[str, Git]:
 def shipped_variants(root: Path) -> list[str]:
     """Variants whose config.env git tracks, sorted; all variants where `root` is no checkout.
 
-    Tables in tracked pages are of these, so that a user's own variants change no tracked file. A workspace beside the
-    checkout has none: what it tracks is a user's own.
+    Tables in tracked pages show only these, so that a user's own variants change no tracked file. A workspace beside
+    the checkout has none: all that it tracks is the user's own.
     """
     if root != installation_root() and (root / MARKER).is_file():
         return []
@@ -305,7 +308,7 @@ def _hardware(cpu_count: int) -> Hardware:
 
 
 def host_kind() -> HostKind:
-    """What must be the same on another host for its figures to be compared with those of this one."""
+    """The facts about this host that another host must share for their figures to be compared."""
     return HostKind(package_versions(), hardware_name(hardware()))
 
 
@@ -342,7 +345,7 @@ def shared_source_notes(records: Sequence[Record], paths: Sequence[Path]) -> lis
 
 
 def source_notes(record: Record, path: Path) -> tuple[str, ...]:
-    """`cpu_notes` and `source_note` of a record."""
+    """Notes of a record for its table: what `cpu_notes` and `source_note` give."""
     return (*cpu_notes(record), source_note(record, path))
 
 

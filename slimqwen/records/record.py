@@ -38,7 +38,7 @@ class Block(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, populate_by_name=True)
 
     def model_post_init(self, context: Any, /) -> None:
-        """Mark the schema's name as set, so that `as_json` writes it even if it is the default."""
+        """Make `as_json` write the field `schema` although its value is the default."""
         if "schema_" in type(self).model_fields:
             self.model_fields_set.add("schema_")
 
@@ -130,7 +130,7 @@ class MeasuredCheckpoint(Block):
     )
 
     def compare_build(self, present: "MeasuredCheckpoint") -> Build:
-        """How this checkpoint is related to the present one."""
+        """Compare with the present checkpoint: same bytes, another build of its recipe, another recipe, or unknown."""
         if self.digest == present.digest:
             return "same"
         if self.recipe_key == present.recipe_key:
@@ -138,7 +138,7 @@ class MeasuredCheckpoint(Block):
         return "another recipe" if self.recipe_key else "unknown build"
 
     def has_recipe_of(self, other: "MeasuredCheckpoint") -> bool:
-        """Whether both are builds of one recipe, so that what was found of one holds for the other."""
+        """Whether both are builds of one recipe, so that a record of one holds for the other."""
         return self.compare_build(other) in ("same", "another build")
 
 
@@ -277,7 +277,7 @@ class Measurements(VersionedFile):
 
     @property
     def claimed(self) -> tuple[Claim, ...]:
-        """What is claimed against the baseline; nothing by a baseline itself."""
+        """The claims against the baseline; empty for a baseline itself."""
         if self.baseline is None:
             return ()
         return read_claims(self.hypothesis) if self.claims is None else self.claims
@@ -291,8 +291,8 @@ class Record(VersionedFile):
     Attributes:
         verb: the `slimqwen` verb that makes such a record, such as "bench startup"; empty if no verb does.
         verb_options: options beside --variant that the verb needs to write a record, such as "--record".
-        looked_up: whether commands use the newest record of this kind, so that git may hold records that nothing cites.
-        needs_baseline: whether it judges a variant by its baseline, so that a baseline has no such record.
+        looked_up: whether commands use the newest record of this kind; git may then hold records that no page cites.
+        needs_baseline: whether the record compares a variant with its baseline, so that a baseline has none.
         deciding_flags: the only flags of vLLM that affect the figures, if the measurement's engine uses no others.
         units: unit by the ending of a field's name, for endings that figures.py lacks.
         leaderboard_columns: heading of a leaderboard column, by the name of the figure that the column shows.
@@ -323,17 +323,17 @@ class Record(VersionedFile):
 
     @property
     def topic(self) -> str:
-        """Property that a newer record must share to replace this one, such as the workload; empty if none."""
+        """What the record is about within its kind, such as a workload: a newer one replaces only the same topic."""
         return ""
 
     @property
     def basis(self) -> dict[str, Any]:
-        """Properties, by name, that two records must share to be compared; of each kind, the data files."""
+        """Properties, by name, that two records must share to be compared; by default digests of the data files."""
         return {f"data file {name}": digest for name, digest in self.provenance.datasets.items()}
 
     @property
     def outcome(self) -> str:
-        """The verdict; pass or fail for a kind that has only `passed`; empty for a kind that has neither."""
+        """The verdict as text; for a kind with only `passed`, pass or fail; empty for a kind with neither."""
         passed = {True: "pass", False: "fail", None: ""}[getattr(self, "passed", None)]
         return str(getattr(self, "verdict", None) or passed)
 

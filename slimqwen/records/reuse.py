@@ -1,4 +1,4 @@
-"""Whether a record still holds: it is compared with its inputs as they are now, never with a derived cache."""
+"""Whether a record still holds, which means that all inputs of its measurement are unchanged."""
 
 from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
@@ -26,12 +26,12 @@ def find_reusable(
     files: Iterable[Path | YamlPart] = (),
     progress: Progress = silent,
 ) -> Path | None:
-    """Find the newest record of a variant that a new measurement would only repeat; None if there is none.
+    """Find the newest record of a variant that still holds: a new measurement would only repeat it. None without one.
 
     Args:
         folder: folder of the variant's records.
         split: side of the split that was measured; None for all items.
-        condition: whether a record was made with the settings that are asked for.
+        condition: whether a record was made with the wanted settings.
         files: data files that a new measurement would read.
         progress: as `checkpoint.digest` takes it.
     """
@@ -56,14 +56,14 @@ def changed_inputs(
     on_any_machine: bool = False,
     progress: Progress = silent,
 ) -> list[str]:
-    """Names of the inputs of a measurement that have changed since.
+    """Names of the inputs of a measurement that have changed since its record was made.
 
     Args:
         block: provenance of the record.
         command: command that would serve the variant now; its port does not matter.
-        deciding_flags: flags to compare, and no environment; None to compare all flags and the environment.
-        files: data files that a measurement would read now: one that the record lacks has been added since.
-        on_any_machine: whether hardware, threads, folders of caches and the build of the checkpoint may differ.
+        deciding_flags: the only flags to compare, and then no environment; None to compare all flags and environment.
+        files: data files that a measurement would read now; one that the record lacks counts as changed.
+        on_any_machine: whether to ignore differences in hardware, threads, cache folders and checkpoint build.
         progress: as `checkpoint.digest` takes it.
     """
     root = command.variant.root
@@ -81,7 +81,7 @@ def changed_inputs(
 def inputs_of(
     block: Provenance, deciding_flags: Collection[str] | None = None, *, on_any_machine: bool = False
 ) -> dict[str, object]:
-    """What figures depend on beside data files, by the words for it."""
+    """The inputs of a record's figures, without data files, by name; arguments as `changed_inputs`."""
     flags = affecting(Effect.FIGURES, block.flags)
     inputs: dict[str, object] = {"checkpoint": block.checkpoint_digest, "package versions": block.packages}
     if not on_any_machine:
@@ -97,7 +97,7 @@ def inputs_of(
 
 
 def changed_data(block: Provenance, root: Path, files: Iterable[Path | YamlPart] = ()) -> list[str]:
-    """Data files of a record, relative to the repository, that are missing or have changed, or were added since.
+    """Paths, relative to the repository, of a record's data files that are missing or changed, or were added since.
 
     Args:
         files: data files that the measurement would read now.

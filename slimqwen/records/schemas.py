@@ -33,7 +33,7 @@ def models() -> Mapping[str, type[VersionedFile]]:
 
 
 def generate_schemas() -> dict[str, Any]:
-    """Generate one document: `kinds` refers to the schema of each kind; `$defs` has these schemas and shared parts."""
+    """Generate the JSON Schema document: `kinds` refers to each kind's schema, `$defs` has the schemas and parts."""
     by_kind = models()
     references, definitions = models_json_schema(
         [(model, "validation") for model in by_kind.values()], schema_generator=_WithoutTitles
@@ -51,7 +51,7 @@ def render_schemas() -> str:
 
 
 def find_fault(kind: str, fields: Mapping[str, Any]) -> str | None:
-    """The most telling fault of a file by its committed schema, as "field: fault"; None without one."""
+    """Check a file's fields against its committed schema; returns the main fault as "field: fault", or None."""
     from jsonschema.exceptions import best_match  # type: ignore[import-untyped]
 
     fault = best_match(_validator(kind, FILE).iter_errors(dict(fields)))

@@ -111,7 +111,7 @@ class Settings(BaseModel):
         return [locate(f"{OWN}.yaml", root), *([own] if own.is_file() else [])]
 
     def inputs(self, root: Path) -> Sequence[Path | YamlPart]:
-        """All that a measurement with these settings reads: its section of their files, and texts that they name."""
+        """Files that a measurement with these settings reads: a section of the YAML files, and texts that it names."""
         if not self.section:
             return [*self.files(root)]
         own = locate(f"{OWN}.yaml", root)
@@ -138,10 +138,10 @@ def find_own_evaluation(variant: Variant) -> Path | None:
 
 
 def read_settings(file: Path, root: Path, *, missing: str = "") -> YamlText:
-    """Read a YAML file of a repository; messages name the file relative to `root`, the repository.
+    """Read a YAML file of the repository `root`; error messages name it relative to `root`.
 
     Args:
-        missing: fault and cure in the message for a missing file; empty for a file that git can restore.
+        missing: end of the message for a missing file, with fault and cure; empty if `git checkout` restores it.
 
     Raises:
         SettingsError: the file is missing, or is not YAML.

@@ -15,7 +15,7 @@ Side = Literal["search", "proof"]
 
 
 class Split(Block):
-    """One side of the split."""
+    """One side of the split: the items of the search, or those of the proof."""
 
     side: Side
     proof_share: Share = Field(description="Share of all texts on the proof's side; the search has the rest.")
@@ -36,7 +36,7 @@ class Split(Block):
 
 
 class SplitRecord(ServedRecord):
-    """A record that may be of one side of the split; such a record is never compared with one of all items."""
+    """A record of all items, or of one side of the split; the two are never compared."""
 
     split: Split | None = Field(
         default=None, description="Side of the split that was measured; null or absent for all items."

@@ -238,7 +238,7 @@ def serialise(record: Record, location: str) -> str:
 
 @contextlib.contextmanager
 def list_only(names: Iterable[str]) -> Iterator[None]:
-    """In a `with` block, make `records` list only these records, as a table keeps those that it names.
+    """Make `records` list only these records, for a `with` block, as for a table that names its records.
 
     Args:
         names: folder and file name of each record, such as tiny/quality_2026-01-01T000000Z.json.
@@ -273,7 +273,7 @@ def _has_other_version(path: Path, kind: type[Record]) -> bool:
 def records(folder: Path, kind: type[Record]) -> list[Path]:
     """List the files of a kind's records in `folder`, experiments/<variant>, newest first.
 
-    Records in another version of their schema are left out, so that one of an older checkout hides no other.
+    Records with another version of the schema are left out, so that a record of an older checkout hides no other.
     """
     return _newest_first(folder.glob(f"{kind.kind}_*.json"), kind)
 
@@ -281,7 +281,7 @@ def records(folder: Path, kind: type[Record]) -> list[Path]:
 def comparable(
     paths: Iterable[Path], kind: type[AnyRecord], condition: Callable[[AnyRecord], bool]
 ) -> Iterator[tuple[Path, AnyRecord]]:
-    """Yield the records that meet a condition, with their files; those of a busy host or of a split are left out."""
+    """Yield files and records that meet a condition, without records of a busy host or of one side of a split."""
     for path in paths:
         record = read_record(path, kind)
         if not record.provenance.host_was_busy and split_of(record) is None and condition(record):
@@ -351,7 +351,7 @@ def _rename_to_new(temporary: Path, path: Path) -> None:
 
 
 def short_path(path: Path) -> str:
-    """The last parts of a path, which suffice to find the file and are the same on every machine."""
+    """The last parts of a path: enough to find the file, and the same on every machine."""
     return "/".join(path.parts[-3:])
 
 

@@ -1,6 +1,7 @@
-"""Which records hold for the checkpoint at hand: those of its bytes, and those of another build of the same recipe.
+"""Decides which records hold for a checkpoint: those of the same bytes, and those of another build of its recipe.
 
-Another kind of CPU makes other bytes of the same recipe. What was found of one build holds for the other, and is said.
+A recipe run on another kind of CPU gives other bytes: another build. Records of one build hold for the others, with a
+note.
 """
 
 from collections.abc import Iterable, Iterator
@@ -15,17 +16,20 @@ from slimqwen.records.record import Build, MeasuredCheckpoint, Record
 
 
 def relate(measured: MeasuredCheckpoint | None, present: MeasuredCheckpoint | None) -> Build | None:
-    """How a measured checkpoint is related to the present one; None if there is only one of them."""
+    """Compare a measured checkpoint with the present one, such as "another build"; None if either is missing."""
     return measured.compare_build(present) if measured and present else None
 
 
 def fits(entry: StoredRecord[Record], scored: MeasuredCheckpoint | None) -> bool:
-    """Whether a record is of a build of the scored checkpoint; True where nothing was scored."""
+    """Whether a record measured some build of the checkpoint that quality scored; True if nothing was scored."""
     return scored is None or relate(entry.record.provenance.checkpoint, scored) in ("same", "another build")
 
 
 def find_made_checkpoint(root: Path, variant: str) -> MeasuredCheckpoint | None:
-    """A variant's checkpoint on this machine, if a recipe made it: its manifest saves hashing gigabytes."""
+    """Describe a variant's checkpoint on this machine if a recipe made it; None otherwise.
+
+    Of other checkpoints gigabytes would have to be hashed; a recipe leaves a manifest with the hashes.
+    """
     try:
         weights = variants.load(variant, root).weights
         is_made = weights.is_dir() and checkpoint.recipe_key(weights)
@@ -37,7 +41,7 @@ def find_made_checkpoint(root: Path, variant: str) -> MeasuredCheckpoint | None:
 def describe_builds(
     variant: str, records: Iterable[StoredRecord[Record]], present: MeasuredCheckpoint | None
 ) -> Iterator[str]:
-    """Yield phrases that name the kinds whose newest record is of another build than the present checkpoint.
+    """Yield phrases that name the record kinds last measured on another build than the present checkpoint.
 
     Args:
         records: records of the variant, newest first.

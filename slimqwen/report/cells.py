@@ -1,4 +1,4 @@
-"""The table of cells: for each variant and card what was predicted, measured here, and reported by others."""
+"""The table of cells, which are pairs of variant and card: predicted, measured here, and reported by others."""
 
 import contextlib
 from collections.abc import Iterable, Sequence

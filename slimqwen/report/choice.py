@@ -27,14 +27,16 @@ Goal = Literal["speed", "memory"]
 
 @dataclass(frozen=True)
 class Case:
-    """What is known of a variant beside what is served without it.
+    """The evidence on a variant, from which `decide` chooses between it and its baseline.
 
     Attributes:
-        verdict: joint verdict on what it may lose; None where a check has none.
-        is_faster: whether the whole interval of its speed-up is above 1; None where it was not compared in speed. For
-            the goal memory, whether its checkpoint is smaller.
+        variant: name of the variant.
+        baseline: name of the variant that is served otherwise.
+        verdict: verdict of all checks together; None if a check has none.
+        is_faster: whether the whole interval of its speed-up is above 1; None if it was not timed with its baseline.
+            For the goal memory, whether its checkpoint is smaller.
         unchecked: checks without a verdict.
-        doubts: reasons against it that no verdict holds, such as records of another checkpoint.
+        doubts: further reasons not to serve it, such as records of another checkpoint.
     """
 
     variant: str
@@ -48,7 +50,13 @@ class Case:
 
 @dataclass(frozen=True)
 class Decision:
-    """What to serve, why, and whether more measurements could change it."""
+    """The answer of `decide`.
+
+    Attributes:
+        serve: name of the variant to serve.
+        reason: why, in words.
+        is_final: whether no further measurement is needed.
+    """
 
     serve: str
     reason: str
@@ -56,7 +64,7 @@ class Decision:
 
 
 def decide(case: Case) -> Decision:
-    """The rule: a variant is served if no check saw a loss, none is missing, and it is faster by its whole interval.
+    """Choose the variant if all checks passed and the whole interval of its speed-up is above 1, else the baseline.
 
     For the goal memory a smaller checkpoint counts in place of speed.
     """
@@ -81,7 +89,7 @@ def decide(case: Case) -> Decision:
 
 
 def case_of(row: Row) -> Case:
-    """The case of a variant on one hardware by its records: a person's verdict, else that of the newest gate record."""
+    """The evidence on a variant on one hardware; its verdict is a person's, else that of the newest gate record."""
     verdict = Verdict.PASS if row.status == "promoted" else None
     if verdict is None and row.verdict:
         verdict = Verdict(row.verdict)
@@ -95,7 +103,7 @@ def case_of(row: Row) -> Case:
 
 
 def object_to(status: str) -> list[str]:
-    """The objection that a person's status in measurements.json is."""
+    """A sentence if a person rejected the variant in its measurements.json; otherwise empty."""
     return ["its measurements.json says rejected"] if status == "rejected" else []
 
 
@@ -178,13 +186,13 @@ def collect_choices(root: Path) -> list[Choice]:
 
 
 def put_own_first(choices: Sequence[Choice], rows: Sequence[Row], own: Set[str]) -> list[Choice]:
-    """The choices among one's own variants, or variants of one's own baselines, before those of shipped ones."""
+    """Sort the choices so that those among the user's own variants or baselines come before those of shipped ones."""
     baselines = {row.baseline for row in rows if row.variant in own} | own
     return sorted(choices, key=lambda each: each.baseline not in baselines)
 
 
 def advise_here(root: Path, baseline: str) -> list[str]:
-    """Sentences of the choices for a baseline on this machine; one that says so where none was timed here."""
+    """Sentences about which variant of a baseline to serve on this machine, and what evidence is missing."""
     here = provenance.hardware_name(provenance.hardware())
     choices = [each for each in collect_choices(root) if (each.baseline, each.hardware) == (baseline, here)]
     return [sentence for each in choices for sentence in each.advice] or [
@@ -193,7 +201,7 @@ def advise_here(root: Path, baseline: str) -> list[str]:
 
 
 def decide_here(variant: variants.Variant, goal: Goal = "speed") -> Decision:
-    """What to serve on this machine, a variant or its baseline, by the records of both."""
+    """Decide by their records whether to serve a variant or its baseline on this machine."""
     here = provenance.hardware_name(provenance.hardware())
     records = collection.collect(variant.root)
     rows = rows_of(records, variant.name)[0]
@@ -206,7 +214,7 @@ def decide_here(variant: variants.Variant, goal: Goal = "speed") -> Decision:
 
 
 def judged_by_gate(variant: variants.Variant) -> tuple[Path, Gate] | None:
-    """The newest gate record of a variant's checkpoint or of another build of it; None without one."""
+    """Find the newest gate record of a variant's present checkpoint or another build of it; None without one."""
     present = find_made_checkpoint(variant.root, variant.name)
     for path, record in store.comparable(store.records(variant.folder, Gate), Gate, lambda _: True):
         if present is None or record.provenance.checkpoint.has_recipe_of(present):
@@ -215,7 +223,7 @@ def judged_by_gate(variant: variants.Variant) -> tuple[Path, Gate] | None:
 
 
 def list_other_builds(subjects: Iterable[variants.Variant]) -> list[str]:
-    """Phrases that name the newest records of another build of a variant than the one on this machine."""
+    """Phrases that name the record kinds last measured on another build than the checkpoint on this machine."""
     return [
         f"{one.name}: {phrase}"
         for one in subjects

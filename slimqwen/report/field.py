@@ -1,7 +1,7 @@
-"""Field reports: what this machine measured, as a file that its owner may send; and the check of files that were sent.
+"""Field reports: this machine's timings as a file that its owner may send; and the check of files that were sent.
 
-A report has the newest timing of each variant and shipped workload on this machine's card. Every text in it is on a
-list that this project ships, or a version; names of a person's own variants leave as digests.
+A report has the newest timing of each variant and shipped workload on this machine's card. Its texts
+are only names that this project ships, and versions; the names of own variants are replaced by digests.
 """
 
 import contextlib
@@ -36,11 +36,11 @@ Device = tuple[str, int]
 
 
 class NothingMeasuredError(SlimqwenError):
-    """No timing of this machine's card is there to report."""
+    """No timing on this machine's card has been recorded, so there is nothing to report."""
 
 
 def write_report(root: Path) -> tuple[Path, FieldReport, list[Problem]]:
-    """Write the field report of this machine into `FOLDER`; its name is its card and its digest.
+    """Write the field report of this machine into `FOLDER`, named after its card and digest.
 
     Returns:
         The file, its content, and the timings that were left out because their figures contradict each other.
@@ -65,10 +65,10 @@ def write_report(root: Path) -> tuple[Path, FieldReport, list[Problem]]:
 
 
 def list_rows(records: Collection, left_out: list[Problem]) -> Iterator[tuple[Device, FieldRow]]:
-    """Yield the rows of the newest timing of each variant, shipped workload and device, with the device.
+    """Yield a row for each prompt class of the newest timing of each variant, shipped workload and device.
 
     Args:
-        left_out: gets the timings whose figures contradict each other.
+        left_out: list to which timings are added whose figures contradict each other.
     """
     seen: set[tuple[str, str, Device]] = set()
     workloads = _shipped_workloads(records.root)
@@ -86,9 +86,9 @@ def list_rows(records: Collection, left_out: list[Problem]) -> Iterator[tuple[De
 
 
 def name_device(hardware: Hardware, root: Path) -> Device:
-    """Name and number of a machine's GPUs or CPUs.
+    """Name and number of a machine's GPUs; without a GPU, of its CPUs.
 
-    A GPU has its short name in eval/devices.yaml, else the driver's; CPUs are cpu and their kind.
+    A GPU has its short name in eval/devices.yaml, else the driver's name; CPUs are named by their best instruction set.
     """
     if not hardware.gpus:
         return " ".join(("cpu", *hardware.cpu_flags[-1:])), hardware.cpu_count
@@ -98,7 +98,7 @@ def name_device(hardware: Hardware, root: Path) -> Device:
 
 
 def describe_card(hardware: Hardware, root: Path) -> FieldCard:
-    """The device of this machine."""
+    """Describe this machine's GPUs or CPUs for a field report."""
     first = hardware.gpus[0] if hardware.gpus else None
     limit = provenance.ask_driver("--query-gpu=power.limit", "--format=csv,noheader,nounits") if first else ""
     system = {"ID": platform.system()}
@@ -169,7 +169,7 @@ def _last_start(variant: variants.Variant, card: str) -> FieldStart | None:
 
 
 def read_reports(root: Path) -> tuple[list[FieldReport], list[Problem]]:
-    """The sound field reports in `FOLDER`, and the fault of each other file there."""
+    """Read the field reports in `FOLDER`; returns the valid ones, and the fault of each other file."""
     reports, faults = [], []
     known = {*provenance.shipped_variants(root), *_shipped_workloads(root)}
     for file in sorted((root / FOLDER).glob("*")):

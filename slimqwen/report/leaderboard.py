@@ -31,7 +31,7 @@ _NEEDED = (Quality.kind, Latency.kind, Gate.kind)
 
 @dataclass(frozen=True)
 class Margins:
-    """A gain (negative: a loss) of a task in units of its non-inferiority margin, with its 95 % interval."""
+    """Change of a task's score in units of its non-inferiority margin, with its 95 % interval; a loss is negative."""
 
     task: str
     value: float
@@ -41,7 +41,7 @@ class Margins:
 
 @dataclass(frozen=True)
 class Score:
-    """One task of a quality record.
+    """Score of one task, and its change relative to the baseline.
 
     Attributes:
         task: name of the task without the suite's name before it.
@@ -70,7 +70,7 @@ class Evidence:
 
     Attributes:
         verdict: pass, fail, inconclusive; "measured" for a kind without verdict, "missing" without a record.
-        is_stale: whether its checkpoint is of another recipe than that of the newest quality record.
+        is_stale: whether it measured a checkpoint of another recipe than the newest quality record did.
         caution: a warning that the record adds to its verdict; empty for none.
     """
 
@@ -86,8 +86,8 @@ class Timing:
 
     Attributes:
         comparison: paired ratios of the two latency records; empty if they were not timed in turns.
-        as_scored: whether the checkpoint is that of the newest quality record, or another build of it.
-        tries: number of this timing among those of the same pair and settings, from 1.
+        as_scored: whether it timed the checkpoint of the newest quality record, or another build of that.
+        tries: how many times the same pair was timed with the same settings up to this record, at least 1.
     """
 
     latency: StoredRecord[Latency]
@@ -112,7 +112,7 @@ class Row:
     """One variant on one hardware.
 
     Attributes:
-        hypothesis: empty if measurements.json cannot be read.
+        hypothesis: hypothesis in measurements.json; empty if that cannot be read.
         baseline: name of the baseline; None for a baseline.
         status: planned, measured, promoted or rejected; "unreadable" if measurements.json cannot be read.
         verdict: verdict in measurements.json; None without one.
@@ -121,9 +121,9 @@ class Row:
         figures: figure and its record for each heading of the kinds' leaderboard columns.
         size_bytes: size of the checkpoint that was measured last; None without a measurement.
         evidence: the newest record of each kind in experiments/.
-        other_builds: phrases that name the kinds measured on another build of the checkpoint than the one on this
-            machine; without one here, than the one that was scored.
-        is_remade: whether the checkpoint on this machine is of another recipe than the one that was scored.
+        other_builds: phrases that name the record kinds that measured another build of the checkpoint than this
+            machine has; if it has none, another build than quality scored.
+        is_remade: whether this machine's checkpoint is of another recipe than the one that quality scored.
     """
 
     variant: str
@@ -153,7 +153,7 @@ class Row:
 
     @property
     def standing(self) -> str:
-        """A person's decision (promoted or rejected), else the verdict, else the status."""
+        """What the table shows as the variant's state: promoted or rejected, else the verdict, else the status."""
         return self.status if self.status in ("promoted", "rejected") else self.verdict or self.status
 
     @cached_property
@@ -190,7 +190,7 @@ class Row:
 
     @property
     def missing(self) -> list[str]:
-        """Record kinds that a choice needs and that are missing or of an earlier checkpoint."""
+        """Record kinds that are needed to choose a variant, but are missing or measured an earlier checkpoint."""
         needed = _NEEDED if self.baseline else _NEEDED[:2]
         return [
             evidence.kind
@@ -381,7 +381,7 @@ def speed_up(row: Row) -> float:
 
 
 def margins(gain: Margins) -> str:
-    """A gain in margins and its interval, as text."""
+    """A change in units of the margin, with its interval, as text."""
     return f"{gain.value:+.2f} [{gain.low:+.2f}, {gain.high:+.2f}]"
 
 

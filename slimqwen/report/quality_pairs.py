@@ -19,7 +19,7 @@ Pair = tuple[StoredRecord[Quality], StoredRecord[Quality]]
 
 
 def find_pairs(collection: Collection, variant: str, baseline: str | None) -> dict[str, Pair]:
-    """The quality records of baseline and variant that `quality_comparison.best_pair` chooses, by suite."""
+    """Find, for each suite, the quality records of baseline and variant to compare (`quality_comparison.best_pair`)."""
     second, first = (
         quality_comparison.of_newest_checkpoint(collection.select(Quality, name) if name else ())
         for name in (variant, baseline)
@@ -33,7 +33,7 @@ def find_pairs(collection: Collection, variant: str, baseline: str | None) -> di
 
 
 def judge_responses(root: Path, pairs: Mapping[str, Pair]) -> Iterable[Verdict]:
-    """Verdicts on responses that run away, of each suite whose gate has limits."""
+    """Verdicts on responses that run away, for each suite whose gate limits them."""
     for suite, (first, second) in pairs.items():
         limits = find_response_limits(suite, root)
         with contextlib.suppress(*DAMAGED):  # damaged items are among the problems

@@ -1,6 +1,6 @@
-"""What of Slimqwen runs on this host, what waits for which lock, and what fills a workspace's disk.
+"""Lists Slimqwen's processes on this host, the locks that they wait for, and what fills a workspace's disk.
 
-Nothing is registered: processes, their command lines and the kernel's table of locks say it.
+There is no register: all is read from processes, their command lines and the kernel's table of locks.
 """
 
 import contextlib
@@ -32,9 +32,9 @@ class Running:
         what: words of the command line after the program; of a server the name of its checkpoint's folder.
         owner: user who runs it; None if it has ended meanwhile.
         seconds: time since its start.
-        folder: its working folder; None if only its owner may know.
+        folder: its working folder; None if this user may not read it.
         port: TCP port of a server.
-        waits_for: the file whose lock it waits for, and who holds that.
+        waits_for: the file whose lock it waits for, and the holder; None if it waits for none.
     """
 
     pid: int
@@ -47,7 +47,7 @@ class Running:
 
 
 def list_running(root: Path) -> list[Running]:
-    """All commands and servers of this host, of any workspace and user, but for this process; the oldest first."""
+    """List the commands and servers of all workspaces and users on this host, oldest first, without this process."""
     found: dict[int, tuple[psutil.Process, str, list[str]]] = {}
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):
@@ -95,7 +95,7 @@ def _list_waits(root: Path) -> Iterator[tuple[int, str]]:
 
 
 def list_disk_use(root: Path) -> list[tuple[str, int, str]]:
-    """What fills the disk below a workspace, the largest first: its name, bytes, and the command that frees it."""
+    """List what fills a workspace's disk, largest first: name, size in bytes, and the command that frees it."""
     places = ((name, sum(map(_disk_bytes, folders)), cure) for name, folders, cure in _list_places(root))
     return sorted((place for place in places if place[1]), key=lambda place: -place[1])
 

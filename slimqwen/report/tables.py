@@ -205,10 +205,13 @@ def _quality_comparison(first: Path, second: Path) -> list[Table]:
 
 
 def response_tables(first: Path, second: Path, root: Path) -> list[Table]:
-    """Table of responses that run away, of two quality records; none without a limit or without responses.
+    """Table of the responses that run away in two quality records.
 
     Args:
         root: the repository, whose gates have the limits.
+
+    Returns:
+        A list with the table; empty if the gate sets no limit or nothing was generated.
     """
     limits = find_response_limits(store.read_record(first, Quality).suite, root)
     table = runaways.responses_table(first, second, limits) if limits else None
@@ -354,7 +357,7 @@ def _start_up_rows(folder: Path, scored: MeasuredCheckpoint, sources: Sources) -
 
 
 def patches_table() -> Table:
-    """Table of every change of vLLM: what goes wrong without it, and where upstream has it."""
+    """Table of every patch of vLLM: what goes wrong without it, and its upstream issue or pull request."""
     rows = (
         (
             patch.name,

@@ -13,7 +13,7 @@ from slimqwen.variant.claims import Claim
 
 
 def find_unproven(root: Path, variant: str) -> dict[Claim, str]:
-    """What a variant claims and its records do not prove; empty for a baseline.
+    """Find the claims of a variant that no current record proves, with reasons; empty for a baseline.
 
     Args:
         root: the repository.
@@ -23,7 +23,7 @@ def find_unproven(root: Path, variant: str) -> dict[Claim, str]:
 
 
 def list_unproven(records: Collection, rows: Sequence[Row]) -> dict[Claim, str]:
-    """What is claimed and not proven of a variant, with the reason.
+    """`find_unproven` for rows that were made before.
 
     Args:
         rows: the variant's rows, one for each hardware; a timing on any of them proves speed.

@@ -1,6 +1,7 @@
-"""A candidate: the choices of a recipe and of drafts, as recipe.yaml and lines of config.env.
+"""A candidate: a variant that a search may make, as choices of quantisation, vocabulary and drafts.
 
-Choices that give the same checkpoint and the same flags give equal candidates.
+It becomes a recipe.yaml and lines of config.env. Choices that give the same checkpoint and the same flags give equal
+candidates.
 """
 
 import json
@@ -68,7 +69,7 @@ class Candidate:
 
     @classmethod
     def of(cls, choices: Mapping[str, Any]) -> "Candidate":
-        """The candidate of some choices; those that have no effect beside the others get their default."""
+        """Make a candidate; a choice without effect beside the others, such as draft_bits without drafts, is reset."""
         candidate = cls(**choices)
         if not candidate.depth:
             candidate = replace(candidate, mtp="none", draft_vocabulary=1.0)
@@ -84,12 +85,12 @@ class Candidate:
 
     @property
     def calibrated(self) -> dict[str, str]:
-        """Quantisation schemes of the language model's linears, by kind."""
+        """Quantisation scheme of each kind of linear of the language model that is quantised."""
         return {kind: getattr(self, kind) for kind in KINDS if getattr(self, kind) != "none"}
 
     @property
     def changes(self) -> dict[str, Any]:
-        """Choices whose value is not the default."""
+        """The choices that differ from their defaults, by field name."""
         return {
             field.name: getattr(self, field.name)
             for field in fields(self)
@@ -97,10 +98,10 @@ class Candidate:
         }
 
     def steps(self, stage_parameters: Mapping[str, Mapping[str, Any]], rows: int) -> Steps:
-        """Stages that make the checkpoint: first those that change the target model, then those of its drafts.
+        """The recipe's stages with their parameters: first those of the target model, then those of its drafts.
 
         Args:
-            stage_parameters: further parameters by stage.
+            stage_parameters: further parameters of each stage, by the stage's name.
             rows: size of the base's vocabulary.
         """
         steps: Steps = []
@@ -137,10 +138,10 @@ class Candidate:
     def render(
         self, base: Variant, stage_parameters: Mapping[str, Mapping[str, Any]], corpus: str | None = None
     ) -> str | None:
-        """Content of recipe.yaml; None if the candidate has the base's checkpoint.
+        """The text of recipe.yaml; None if the candidate serves the base's own checkpoint.
 
         Args:
-            corpus: the recipe's text; None where the stages name theirs.
+            corpus: calibration text that recipe.yaml names; None if each stage names its own.
         """
         rows = checkpoint.text_config(checkpoint.read_config(base.weights))["vocab_size"]
         steps = self.steps(stage_parameters, rows)
@@ -155,7 +156,7 @@ class Candidate:
         return yaml.safe_dump(content, sort_keys=False, width=120)
 
     def lines(self, base: Variant) -> dict[str, str]:
-        """Lines of config.env that differ from those of the base."""
+        """The config.env lines that differ from the base's; an empty value unsets the base's line."""
         if self.depth:
             drafts = json.dumps({"method": "mtp", "num_speculative_tokens": self.depth})
             return {"VLLM_SPECULATIVE_CONFIG": f"'{drafts}'"}
@@ -170,13 +171,13 @@ class Candidate:
         evaluation: str | None,
         gain: str = "faster",
     ) -> Variant:
-        """The variant of the candidate, written into experiments/ if it is not there.
+        """The candidate as a variant, whose folder is written into experiments/ if it does not exist.
 
         Args:
-            label: what made the candidate, a part of the variant's name.
+            label: part of the variant's name that says what made it, such as "optimised".
             corpus: as for `render`.
-            evaluation: what judges the variant; None for what judges the base.
-            gain: what the candidate is expected to be.
+            evaluation: name of the evaluation that judges the variant; None for the base's.
+            gain: expected gain in the variant's hypothesis, "faster" or "smaller".
         """
         recipe, lines = self.render(base, stage_parameters, corpus), self.lines(base)
         own = base.settings.get("EVALUATION")

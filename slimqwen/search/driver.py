@@ -1,7 +1,7 @@
-"""The driver of a search: forecasts the front of a base on a GPU, checks candidates on it, proves one, and records it.
+"""The search: forecasts candidates of a base on a GPU, checks the best, proves one, and writes the record.
 
-The first candidates rest on forecasts alone. What their divergence is beside its forecast moves the limit for the
-others (calibration loses less than the rounding to nearest that is forecast).
+The first candidates are chosen by forecasts alone. The ratio of their measured divergence to the forecast corrects the
+forecasts of later ones: forecasts assume rounding to nearest, and calibration loses less.
 """
 
 import math
@@ -195,10 +195,10 @@ def search_variants(
     Args:
         base: variant to search from; its checkpoint is the base of every candidate's recipe.
         gpu_name: name of a GPU in eval/devices.yaml.
-        budget: name of a gate in eval/gates/.
-        executor: executor that is not entered yet.
-        candidates: largest number of candidates that are made.
-        corpus: text of their recipes; None for those of the promoted recipe.
+        budget: name of a file of eval/gates/, whose limits every candidate must keep.
+        executor: runs the measurements; this function enters it.
+        candidates: most candidates that become variants.
+        corpus: calibration text of their recipes; None for the text that the promoted recipe names.
 
     Returns:
         The record.

@@ -1,7 +1,7 @@
-"""The front of a base on a GPU: candidates that none beats in what they cost in quality and in the time of a step.
+"""The front: candidates that no other beats both in forecast quality loss and in forecast decode speed on a GPU.
 
-What changes cost in quality is added up (`sensitivities`); a step's time is the roofline of `fit` (`fit.cost`). Both
-are forecasts: the checks decide.
+The forecast loss is the sum of what each change costs alone (`sensitivities`); the forecast time of a decode step is
+the roofline of `fit` (`fit.cost`). The checks decide.
 """
 
 from collections.abc import Iterator, Sequence
@@ -21,12 +21,12 @@ from slimqwen.search.sensitivities import DEEPEST, Change, Sensitivities
 
 @dataclass(frozen=True)
 class Forecast:
-    """What is expected of a candidate.
+    """Forecast quality and speed of a candidate.
 
     Attributes:
-        kl_nats: divergence of its next-token distributions from the base's, by rounding to nearest.
+        kl_nats: divergence of its next-token distributions from the base's, nats a token, if all is rounded to nearest.
         acceptance_share: acceptance length at the gate's depth, as a share of the base's.
-        tokens_per_second: bound of one sequence on the GPU.
+        tokens_per_second: most output tokens per second of one sequence on the GPU, by the roofline.
     """
 
     candidate: Candidate
@@ -37,7 +37,7 @@ class Forecast:
 
 @dataclass(frozen=True)
 class Limits:
-    """What a candidate may cost.
+    """The quality that a candidate may lose.
 
     Attributes:
         kl_nats: largest divergence, nats a token.
@@ -61,11 +61,13 @@ class _Target:
 
 @dataclass(frozen=True)
 class Front:
-    """The candidates of a base on a GPU.
+    """The candidates of a base on a GPU, with their forecasts.
 
     Attributes:
-        shape: dimensions of the base.
-        server: how candidates are served.
+        shape: tensor dimensions of the base.
+        server: server settings that affect memory and speed, such as context length and KV cache dtype.
+        sensitivities: what each change costs alone.
+        limits: quality that a candidate may lose.
     """
 
     shape: Shape
@@ -75,12 +77,12 @@ class Front:
     limits: Limits
 
     def bound(self, model: Model, depth: int, acceptance_length: float) -> float:
-        """Tokens per second of one sequence at most, at `SPEED_CONTEXT_LEN` cached tokens."""
+        """Most output tokens per second of one sequence with `SPEED_CONTEXT_LEN` cached tokens, by the roofline."""
         length = min(depth + 1.0, acceptance_length)
         return cost.bound_decode_step(model, self.gpu, 1, SPEED_CONTEXT_LEN, depth, length).tokens_per_second
 
     def bound_candidate(self, candidate: Candidate, acceptance_share: float) -> float:
-        """The bound of a candidate whose acceptance length is a share of the base's."""
+        """`bound` of a candidate whose acceptance length is `acceptance_share` times the base's."""
         return self.bound(
             self.model(candidate.shape(self.shape)),
             candidate.depth,
@@ -88,28 +90,28 @@ class Front:
         )
 
     def model(self, shape: Shape) -> Model:
-        """The model of some dimensions, with the dtypes of the server."""
+        """Bytes and FLOPs of a model with these tensor dimensions, served with the cache dtypes of `server`."""
         return shape_model(
             shape, kv_cache_dtype=self.server.kv_cache_dtype, state_dtype=self.server.state_dtype
         )
 
     def model_with(self, changes: Sequence[Change]) -> Model:
-        """The model of the base with changes whose groups have one size."""
+        """Bytes and FLOPs of the base with these changes, which must share one group size."""
         sizes = [each.group_size for each in changes if each.group_size]
         choices: dict[str, Any] = {each.choice: each.value for each in changes}
         choices |= {"group_size": next(iter(sizes), 32), "depth": 1}
         return self.model(Candidate.of(choices).shape(self.shape))
 
     def length(self, depth: int) -> float:
-        """The base's acceptance length at a depth, tokens."""
+        """The base's acceptance length with `depth` drafted tokens, tokens."""
         return 1 + sum(self.sensitivities.base_rates[:depth])
 
     def choose(self, count: int, kl_factor: float = 1.0, known: Sequence[Candidate] = ()) -> list[Forecast]:
-        """The fastest candidates that are expected to use all of each limit, then a smaller share each.
+        """Choose up to `count` candidates: the fastest within the limits, then the fastest within ever tighter ones.
 
         Args:
-            kl_factor: measured divergence over that of a forecast, as earlier candidates showed it.
-            known: candidates that are left out.
+            kl_factor: measured over forecast divergence of earlier candidates; scales every forecast.
+            known: candidates to leave out.
         """
         chosen: list[Forecast] = []
         for number in range(count):

@@ -42,9 +42,9 @@ class RecordSettings:
     """Settings that all records of a run share.
 
     Attributes:
-        command: program and arguments, which the records state.
+        command: command line that the records state as their origin.
         folder: folder with a folder of records for each variant, relative to the repository.
-        split_side: side of the split whose items are measured, all of them; None for both sides.
+        split_side: side of the split whose items are measured; None for the items of both sides.
     """
 
     command: tuple[str, ...]
@@ -52,7 +52,7 @@ class RecordSettings:
     split_side: Side | None = None
 
     def load_checks(self, variant: Variant, progress: Progress = silent) -> Mapping[str, Check[Any]]:
-        """Load the checks of a variant by its EVALUATION, for servers on a free port."""
+        """The checks of the gate that the variant's EVALUATION names, by name; their servers use a free port."""
         gate_settings = GateSettings.load(variant.evaluation, variant.root)
         split = gate_settings.split(self.split_side, variant.root)
         invocation = Invocation(self.command, self.folder, split, free_port(), progress)
@@ -61,7 +61,7 @@ class RecordSettings:
 
 @dataclass(frozen=True)
 class Measured:
-    """The value of a task that measures.
+    """Result of a task that measures.
 
     Attributes:
         paths: files of the task's records, one for each measured variant.
@@ -77,7 +77,7 @@ def recipe_task(variant: Variant, stages: int | None = None, *, alone: bool = Fa
 
     Args:
         stages: number of stages to run, from the first one; None for all.
-        alone: whether no other task may run beside it: a compile cache fits only the thread count of its stage.
+        alone: whether the task needs its node to itself. Baking does: a compile cache fits one number of threads.
     """
     title = f"recipe of {variant.name}"
     needs = Resources(1 if host.detect() == "cuda" else 0, ENGINE_BYTES, whole_node=alone)
@@ -91,7 +91,9 @@ def run_stages(root: Path, argument: tuple[str, int | None], progress: Progress)
 
 
 def check_task(check: Check[Any], side: Variant, settings: RecordSettings) -> Task:
-    """The task that measures one side, the variant or its baseline, for a check; variants share a baseline's task.
+    """The task that measures a check on one side: the variant or its baseline.
+
+    Variants with the same baseline and settings get the same task for the baseline, so it runs once.
 
     Args:
         check: one of `settings.load_checks`.
@@ -110,7 +112,7 @@ def check_task(check: Check[Any], side: Variant, settings: RecordSettings) -> Ta
 
 
 def measure_check(root: Path, argument: tuple[str, str, str, RecordSettings], progress: Progress) -> Measured:
-    """Measure a check (`argument`: its name, names of side and variant, settings), unless a record still holds."""
+    """Run `check_task`: measure, unless a record still holds. `argument`: check, side and variant by name, settings."""
     name, side_name, variant_name, settings = argument
     check = settings.load_checks(variants.load(variant_name, root), progress)[name]
     side = variants.load(side_name, root)
@@ -119,7 +121,7 @@ def measure_check(root: Path, argument: tuple[str, str, str, RecordSettings], pr
 
 
 def gate_task(variant: Variant, settings: RecordSettings) -> Task:
-    """The task that writes the gate record of a variant whose checks are recorded."""
+    """The task that writes a variant's gate record from the records of its checks."""
     return Task(
         f"gate of {variant.name}",
         f"gate of {variant.name}",
@@ -130,7 +132,7 @@ def gate_task(variant: Variant, settings: RecordSettings) -> Task:
 
 
 def measure_gate(root: Path, argument: tuple[str, RecordSettings], progress: Progress) -> Path:
-    """Gate a variant by its EVALUATION; returns the record's path."""
+    """Run `gate_task`; returns the path of the gate record. `argument`: the variant's name, settings."""
     name, settings = argument
     variant = variants.load(name, root)
     return gate.measure_gate(
@@ -153,7 +155,7 @@ def latency_task(sides: Sequence[Variant], rounds: int, settings: RecordSettings
 def measure_latency(
     root: Path, argument: tuple[tuple[str, ...], int, RecordSettings], progress: Progress
 ) -> Measured:
-    """Time variants in turns (`argument`: names, rounds, settings), unless records of one earlier run still hold."""
+    """Run `latency_task`, unless records of one earlier run still hold. `argument`: variant names, rounds, settings."""
     names, rounds, settings = argument
     sides = [variants.load(name, root) for name in names]
     folders = [root / settings.folder / name for name in names]
@@ -188,11 +190,11 @@ def measure_latency(
 def estimate_resources(
     sides: Sequence[Variant], *, loaded: Variant | None = None, alone: bool = False
 ) -> Resources:
-    """Resources of a node that measuring variants one at a time needs.
+    """GPUs and memory that a node needs to measure these variants, one at a time.
 
     Args:
-        loaded: variant that is loaded in float32 beside the measured one; None for none.
-        alone: whether no other task may run on the node.
+        loaded: a variant whose weights are in memory in float32 beside the measured one; None for none.
+        alone: whether the task needs the node to itself.
     """
     gpus, memory = 0, 0
     for server in map(ServerCommand.resolve, sides):

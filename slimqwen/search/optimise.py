@@ -54,7 +54,12 @@ _TEXT = 512
 
 @dataclass(frozen=True)
 class Ended:
-    """A step that ended: a sentence on it, and whether the next step may follow."""
+    """A step of `slimqwen optimise` that ended.
+
+    Attributes:
+        said: sentence about its result, for the user.
+        passed: whether the next step may begin.
+    """
 
     said: str
     passed: bool = True
@@ -62,14 +67,16 @@ class Ended:
 
 @dataclass
 class Optimisation:
-    """What an optimisation has decided so far; a file, replaced after each step, from which it goes on.
+    """Journal of one run of `slimqwen optimise`: what it has decided so far. After an interruption it continues here.
 
     Attributes:
-        asked: what decides the result, such as the text and the base's checkpoint; with another one it begins anew.
+        file: file of the journal, replaced after each step.
+        asked: inputs that decide the result, such as text and checkpoint digest; if one changes, the run begins anew.
         steps: the steps that ended, by name.
-        candidate: choices of the present try that are not defaults.
+        candidate: the present candidate, as the choices that are not defaults.
         tries: variant, verdict and reason of each judged try, and what was taken back after it.
-        step: the step that runs; `left` are those after it.
+        step: name of the running step.
+        left: names of the steps after it.
         seconds: time of all runs so far.
     """
 
@@ -85,10 +92,10 @@ class Optimisation:
     @classmethod
     @contextmanager
     def held(cls, root: Path, base: str) -> Iterator[None]:
-        """Keep other processes from the journal of a baseline for the length of a `with` block.
+        """Lock the journal of a baseline for this process, for a `with` block.
 
         Raises:
-            RunInProgressError: another process has it.
+            RunInProgressError: another process optimises the baseline.
         """
         file = cls.path(root, base).with_suffix(".lock")
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -102,12 +109,12 @@ class Optimisation:
 
     @staticmethod
     def path(root: Path, base: str) -> Path:
-        """The file of a baseline's journal."""
+        """Path of a baseline's journal."""
         return root / ".cache" / "optimise" / f"{base}.json"
 
     @classmethod
     def find(cls, root: Path, base: str) -> "Optimisation | None":
-        """The journal of a baseline as it was left; None if there is none that this version reads."""
+        """Read the journal of a baseline; None if there is none, or only one of an older format."""
         file = cls.path(root, base)
         if not file.is_file():
             return None
@@ -119,12 +126,12 @@ class Optimisation:
 
     @classmethod
     def open(cls, root: Path, base: str, asked: dict[str, Any]) -> "Optimisation":
-        """The journal of a baseline as it was left if the same was asked, else a new one."""
+        """Read the journal of a baseline if its inputs equal `asked`; else begin a new one."""
         known = cls.find(root, base)
         return known if known and known.asked == asked else cls(cls.path(root, base), asked)
 
     def write(self) -> None:
-        """Replace the file."""
+        """Write the journal to its file."""
         self.file.parent.mkdir(parents=True, exist_ok=True)
         content = {key: value for key, value in asdict(self).items() if key != "file"}
         store.publish(self.file, (json.dumps(content, indent=1) + "\n").encode(), replace=True)
@@ -133,7 +140,7 @@ class Optimisation:
 def list_deciding(
     base: Variant, text: str, evaluation: str, goal: Goal, progress: Progress = silent
 ) -> dict[str, Any]:
-    """What decides an optimisation, for its journal."""
+    """The inputs that decide an optimisation, as `Optimisation.asked` keeps them."""
     files = {text: base.folder / text, evaluation: base.root / "eval" / "own" / evaluation}
     digests = {name: text_digest(path) for name, path in files.items() if path.exists()}
     weights = checkpoint.digest(base.weights, progress)
@@ -141,13 +148,13 @@ def list_deciding(
 
 
 def describe_try(judged: Mapping[str, str]) -> str:
-    """A judged try in a line: its variant, verdict and reason, and what was taken back."""
+    """One line about a judged try: variant, verdict, reason, and the change that was taken back after it."""
     back = f"; taken back: {judged['taken back']}" if "taken back" in judged else ""
     return f"{judged['variant']}: {judged['verdict']}: {judged['reason']}{back}"
 
 
 def choose_first(base: Variant, corpus: str, goal: Goal = "speed") -> Candidate:
-    """The first candidate: every optimisation that `fit` lists for the checkpoint; for memory no drafts."""
+    """The first candidate: every optimisation that `fit` lists for the base; without drafts if the goal is memory."""
     rows = int(checkpoint.text_config(checkpoint.read_config(base.weights))["vocab_size"])
     choices: dict[str, Any] = {}
     for step in list_optimised(find_subject(base.name, base.root)):
@@ -177,11 +184,12 @@ def make_variant(
     goal: Goal = "speed",
     stages: Mapping[str, Any] | None = None,
 ) -> Variant:
-    """The variant of a candidate, written if it is not there.
+    """The candidate as a variant, whose folder is written into experiments/ if it does not exist.
 
     Args:
-        evaluation: what judges it; None for what judges the base.
-        stages: parameters of stages; None for `STAGES_BY_PLATFORM` of this machine.
+        corpus: calibration text that recipe.yaml names.
+        evaluation: name of the evaluation that judges the variant; None for the base's.
+        stages: further parameters by stage; None for those of this machine's platform (`STAGES_BY_PLATFORM`).
     """
     gain = "faster" if goal == "speed" else "smaller"
     return candidate.scaffold(
@@ -192,11 +200,18 @@ def make_variant(
 def take_back(
     candidate: Candidate, judged: Finalist, variant: Variant, progress: Progress = silent
 ) -> tuple[Candidate, str] | None:
-    """The candidate without the step that a failed check points at, and why; None if nothing is left to take back.
+    """Take back the change that a failed check points at; None if none is left.
 
-    Drafts change no answer, so acceptance points at them; fidelity and quality point at the weights: first the 4-bit
-    kind whose rounding alone costs most becomes 8-bit, the output head 16-bit, and the next one; then the vocabulary is
-    whole again, then the embedding is in 16 bits.
+    A failed acceptance check points at the drafts, because drafts change no response. Fidelity and quality point at the
+    weights. Taken back in this order: of the kinds of linears in 4 bits the one whose rounding costs most becomes 8-bit
+    (the output head 16-bit), then the next; then the vocabulary is whole again; then the embedding has 16 bits.
+
+    Args:
+        judged: the try with its failed check.
+        variant: the variant of the try.
+
+    Returns:
+        The next candidate, and the reason in words.
     """
     failed = {finding.gate for finding in judged.findings if finding.verdict != Verdict.PASS}
     if failed == {"acceptance"} and candidate.depth:

@@ -70,12 +70,12 @@ class Proof(Block):
 
 @dataclass
 class Climb:
-    """How far a variant came up the checks.
+    """The checks that a variant passed, up to the first that failed.
 
     Attributes:
-        reasons: why it ended; empty where nothing failed.
+        reasons: why no further check was run; empty if nothing failed.
         findings: figures of the checks that were measured.
-        failed: figures of the check that failed, if one did.
+        failed: figures of the check that failed; empty if none did.
     """
 
     reasons: list[str] = field(default_factory=list)
@@ -86,12 +86,15 @@ class Climb:
 def climb(
     names: Sequence[str], checks: Sequence[str], executor: Executor, settings: RecordSettings, root: Path
 ) -> dict[str, Climb]:
-    """Make variants and measure some checks one after the other; the first that fails ends a variant.
+    """Make the checkpoints of variants and run the checks in order; a variant that fails one gets no further check.
 
     Args:
         names: variants of the repository, each with a baseline and an EVALUATION.
-        checks: names of checks.
-        executor: executor that is entered already.
+        checks: names of the checks, in the order in which they run.
+        executor: runs the measurements; the caller has entered it.
+
+    Returns:
+        The result of each variant, by its name.
     """
     climbs = {name: Climb() for name in names}
     climbing = [variants.load(name, root) for name in climbs]
@@ -122,7 +125,7 @@ def prove_finalists(
     side: Side = "proof",
     first_failure_ends: bool = False,
 ) -> Proof:
-    """Gate finalists on the proof's items, or on the search's before a proof.
+    """Gate finalists on the proof's side of the items; with `side="search"`, on the search's side before a proof.
 
     If the engine of a finalist crashes, that finalist fails with the reason and the others go on. Records that still
     hold are reused, so an interrupted proof continues. Two calls with different finalists are two families of
@@ -130,9 +133,9 @@ def prove_finalists(
 
     Args:
         names: the finalists: variants of the repository, each with a baseline and an EVALUATION.
-        executor: executor that is not entered yet; this function enters it.
-        first_failure_ends: whether the first check that fails, in the order of `CHECKS`, ends a finalist without a gate
-            record. Fidelity takes seconds where quality takes hours.
+        executor: runs the measurements; this function enters it.
+        first_failure_ends: whether the first failed check, in the order of `CHECKS`, ends a finalist, without a gate
+            record. This saves the hours of quality where fidelity fails within seconds.
 
     Returns:
         The finalists in the order of `names`, each with its adjusted verdict and its record.

@@ -15,7 +15,7 @@ from slimqwen.search.proof import Finalist, Proof
 
 
 class Sensitivity(Block):
-    """What one change of the base costs alone."""
+    """Cost in quality, and saved share of a decode step, of one change made alone to the base."""
 
     change: str = Field(min_length=1, description="The change in words.")
     kl_nats: NonNegativeFloat | None = Field(
@@ -28,7 +28,7 @@ class Sensitivity(Block):
 
 
 class Trial(Block):
-    """A candidate: what was expected of it, what was measured, and why it ended."""
+    """One candidate of a search: its forecast, what was measured, and why it was given up."""
 
     name: VariantName = Field(description="Its variant.")
     changes: dict[str, Any] = Field(description="Choices that differ from the base's.")
@@ -50,7 +50,7 @@ class Trial(Block):
 
     @property
     def candidate(self) -> Candidate:
-        """The candidate."""
+        """The candidate that these changes make."""
         return Candidate(**self.changes)
 
     @property
@@ -70,11 +70,15 @@ class Trial(Block):
 
     @property
     def is_undecided(self) -> bool:
-        """Whether a figure's interval contains its limit."""
+        """Whether a figure did not pass; for a trial that did not fail, its interval then contains the limit."""
         return any(each.verdict != Verdict.PASS for each in self.findings)
 
     def factor_over(self, tokens_per_second: float) -> float:
-        """Times as fast as an incumbent with this bound: timed, else by the bound; 0 for one that ended."""
+        """Speed-up over the incumbent: timed, else by the roofline; 0 if the trial failed.
+
+        Args:
+            tokens_per_second: the incumbent's, by the roofline.
+        """
         return self.speedup or (self.tokens_per_second or 0.0) / tokens_per_second
 
     def _find(self, gate: str, figure: str) -> Finding | None:

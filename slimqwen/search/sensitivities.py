@@ -1,7 +1,7 @@
-"""What each change of a base costs alone: of its weights in divergence, of its drafts in accepted tokens.
+"""Sensitivities: what each change of a base costs alone, in divergence for weights and in accepted tokens for drafts.
 
-Three tasks measure it in memory: one samples the base's own outputs, one rounds a kind of linears at a time, one drafts
-with one change at a time. No checkpoint of a change is written.
+Three tasks measure in memory, without writing a checkpoint: one samples outputs of the base, one rounds one kind of
+linears at a time, one drafts with one change at a time.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -61,19 +61,19 @@ class Change:
 
     @property
     def form(self) -> PackedIntegers:
-        """The form of the weights that are packed."""
+        """How the change stores the weights: bits, groups and tensors."""
         scheme = self.value if isinstance(self.value, str) else f"W{self.value}A16"
         return schemes.packing_of(scheme, self.group_size or 0).layout
 
 
 @dataclass(frozen=True)
 class Sensitivities:
-    """What each change costs alone.
+    """Measured cost of each change, made alone.
 
     Attributes:
-        kl_nats: divergence of the next-token distributions, nats a token, by change of the weights.
-        rates: share of drafts accepted up to and with each position, by change of the drafts.
-        base_rates: the same without a change; empty without an MTP head.
+        kl_nats: divergence of the next-token distributions from the base's, nats a token, by change of the weights.
+        rates: share of drafts that are accepted up to each position and at it, by change of the drafts.
+        base_rates: the same rates without a change; empty without an MTP head.
     """
 
     kl_nats: Mapping[Change, float]
@@ -81,7 +81,7 @@ class Sensitivities:
     base_rates: Sequence[float]
 
     def rates_with(self, changes: Sequence[Change]) -> list[float]:
-        """Rates with several changes: each takes its own share at each position."""
+        """Forecast rates with several changes: at each position, the base's times the share that each change keeps."""
         rates = list(self.base_rates)
         for change in changes:
             pairs = zip(self.rates[change], self.base_rates, strict=True)
@@ -93,7 +93,7 @@ class Sensitivities:
 
 
 def list_changes(base: Variant) -> tuple[list[Change], list[Change]]:
-    """The changes of weights and those of drafts that a base allows and that this host's kernels serve."""
+    """List the changes that can be tried on a base and served by this host's kernels: of weights, and of drafts."""
     outline = Outline.read(base.weights)
     widths = {
         info.shape[1]
@@ -129,12 +129,13 @@ def list_changes(base: Variant) -> tuple[list[Change], list[Change]]:
 def measure_sensitivities(
     base: Variant, sampling: Mapping[str, Any], corpus: str | None, executor: Executor, folder: Path
 ) -> Sensitivities:
-    """Measure every change of `list_changes`; what an earlier run measured is kept in `folder`.
+    """Measure every change of `list_changes`; results of an interrupted run in `folder` are reused.
 
     Args:
         sampling: parameters of the stage sample_outputs.
-        corpus: text of a recipe; None where `sampling` names its own.
-        executor: executor that is entered already.
+        corpus: text with the prompts of the samples; None if `sampling` names its own.
+        executor: runs the measurements; the caller has entered it.
+        folder: folder of the results so far.
 
     Raises:
         SearchError: a measurement failed.
@@ -171,7 +172,11 @@ def _value(outcome: Outcome) -> Any:
 
 
 def sample_outputs(root: Path, argument: tuple[str, dict[str, Any], str | None], _: Progress) -> str:
-    """Run the stage sample_outputs on a base (`argument`: name, parameters, corpus); the folder, relative to `root`."""
+    """Sample outputs of a base by the stage sample_outputs; returns their folder, relative to `root`.
+
+    Args:
+        argument: name of the base, parameters of the stage, and text with the prompts (None if the parameters name it).
+    """
     base, sampling, corpus = argument
     # Two folders deep, as recipes of variants are, so that relative paths lead to the same files.
     file = root / ".cache" / "search" / f"{base}.yaml"
@@ -190,7 +195,11 @@ def sample_outputs(root: Path, argument: tuple[str, dict[str, Any], str | None],
 
 
 def round_kinds(root: Path, argument: tuple[str, Sequence[Change]], _: Progress) -> list[float]:
-    """Divergence of each change (`argument`: folder with outputs, changes) on sampled outputs, nats a token."""
+    """Measure what each change of the weights costs on sampled outputs: divergence from the base, nats a token.
+
+    Args:
+        argument: folder of `sample_outputs`, and the changes.
+    """
     from slimqwen.models.layer_error import measure_kind_divergences
 
     folder, changes = argument
@@ -205,7 +214,11 @@ def round_kinds(root: Path, argument: tuple[str, Sequence[Change]], _: Progress)
 def change_drafts(
     root: Path, argument: tuple[str, Sequence[Change]], progress: Progress
 ) -> list[list[float]]:
-    """Rates without a change, then with each (`argument`: folder with outputs, changes), on held-out outputs."""
+    """Measure acceptance rates by draft position on held-out sampled outputs: first without a change, then with each.
+
+    Args:
+        argument: folder of `sample_outputs`, and the changes of the drafts.
+    """
     from slimqwen.models.draft_sensitivity import DraftChange, measure_draft_rates
     from slimqwen.recipe.stages.trim_draft_vocab import rank_ids
 

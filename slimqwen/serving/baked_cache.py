@@ -107,7 +107,7 @@ class CompiledGraph:
 
 
 def describe_machine(platform: host.Platform) -> dict[str, str]:
-    """Facts, by name, that decide whether code compiled elsewhere runs here and equals what vLLM would compile here."""
+    """Properties of this machine, by name, that must equal the baking machine's for its compiled code to be loaded."""
     facts = {
         "platform": platform,
         "vllm": _version("vllm"),
@@ -133,7 +133,7 @@ def describe_machine(platform: host.Platform) -> dict[str, str]:
 
 
 def digest_patches(platform: host.Platform) -> str:
-    """Digest of the code that replaces functions which vLLM traces into its graphs: the patches of one platform."""
+    """Digest of the patches of one platform whose code becomes part of vLLM's compiled graphs."""
     return source.reach("slimqwen.vllm_plugin.patches.register", device=platform).digest[:12]
 
 
@@ -155,7 +155,7 @@ def read_manifest(folder: Path) -> BakedCache | None:
 
 
 def trust(root: Path, archive_sha256: str, origin: str) -> None:
-    """Let servers of the workspace `root` load an archive; `origin` says why in words, and the first one stays."""
+    """Let servers of the workspace `root` load an archive; `origin` says why, and an earlier origin is kept."""
     file = root / TRUSTED / archive_sha256
     if not file.is_file():
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -166,7 +166,7 @@ def import_archive(root: Path, archive: Path, archive_sha256: str) -> None:
     """Trust an archive whose SHA-256 the user gave.
 
     Raises:
-        ServingError: there is no archive, or it is another one.
+        ServingError: the archive does not exist or has another SHA-256.
     """
     if not archive.is_file():
         names = " and ".join(COMPILE_CACHE)
@@ -179,7 +179,7 @@ def import_archive(root: Path, archive: Path, archive_sha256: str) -> None:
 
 
 def find_origin(root: Path, baked: BakedCache) -> str | None:
-    """Why servers of the workspace `root` may load an archive; None if they may not."""
+    """The origin that `trust` noted for an archive; None if servers of the workspace `root` may not load it."""
     file = root / TRUSTED / baked.archive_sha256
     return file.read_text(encoding="utf-8").strip() if file.is_file() else None
 
@@ -210,7 +210,7 @@ def list_differences(
 
 
 def collect_libraries(root: Path) -> int:
-    """Put the libraries that FlashInfer compiled during a start of this cache root where a later start looks for them.
+    """Move libraries that FlashInfer compiled during a start to the folder of the cache root where a later start looks.
 
     Returns:
         The number of libraries.
@@ -319,7 +319,7 @@ LINE = re.compile(
 
 
 def read_graphs(log: str) -> list[CompiledGraph]:
-    """Read from the log of a start how it got each graph, in the log's order."""
+    """Read from the log of a start whether each graph was loaded or compiled, in the log's order."""
     return [
         CompiledGraph(match["name"], match["how"] != "compiled", float(match["seconds"]), match["why"] or "")
         for match in LINE.finditer(log)

@@ -34,9 +34,9 @@ def served_templates(variant: Variant, flags: Mapping[str, Any]) -> dict[str, Ch
 
 
 def find_tool_parser(templates: Collection[ChatTemplate]) -> str | None:
-    """VLLM's parser of the tool calls that a model with these templates writes: XML since Qwen3.5, JSON before.
+    """Name of vLLM's tool-call parser for a model with these templates; None if no template renders tools.
 
-    None if no template renders tools.
+    It is qwen3_coder for XML (since Qwen3.5) and hermes for JSON (before).
     """
     if not any(_OFFERS_TOOLS.search(template.text) for template in templates):
         return None
@@ -44,10 +44,10 @@ def find_tool_parser(templates: Collection[ChatTemplate]) -> str | None:
 
 
 def thinks_by_default(template: ChatTemplate, weights: Path) -> bool:
-    """Whether the model thinks where a request does not say so; False for a template that does not render.
+    """Whether the model thinks if a request does not set enable_thinking; False if the template does not render.
 
-    Of such a request vLLM's reasoning parser takes everything before `</think>` as thoughts, so that it fits no
-    template that thinks only where it is asked to.
+    For such a request vLLM's reasoning parser takes everything before `</think>` as thoughts. It therefore suits only
+    templates that think by default.
     """
     if "<think>" not in template.text:
         return False
@@ -63,7 +63,7 @@ def thinks_by_default(template: ChatTemplate, weights: Path) -> bool:
 
 
 def heeds_thinking(template: ChatTemplate, weights: Path) -> bool:
-    """Whether enable_thinking changes what a template renders.
+    """Whether setting enable_thinking changes the prompt that a template renders.
 
     Raises:
         ServingError: the template does not render.
@@ -74,7 +74,7 @@ def heeds_thinking(template: ChatTemplate, weights: Path) -> bool:
 
 
 def suggest_tool_choice(variant: Variant, flags: Mapping[str, Any]) -> str | None:
-    """The lines of config.env with which a server reads the tool calls of its model; None where it does or has none.
+    """The config.env lines that make a server parse tool calls; None if it does already or its model calls no tools.
 
     Raises:
         ServingError, CorpusError: as `served_templates`.
@@ -95,12 +95,12 @@ def check_templates(
     arguments: Mapping[str, Any],
     given_form: str = "auto",
 ) -> None:
-    """Render a chat of three messages, with thinking on and off, by the template that vLLM uses without tools.
+    """Check that the default template renders a chat of three messages, with thinking on and off.
 
     Args:
         weights: the checkpoint folder, whose tokenizer_config.json names the special tokens.
         arguments: template variables that the server sets if a request does not.
-        given_form: --chat-template-content-format.
+        given_form: value of --chat-template-content-format.
 
     Raises:
         ServingError: the special tokens are unreadable, or a template does not render or leaves out a message.

@@ -77,10 +77,10 @@ def check_command(command: ServerCommand, trouble: Iterable[Trouble] = ()) -> No
 
 
 def check_platform(variant: Variant, platform: host.Platform | None) -> None:
-    """Refuse a platform that this machine does not have; needs no flags, so that it is the first check of a start.
+    """Refuse a platform that this machine does not have. As it needs no flags, it is the first check of a start.
 
     Args:
-        platform: None: the variant's, else this machine's.
+        platform: cpu or cuda; None for the variant's PLATFORM, else this machine's.
 
     Raises:
         ServingError: a GPU is needed and there is none, or the installed vLLM is for GPUs.
@@ -152,7 +152,7 @@ def _check_api_key() -> None:
 
 
 def check_address(command: ServerCommand) -> None:
-    """Check that a server without a key is reached from this machine alone, unless ALLOW_OPEN allows more.
+    """Check that a server without an API key listens for this machine only, unless ALLOW_OPEN=1.
 
     Raises:
         ServingError: other machines would reach it.
@@ -243,7 +243,11 @@ def _check_cache(command: ServerCommand) -> None:
 
 
 def check_memory(command: ServerCommand) -> None:
-    """Refuse weights and cache that this machine's free memory does not hold; raises ServingError."""
+    """Check that weights and KV cache fit into this machine's free memory.
+
+    Raises:
+        ServingError: they do not fit.
+    """
     weights = sum(file.stat().st_size for file in weight_files(command.variant.weights))
     if command.platform == "cpu":
         weights += widening_bytes(command.variant.weights)
@@ -289,7 +293,7 @@ def _check_shared_memory(command: ServerCommand) -> None:
 
 
 def widening_bytes(folder: Path) -> int:
-    """Bytes that 16-bit matrices of a checkpoint need on a CPU beside those on disk: `widened_linears` copies them."""
+    """Bytes that a CPU needs for 16-bit matrices beyond their size on disk: the patch `widened_linears` widens them."""
     import torch
 
     from slimqwen.vllm_plugin.patches.cpu.widened_linears import weight_bytes

@@ -73,7 +73,7 @@ class CompileCache:
 
     @property
     def usable(self) -> baked_cache.BakedCache | None:
-        """The manifest, if the archive is trusted and fits this machine and these flags."""
+        """The manifest of the archive, if a server may load it: it is trusted and fits machine and flags. Else None."""
         return None if self.differences else self.baked
 
 
@@ -223,7 +223,7 @@ class ServerCommand:
         return inherited | dict(self.environment)
 
     def with_cache_root(self, root: Path) -> "ServerCommand":
-        """The same command with an unbaked compile cache in the folder `root`: for baking, and to time a cold start."""
+        """The same command with a new compile cache in the folder `root`, to bake it or to time a cold start."""
         assert self.cache is not None
         cache = CompileCache(root, None, (), required=False)
         environment = {**self.environment, **_cache_environment(cache, self.platform)}
@@ -233,10 +233,10 @@ class ServerCommand:
         return dataclasses.replace(self, environment=MappingProxyType(environment), cache=cache)
 
     def on_port(self) -> "ServerCommand":
-        """The same command on its TCP port where config.env names a Unix socket (VLLM_UDS).
+        """The same command, listening on its TCP port instead of the Unix socket that config.env may name (VLLM_UDS).
 
-        Clients of measurements, vLLM's own load generator among them, speak to ports alone. Unless config.env names a
-        host, the port is open to this machine alone, as the socket was.
+        The clients of measurements, such as vLLM's own load generator, can only use ports. Unless config.env names a
+        host, only this machine reaches the port.
         """
         if "uds" not in self.flags:
             return self

@@ -13,8 +13,8 @@ class GpuOnly:
 
     Attributes:
         flag: name of the flag without dashes.
-        applies: tells for a value of the flag whether a CPU cannot have it.
-        instead: value on a CPU; None leaves the flag out.
+        applies: function from a value of the flag to whether a CPU cannot serve with it.
+        instead: value on a CPU; None to leave the flag out.
         why: the reason, for the notice.
     """
 

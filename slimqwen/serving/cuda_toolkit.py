@@ -43,7 +43,7 @@ def variables(cache: Path, environment: Mapping[str, str] = os.environ) -> dict[
 
 
 def missing(environment: Mapping[str, str] = os.environ) -> tuple[str, ...]:
-    """Which of nvcc, ninja and a C++ compiler a process with this `environment` cannot find to compile CUDA code."""
+    """Names of those of nvcc, ninja and a C++ compiler that a process with this `environment` cannot find."""
     tools = {
         "nvcc": _nvcc(environment),
         "ninja": shutil.which("ninja", path=environment.get("PATH", os.defpath)),

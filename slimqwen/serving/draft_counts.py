@@ -61,14 +61,14 @@ def count_drafts_in_vllm(
 
 
 def needed_context(tokens: int, depth: int) -> int:
-    """Context length that holds `tokens` and one draft of `depth` tokens: a multiple of 16, to fill cache blocks."""
+    """Context length for `tokens` and one draft of `depth` tokens, rounded up to whole cache blocks of 16 tokens."""
     return 16 * math.ceil((tokens + depth + 1) / 16)
 
 
 def count_drafts(
     llm: Any, prompts: Sequence[Sequence[int]], *, tokens: int, temperature: float = 0.0, seed: int = 0
 ) -> DraftCounts:
-    """Have an engine continue prompts, as many at a time as it runs, and count its drafts.
+    """Have an engine continue prompts, max_num_seqs at a time, and count its drafts.
 
     Args:
         llm: engine of `in_process.engine`; an engine at depth 0 drafts nothing.

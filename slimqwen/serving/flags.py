@@ -123,7 +123,7 @@ def resolve(variant: Variant) -> Resolved:
 
 @functools.cache
 def options() -> Mapping[str, argparse.Action]:
-    """Option of vLLM's parser for each possible key of config.env; the first call in a process takes about 15 s."""
+    """The options of vLLM's parser by their config.env key; the first call in a process takes about 15 s."""
     actions: dict[str, argparse.Action] = {}
     for action in _parser()._actions:
         for option in action.option_strings:

@@ -96,9 +96,9 @@ def engine(folder: Path | str, **arguments: Any) -> Iterator[Any]:
 
 
 def return_freed_memory() -> None:
-    """Give memory that this process no longer needs back to the machine: a server started now would lack it.
+    """Return this process's free heap memory to the operating system, so that a server started now can use it.
 
-    The heap of a process that had an engine of a 135M model shrank by 0.7 GB.
+    After an engine of a 135M model the heap shrank by 0.7 GB.
     """
     gc.collect()
     with suppress(AttributeError):  # another C library
@@ -106,7 +106,7 @@ def return_freed_memory() -> None:
 
 
 def served_arguments(flags: Mapping[str, Any]) -> dict[str, Any]:
-    """Convert a server's flags, by name without dashes, to arguments of `LLM`, without those of the HTTP server."""
+    """Convert a server's flags, by name without dashes, to arguments of `vllm.LLM`; those of HTTP are left out."""
     from vllm.engine.arg_utils import EngineArgs
 
     known = {field.name for field in dataclasses.fields(EngineArgs)} - {"model"}
@@ -122,7 +122,7 @@ def served_arguments(flags: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def served_engine(weights: Path, flags: Mapping[str, Any], **overrides: Any) -> AbstractContextManager[Any]:
-    """A `vllm.LLM` with the flags of a server.
+    """A `vllm.LLM` with the flags of a server, for a `with` block.
 
     Args:
         flags: values by flag name without dashes.
@@ -136,7 +136,7 @@ def served_engine(weights: Path, flags: Mapping[str, Any], **overrides: Any) -> 
 
 
 def try_out(folder: Path) -> None:
-    """Have vLLM load a checkpoint, with the MTP head that it may have, and generate a token.
+    """Check that vLLM can load a checkpoint, with its MTP head if it has one, and generate a token.
 
     Raises:
         ServingError: vLLM cannot load it or generates nothing.
@@ -157,7 +157,7 @@ def try_out(folder: Path) -> None:
 
 
 def read_prompts(llm: Any, prompts: Sequence[Sequence[int]], consume: Callable[[Any, Any], None]) -> None:
-    """Have an engine read prompts together, and pass on its distributions for every token after the first.
+    """Have an engine read prompts together, and pass its next-token distributions to `consume`.
 
     vLLM makes a Python object of every number that it returns, millions for the whole distributions of a text. They
     are therefore intercepted where vLLM takes its top k from them: `sampler.gather_logprobs`, in this process.
@@ -186,13 +186,12 @@ def read_prompts(llm: Any, prompts: Sequence[Sequence[int]], consume: Callable[[
 
 
 def read_head_inputs(llm: Any, prompts: Sequence[Sequence[int]], consume: Callable[[Any], None]) -> None:
-    """Have an engine read prompts, and pass on the inputs of its output head: the hidden states after the last norm.
+    """Have an engine read prompts, and pass the hidden states after its last norm (inputs of lm_head) to `consume`.
 
     Args:
         llm: engine of `engine`, with weights of any format that vLLM serves.
         prompts: token ids.
-        consume: called with the hidden states of some tokens, [tokens, hidden], until all tokens have been passed, in
-            any order.
+        consume: called several times with the hidden states of some tokens, [tokens, hidden], in any order.
     """
     from vllm import SamplingParams
 

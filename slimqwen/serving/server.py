@@ -71,7 +71,7 @@ def prepare(command: ServerCommand, trouble: Iterable[checks.Trouble] = ()) -> N
     """Check a command, and unpack the baked compile cache to where vLLM looks for it.
 
     Args:
-        trouble: known trouble of this start, by its plan.
+        trouble: known trouble of this start, found by its plan.
 
     Raises:
         ServingError: the archive is damaged, or as `checks.check_command`.
@@ -94,7 +94,7 @@ def run_server(
 
     Args:
         log: file for everything that vLLM prints.
-        kept_log: what errors name instead of `log`, where that goes with its folder and its lines stay elsewhere.
+        kept_log: file that errors name instead of `log`, if `log` will be deleted and its lines are kept elsewhere.
         timeout_s: limit for the time until /health answers 200, seconds.
         progress: receives (activity, seconds since the start, 0).
 

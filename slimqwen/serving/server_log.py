@@ -18,7 +18,7 @@ _CONSEQUENCE = re.compile(
 
 
 def find_last_cause(log: Path) -> str | None:
-    """The last error in a log of vLLM that no other error caused, or else its last one, in one line; None without."""
+    """Find the last root cause among the errors in a log of vLLM, as one line; None if the log has no error."""
     errors = []
     for line in log.read_text(encoding="utf-8", errors="replace").splitlines():
         text = _PREFIX.sub("", line).strip()

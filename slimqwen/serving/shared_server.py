@@ -94,7 +94,7 @@ def require_healthy(server: RunningServer, activity: str) -> None:
 
 
 def server_lost(server: RunningServer, activity: str, seen: BaseException | str) -> ServerLostError:
-    """The error for a server that failed during an activity; the cause is from its log, else what the client saw."""
+    """Make the error for a server that failed during an activity, with the cause in its log or what the client saw."""
     if isinstance(seen, BaseException):
         seen = f"{type(seen).__name__}: {seen}"
     cause = find_last_cause(server.log) if server.log else None

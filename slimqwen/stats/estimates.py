@@ -20,7 +20,7 @@ _NonNegative = Annotated[float, Field(ge=0)]
 
 @dataclass(frozen=True)
 class Estimate:
-    """A mean over units of observation."""
+    """A mean over `count` units of observation (items, clusters or texts), with its standard error."""
 
     __pydantic_config__: ClassVar[ConfigDict] = _AS_IN_RECORDS
 

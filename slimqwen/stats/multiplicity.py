@@ -24,7 +24,7 @@ def holm(p_values: Sequence[float]) -> list[float]:
 
 
 def confidence_of_try(number: int) -> float:
-    """Confidence level of the interval of one try, with which the intervals of all tries together miss by 5 % at most.
+    """Confidence level for the interval of one try, so that at most 5 % of whole series of tries contain a miss.
 
     Whoever measures again until the interval lies where it should is wrong more often than one interval says. So the
     tries share the error, however many there will be: the first has `FIRST_LOOK_SHARE` of it, because most figures are
@@ -32,7 +32,7 @@ def confidence_of_try(number: int) -> float:
     no independence is assumed.
 
     Args:
-        number: of the try, from 1.
+        number: number of the try, from 1.
     """
     share = FIRST_LOOK_SHARE if number == 1 else (1 - FIRST_LOOK_SHARE) / ((number - 1) * number)
     return 1 - 2 * ALPHA * share

@@ -13,7 +13,7 @@ from slimqwen.stats.verdict import Verdict
 
 @dataclass(frozen=True)
 class Judgement:
-    """A verdict and its grounds: gains in the unit of the measure, so a loss is negative.
+    """A verdict and its grounds. Gains are in the unit of the measure; a loss is negative.
 
     Attributes:
         verdict: pass where the whole interval lies above -margin.
@@ -45,7 +45,7 @@ def judge_loss(
         weights: weight of each gain; None where items are simply right or wrong, so that a gain is -1, 0 or 1.
         first_look: number of gains at the first look.
         margin: the largest loss that still counts as equal.
-        largest_bet_share: where items are right or wrong, `sequential.RARE_SHARE` if hardly any differs.
+        largest_bet_share: `sequential.RARE_SHARE` if only few right-or-wrong items differ between the sides.
 
     Raises:
         TooFewItemsError: the first look at items with weights has fewer than two.
@@ -64,7 +64,7 @@ def judge_floor(estimate: Estimate, floor: float, *, right: int | None) -> Verdi
     """Judge whether a score lies above `floor`.
 
     Args:
-        floor: in the unit of the score, of which more is better.
+        floor: lowest acceptable score, in its unit; more is better.
         right: number of right items, which gives an exact interval (Clopper and Pearson, 1934); None where items are
             not simply right or wrong, which gives Student's interval over items or clusters.
     """

@@ -64,9 +64,9 @@ def answers_p_value(values: ArrayLike, limit: float, largest_bet_share: float = 
     """P-value of the hypothesis that the mean is at `limit` or below, valid for all looks up to the last value.
 
     Args:
-        values: what was gained on each answer, between -1 and 1, in the order that was fixed before the first look; a
+        values: gain on each answer, between -1 and 1, in the order that was fixed before the first look; a
             matrix has a sequence in each row.
-        limit: above -1.
+        limit: hypothetical mean, above -1.
         largest_bet_share: share of the capital on the largest bet, fixed before the first look.
 
     Returns:
@@ -184,9 +184,9 @@ def _later_means(x: Floats, w: Floats, first_look: int) -> tuple[Floats, Floats,
 
 @cache
 def items_to_decide(margin: float, discordance: float, largest_bet_share: float = EVEN_SHARE) -> int:
-    """Number of right-or-wrong items with which an equally good variant passes with probability `POWER`.
+    """Number of right-or-wrong items at which an equally good variant has passed with probability `POWER`.
 
-    Over `_PLANNED_RUNS` runs with a fixed seed, whose looks lie 1 % of the items apart.
+    It is found by simulation: `_PLANNED_RUNS` runs with a fixed seed, with a look whenever the items grow by 1 %.
 
     Args:
         margin: the largest loss that still counts as equal, above 0.
@@ -214,7 +214,9 @@ def items_to_decide(margin: float, discordance: float, largest_bet_share: float 
 
 
 def items_to_decide_mean(margin: float, deviation: float) -> int:
-    """`items_to_decide` for a measure that is not simply right or wrong: at the first look, by normal approximation.
+    """`items_to_decide` for a measure that is not right or wrong, such as log-probabilities, at the first look.
+
+    It uses the normal approximation.
 
     Args:
         margin: the largest loss that still counts as equal, above 0.

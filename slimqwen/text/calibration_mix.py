@@ -28,7 +28,12 @@ _MOST_FAULTS = 20
 
 @dataclass(frozen=True)
 class Source:
-    """A file or folder of texts or chats; `weight` is its share of the tokens, `division` that of .txt files."""
+    """A file or folder of texts or chats in a mix.
+
+    Attributes:
+        weight: its share of the tokens, relative to the other sources' weights.
+        division: how .txt files are divided into documents.
+    """
 
     name: str
     path: Path
@@ -45,11 +50,11 @@ def _ignore(_: str, __: Understanding) -> None:
 
 
 class Public(NamedTuple):
-    """How a public mix differs: chats stay chats, for every base to render, and unusable documents are left out.
+    """How a public mix differs from a user's: it keeps chats as chats, and leaves unusable documents out.
 
     Attributes:
-        leaves_out: whether a document must not be taken, by its text.
-        facts: further entries of the manifest.
+        leaves_out: function from a document's text to whether it must be left out.
+        facts: further entries for the manifest.
     """
 
     leaves_out: Callable[[str], bool]
@@ -78,12 +83,12 @@ def build_calibration_text(
         tokens: number of tokens to take from all sources together; the last document may exceed it, and a text whose
             sources all run out has fewer.
         destination: .jsonl file, replaced if it exists.
-        show: called for each source when all are read, before a document is taken.
+        show: called with each source's counts after all are read, before any document is taken.
         public: how a public mix is made; None for a user's own text.
 
     Raises:
-        CorpusError: a source is missing, malformed or empty, or an argument is wrong; nothing is written. All faults of
-            the documents of a source come at once.
+        CorpusError: a source is missing, malformed or empty, or an argument is wrong; nothing is written. The
+            message lists all faults of a source's documents.
     """
     if not sources or len({source.name for source in sources}) < len(sources):
         raise CorpusError(

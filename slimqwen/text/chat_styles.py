@@ -34,7 +34,7 @@ _SHARE_GPT_ROLES = {
 
 
 class RowContent(NamedTuple):
-    """What a row holds: a chat, or a text and a prompt, of which one is enough; `style` names it in messages."""
+    """Content of a row: a chat with its tools, a text, or a prompt; `style` names the style for messages."""
 
     style: str
     text: str | None = None
@@ -44,7 +44,7 @@ class RowContent(NamedTuple):
 
 
 def read_content(row: Any) -> RowContent:
-    """What a row holds.
+    """Recognise the style of a row, and return its content.
 
     Raises:
         ValueError: the row is of no known style; the message is cause and cure.

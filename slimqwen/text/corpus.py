@@ -39,12 +39,12 @@ def resolve_text(name: str | Path, folder: Path) -> Path:
 
 
 def named_corpus_path(name: str, base: str, root: Path) -> Path:
-    """Where a mix of eval/corpora/ lies that `slimqwen download` has made for the base of a recipe."""
+    """Path of a mix of eval/corpora/ that `slimqwen download` makes for the base of a recipe."""
     return root / "corpora" / f"{name}-{base.replace('/', '--').replace('@', '--')}.jsonl"
 
 
 def find_named_corpus(path: Path, root: Path) -> tuple[str, str] | None:
-    """The mix of eval/corpora/ and the base whose `named_corpus_path` a path is; None if it is no such path."""
+    """Inverse of `named_corpus_path`: names of mix and base for a path; None if it is no such path."""
     names = (file.stem for file in list_files("eval/corpora/*.yaml", root))
     for name in sorted(names, key=len, reverse=True):
         base = path.stem.removeprefix(f"{name}-")
@@ -100,7 +100,7 @@ class TextSource(BaseModel):
         return folder / OWN_TEXT if self.is_own else self.path
 
     def digests(self, name: str) -> dict[str, str]:
-        """Digest of the text, which a recipe calls `name`; none of the model's own, a file of the checkpoint."""
+        """Digest of the text by the `name` that a recipe gives it; empty for text that the model itself writes."""
         return {} if self.is_own else {name: file_digest(self.path, name)}
 
 

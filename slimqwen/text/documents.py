@@ -1,4 +1,4 @@
-"""Documents of the files that a user names: texts, chats and prompts, the place of each, and what was understood."""
+"""Documents in files that a user names: texts, chats and prompts, with the place of each, counted by style."""
 
 import json
 from collections import Counter
@@ -27,7 +27,7 @@ class Document:
     Attributes:
         location: file and line, for messages.
         style: what it was understood as, such as "ShareGPT chat".
-        position: about how many bytes of the file are before it; rows of a parquet file.
+        position: approximate bytes of the file before it; for a parquet file, rows.
         messages, tools: a chat and its tools, in the form that chat templates take.
         prompt: text to be continued.
     """
@@ -49,12 +49,14 @@ class Document:
 
 @dataclass
 class Understanding:
-    """What was understood of a file or folder, counted while it is read.
+    """Counts of what a file or folder holds, made while it is read, so that a user sees how it was understood.
 
     Attributes:
-        styles: number of documents by style.
-        empty: locations of the first documents that hold nothing, and their number.
-        files: number of files; `left_out` are the names of those of a folder that are not read.
+        styles: number of documents by style, such as "ShareGPT chat".
+        empty: number of documents that hold nothing.
+        first_empty: locations of the first of them.
+        files: number of files that are read.
+        left_out: names of a folder's files that are not read.
         division: how .txt files are divided; None if there is none.
     """
 
@@ -75,7 +77,7 @@ class Understanding:
             self.styles[document.style] += 1
 
     def describe(self) -> str:
-        """One line, such as "1,000 ShareGPT chats, 500 OpenAI chats; 3 left out, for they are empty: …"."""
+        """One line for a user, such as "1,000 ShareGPT chats, 500 OpenAI chats; 3 left out, for they are empty: …"."""
         found = [f"{count:,} {style}{'s' if count != 1 else ''}" for style, count in self.styles.items()]
         line = ", ".join(found) or "nothing"
         line += f" in {self.files:,} files" if self.files > 1 else ""
@@ -112,16 +114,16 @@ def read_documents(
 ) -> Iterator[Document]:
     """Yield the documents of a file or of a folder's files, blank ones too; files of each format of `files.FORMATS`.
 
-    After the first fault nothing is yielded any more, unless the caller wants it; what follows is searched for more.
+    After the first fault no document is yielded (unless `goes_on`), but the rest is read to find all faults.
 
     Args:
         path: a file or a folder.
         division: how .txt files are divided.
-        understanding: is filled meanwhile.
-        goes_on: whether to yield sound documents behind a fault, too, so that they can be counted.
+        understanding: counts to fill while reading; None for none.
+        goes_on: whether to yield the valid documents after a fault, too, so that they can be counted.
 
     Raises:
-        CorpusError: a file cannot be read, or documents are malformed; it has all faults found, each with its line.
+        CorpusError: a file cannot be read, or documents are malformed; the message lists all faults with their lines.
     """
     understanding = Understanding() if understanding is None else understanding
     files, left_out = list_files(path)

@@ -47,10 +47,10 @@ class CorpusError(SlimqwenError):
 
 
 def file_format(file: Path) -> str:
-    """The ending of a file's name that says how it is read, one of `FORMATS`; .gz and .zst are left aside.
+    """The format of a file, one of `FORMATS`, by the ending of its name without .gz or .zst.
 
     Raises:
-        CorpusError: it is another ending.
+        CorpusError: the name has another ending.
     """
     inner = Path(file.stem) if file.suffix.lower() in _PACKED else file
     suffix = inner.suffix.lower()
@@ -63,9 +63,9 @@ def file_format(file: Path) -> str:
 
 
 def list_files(path: Path) -> tuple[list[Path], list[Path]]:
-    """The files to read of a path, in the order of their names, and those of a folder that are left out.
+    """List the files to read at a path, in the order of their names, and a folder's files that are left out.
 
-    Of a folder whose names give splits (train, test, validation) only `train` is read, as data sets of the hub are.
+    If the names in a folder are splits of a data set (train, test, validation), only `train` is read.
 
     Raises:
         CorpusError: a folder has no file that can be read.
@@ -198,7 +198,7 @@ def read_json_lines(lines: Iterable[bytes], name: object) -> Iterator[tuple[int,
 def without_nulls(value: Any) -> Any:
     """The same JSON without the keys whose value is null.
 
-    In a parquet file every row has all keys, with null for those that the row lacks, such as other tools' arguments.
+    In a parquet file every row has the keys of all rows, with null for those that it lacks.
     """
     if isinstance(value, Mapping):
         return {key: without_nulls(part) for key, part in value.items() if part is not None}
@@ -212,7 +212,7 @@ def not_utf8(error: UnicodeDecodeError) -> str:
 
 @contextlib.contextmanager
 def reading(path: Path) -> Iterator[None]:
-    """Turn what readers raise in the `with` block into a CorpusError about the file."""
+    """Turn exceptions of readers in the `with` block into a CorpusError about the file."""
     try:
         yield
     except (EOFError, zlib.error) as error:

@@ -28,7 +28,7 @@ class UsedUpError(CorpusError):
 
     Attributes:
         source: name of the text.
-        lacking: tokens that are missing, by the prompts that lack them, such as "24 prompts of 256 tokens".
+        lacking: number of missing tokens, by the prompts that lack them, such as "24 prompts of 256 tokens".
     """
 
     def __init__(self, source: str, lacking: Mapping[str, int]) -> None:
@@ -51,7 +51,7 @@ def documents(source: str, seed: int, root: Path, *, skips_faults: bool = False)
         source: path of a file of texts, of a .txt file with empty lines between documents; or the name of a text in
             eval/texts.
         root: folder that the path is relative to.
-        skips_faults: leave out what is malformed, to count what is there; for checks alone.
+        skips_faults: whether to skip malformed documents instead of raising; only for checks.
 
     Raises:
         CorpusError: the file cannot be read or is malformed, or a document is a chat or a prompt.
@@ -112,7 +112,7 @@ class PromptCutter:
 
     @classmethod
     def for_checkpoint(cls, weights: Path, source: str, seed: int, root: Path) -> "PromptCutter":
-        """A cutter of the texts of `documents`, with the tokenizer of a checkpoint."""
+        """Make a cutter that reads `documents` with the tokenizer of a checkpoint."""
         from transformers import AutoTokenizer
 
         tokenizer = AutoTokenizer.from_pretrained(weights, local_files_only=True)
@@ -123,7 +123,7 @@ class PromptCutter:
         )
 
     def advance_to(self, documents_used: int, prompts: Iterable[Tokens]) -> None:
-        """Continue where another cutter of the same stream stopped, after the documents and prompts that it used."""
+        """Continue where another cutter of the same stream stopped: skip its documents, repeat none of its prompts."""
         for _ in range(documents_used - self.documents_used):
             next(self._texts, None)
         self.documents_used = documents_used

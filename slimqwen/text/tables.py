@@ -61,14 +61,14 @@ class Faults:
 
     @property
     def is_full(self) -> bool:
-        """Whether there are so many messages that more would help nobody."""
+        """Whether there are so many messages that further ones would not help."""
         return len(self._rows) >= _MOST_FAULTS
 
     def __bool__(self) -> bool:
         return bool(self._rows)
 
     def error(self) -> CorpusError:
-        """The error that has all faults, a line each."""
+        """Make the error that lists all faults, a line each."""
         lines = [
             f"{file}, {name_numbers(unit, numbers)}: {fault}"
             for (file, unit, fault), numbers in self._rows.items()
@@ -77,19 +77,19 @@ class Faults:
 
 
 def name_numbers(unit: str, numbers: Sequence[int]) -> str:
-    """Text that names the first three of these lines or rows and how many more there are."""
+    """Name the first three of these lines or rows in words, and how many more there are."""
     more = f" and {len(numbers) - 3:,} more" if len(numbers) > 3 else ""
     return f"{unit}{'s' if len(numbers) > 1 else ''} {', '.join(map(str, numbers[:3]))}{more}"
 
 
 def find_table(folder: Path, name: str, is_wanted: Callable[[Path], bool] | None = None) -> Path:
-    """The file of a folder that is called `name` and ends as a table does; `name`.jsonl if there is none.
+    """Find the table called `name` in a folder, in any format; if there is none, the path of `name`.jsonl.
 
     Args:
-        is_wanted: what tells by its name whether a file is read instead of `is_table`.
+        is_wanted: function that decides by its name whether a file counts; None for `is_table`.
 
     Raises:
-        CorpusError: there are several.
+        CorpusError: the folder has several such files.
     """
     is_wanted = is_wanted or is_table
     found = [file for file in sorted(folder.glob(f"{name}.*")) if file.is_file() and is_wanted(file)]
@@ -107,7 +107,7 @@ def is_table(file: Path) -> bool:
 
 
 def is_text(file: Path) -> bool:
-    """Whether a file ends in one of the formats that texts are read of."""
+    """Whether a file's name ends in a format from which texts can be read."""
     try:
         file_format(file)
     except CorpusError:

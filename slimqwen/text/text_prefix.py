@@ -1,4 +1,4 @@
-"""The token before a text that is read, as in training: families name it differently."""
+"""The token to put before each scored text, as in training; model families name it differently."""
 
 from collections.abc import Mapping, Sequence
 
@@ -7,7 +7,7 @@ Prefix = str | tuple[str, ...]
 
 
 def find_prefix(prefix: Prefix, vocabularies: Sequence[Mapping[str, int]]) -> list[int] | None:
-    """Ids of the first prefix that is a token of each vocabulary, one id for each; None if there is none."""
+    """Find the first prefix that is a token of every vocabulary; returns its id in each, or None if there is none."""
     for text in (prefix,) if isinstance(prefix, str) else prefix:
         if all(text in vocabulary for vocabulary in vocabularies):
             return [int(vocabulary[text]) for vocabulary in vocabularies]

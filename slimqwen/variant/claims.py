@@ -1,4 +1,4 @@
-"""What a variant claims to be better at, or as good as, than its baseline."""
+"""The claims of a variant against its baseline, such as speed, memory or quality."""
 
 import re
 from typing import Literal, get_args

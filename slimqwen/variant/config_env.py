@@ -74,7 +74,7 @@ def config_env(name: str, root: Path) -> Path:
 
 
 def quoted(value: str) -> str:
-    """A value as a line of config.env needs it: in quotes if it would be read as something else without."""
+    """A value as text for a line of config.env, in quotes if it would be read differently without."""
     if re.fullmatch(r"[\w./:@+,=~-]*", value):
         return value
     escaped = value.replace("\\", "\\\\").replace("'", "\\'")
@@ -82,12 +82,12 @@ def quoted(value: str) -> str:
 
 
 def local_names(root: Path) -> list[str]:
-    """The variants with a folder in the workspace, sorted: its own, and shipped ones that were measured here."""
+    """Sorted names of the variants that have a folder in the workspace: own ones, and shipped ones measured here."""
     return [name for name in names(root) if (root / "experiments" / name).is_dir()]
 
 
 def names(root: Path | None = None) -> list[str]:
-    """All variants of a workspace and those that it is shipped with, sorted: every folder with a config.env."""
+    """Sorted names of all variants, shipped ones included: every folder of experiments/ with a config.env."""
     return sorted(
         file.parent.name for file in list_files("experiments/*/config.env", root or repository_root())
     )
@@ -188,9 +188,9 @@ def _unknown_variant(name: str, base: Setting | None, root: Path) -> str:
 
 
 def read_token_count(text: str) -> int:
-    """A number of tokens as vLLM's parser reads it: 4096, 4k (4,000), 4K (4,096), 1.5k; -1 for "auto".
+    """Read a number of tokens as vLLM's parser does: 4096, 4k (4,000), 4K (4,096), 1.5k; -1 for "auto".
 
-    Same as `human_readable_int_or_auto` of vllm/utils/argparse_utils.py, whose import takes seconds.
+    It repeats `human_readable_int_or_auto` of vllm/utils/argparse_utils.py, whose import takes seconds.
 
     Raises:
         ValueError: vLLM would refuse it.

@@ -49,7 +49,7 @@ def create(
         hypothesis: expected result, one sentence that a measurement can refute.
         recipe: content of recipe.yaml; None for a variant that serves the checkpoint of its base.
         lines: key -> value of the lines of config.env that differ from those of `base`.
-        reasons: key, or key=value -> comment that stands before such a line.
+        reasons: comment to write before a line, by the line's key or key=value.
         config: content of config.env, in place of the base and `lines`.
 
     Returns:
@@ -109,10 +109,10 @@ def create(
 
 
 def copy(name: str, source: str, hypothesis: str | None = None, root: Path | None = None) -> Path:
-    """Create experiments/<name>/ with the lines and the recipe of another variant, whose baseline it has.
+    """Create experiments/<name>/ as a copy of another variant: its config.env lines, recipe and baseline.
 
     Args:
-        source: name of the other variant; of a baseline, the copy is compared with it.
+        source: name of the variant to copy; if that is a baseline, it becomes the baseline of the copy.
         hypothesis: as for `create`; None for that of the other variant.
 
     Raises:

@@ -63,7 +63,7 @@ class Variant:
 
     @property
     def folder(self) -> Path:
-        """experiments/<name>/ of the workspace, the place of its records; of a shipped variant it may be missing."""
+        """experiments/<name>/ of the workspace, which holds its records; it may be missing for a shipped variant."""
         return self.root / "experiments" / self.name
 
     @property
@@ -166,7 +166,7 @@ def load(name: str, root: Path | None = None) -> Variant:
 
 
 def making_command(weights: Path, root: Path) -> str:
-    """How to make a checkpoint folder, worded as the cure at the end of an error message."""
+    """The cure at the end of an error message about a checkpoint folder: the command that makes it."""
     name = weights.relative_to(root / "weights").parts[0] if weights.is_relative_to(root / "weights") else ""
     if name == EMBEDDED:
         return "`git checkout weights/tiny` restores it, `python tools/tinyworld train` trains it anew"

@@ -19,13 +19,13 @@ _STATE_PATHS = frozenset({"/metrics", "/load", "/version"})
 
 
 def authorization() -> dict[str, str]:
-    """Header for a server that was started under VLLM_API_KEY; empty without a key."""
+    """HTTP header with the key in VLLM_API_KEY; empty without a key."""
     key = os.environ.get("VLLM_API_KEY")
     return {"Authorization": f"Bearer {key}"} if key else {}
 
 
 def is_loopback(address: str) -> bool:
-    """Whether only this machine reaches, or is, an address; a name other than localhost counts as reachable by all."""
+    """Whether an address belongs to this machine alone (loopback); host names other than localhost do not count."""
     if address == "localhost":
         return True
     try:

@@ -92,7 +92,7 @@ def _agree(planned: Any, actual: Any, tolerance: float) -> bool:
 
 
 def config_facts(config: Any) -> dict[str, Any]:
-    """Facts that vLLM's configuration has before blocks are aligned and graphs are resolved."""
+    """Facts from vLLM's configuration that are known before blocks are aligned and graphs are resolved."""
     cache, scheduler, compilation = config.cache_config, config.scheduler_config, config.compilation_config
     speculation = config.speculative_config
     return {
@@ -149,7 +149,7 @@ def attention_layers(config: Any) -> list[AttentionLayers]:
 
 
 def backend_facts(kinds: Iterable[AttentionLayers]) -> dict[str, str]:
-    """Kind of layers -> their backend, in words."""
+    """Attention backend of each kind of layers, in words."""
     return {
         f"{'draft ' if kind.drafts else ''}{kind.layer}": ", ".join(
             part
@@ -174,7 +174,7 @@ def graph_facts(config: Any, runner: Any) -> dict[str, Any]:
 
 
 def captured_sizes(manager: Any) -> dict[str, list[int]]:
-    """Mode -> tokens of each graph that vLLM's V2 CudaGraphManager captured; empty if `manager` is None."""
+    """Numbers of tokens for which vLLM's V2 CudaGraphManager captured a graph, by mode; empty if `manager` is None."""
     kinds = manager._capture_descs if manager is not None else {}
     return {mode.name: sorted({graph.num_tokens for graph in graphs}) for mode, graphs in kinds.items()}
 

@@ -64,7 +64,7 @@ async def send_warm_up(app: Any) -> None:
 
 
 def has_chat_template(state: Any) -> bool:
-    """Whether the server has a chat template, which the checkpoint of a base model lacks."""
+    """Whether the server has a chat template; checkpoints of base models (not instruction-tuned) have none."""
     tokenizer = state.engine_client.renderer.tokenizer
     return bool(state.args.chat_template or getattr(tokenizer, "chat_template", None))
 

@@ -47,7 +47,7 @@ def summarise(
 
 
 def acceptance(result: ClassResults) -> ServedAcceptance | None:
-    """Drafts and accepted tokens of a class; None if nothing was drafted."""
+    """Compute a class's acceptance length and rates from its counters; None if nothing was drafted."""
     if not result.drafts:
         return None
     return ServedAcceptance(

@@ -22,7 +22,20 @@ _PREFIX_QUERIES, PREFIX_HITS = (f"vllm:prefix_cache_{name}_total" for name in ("
 
 @dataclass
 class ClassResults:
-    """Requests of one class to one variant, and their results, over all rounds so far."""
+    """All results so far of one prompt class on one variant.
+
+    Attributes:
+        prompts: token IDs of the prompts sent, over all rounds.
+        rows: one item of the record for each request.
+        durations_s: wall time of each round, seconds.
+        rate_per_s: rate of the arrivals; None without an arrival process.
+        drafts: number of drafts, by the server's counters as the fields below.
+        draft_tokens: number of drafted tokens.
+        accepted_tokens: number of accepted draft tokens.
+        accepted_by_position: accepted tokens at each draft position.
+        queried_tokens: prompt tokens that were looked up in the prefix cache.
+        hit_tokens: prompt tokens that were found there.
+    """
 
     prompts: list[Tokens] = field(default_factory=list)
     rows: list[dict[str, Any]] = field(default_factory=list)
@@ -42,7 +55,7 @@ class ClassResults:
         requests: Sequence[tuple[Tokens, int]],
         answers: Mapping[str, Any],
     ) -> list[dict[str, Any]]:
-        """Add a round of the class and return its rows.
+        """Add the results of one round; returns its rows, one for each request.
 
         Args:
             number: number of the round.
@@ -111,12 +124,12 @@ class MeasuredVariant:
         )
 
     def state(self) -> dict[str, Any]:
-        """The results so far and the position in the text, as JSON, for `resume`."""
+        """The results so far and the position in the text, as values that JSON can hold; `resume` restores them."""
         results = {name: asdict(result) for name, result in self.results.items()}
         return {"documents_used": self.cutter.documents_used, "sent": results}
 
     def resume(self, state: Mapping[str, Any]) -> None:
-        """Restore a state; the text continues at the state's position or at the present one, whichever is further."""
+        """Restore what `state` returned in an interrupted run; later prompts are cut from text that no run has used."""
         self.results = {name: ClassResults(**result) for name, result in state["sent"].items()}
         prompts = (prompt for result in self.results.values() for prompt in result.prompts)
         self.cutter.advance_to(state["documents_used"], prompts)
@@ -267,7 +280,7 @@ def own_prompts(workload: Workload, variant: Variant) -> list[tuple[Tokens, int]
 
 
 def block_tokens(served: SharedServer) -> int:
-    """Effective attention block of a server, tokens: the unit of its prefix cache, which is large for hybrid models.
+    """Block size of a server's prefix cache, tokens; it is large for hybrid models.
 
     Raises:
         BenchError: the server has no prefix cache.
@@ -283,7 +296,7 @@ def block_tokens(served: SharedServer) -> int:
 
 
 def read_cache_labels(served: SharedServer) -> Mapping[str, str]:
-    """Fields of a server's cache configuration, from its metrics; empty if the metrics do not state them."""
+    """Read a server's cache settings from its metrics, by name; empty if the metrics do not state them."""
     families = text_string_to_metric_families(get_response(f"{served.server.base_url}/metrics").text)
     samples = itertools.chain.from_iterable(family.samples for family in families)
     return next((sample.labels for sample in samples if sample.name == "vllm:cache_config_info"), {})

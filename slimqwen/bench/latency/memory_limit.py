@@ -1,7 +1,7 @@
-"""The shortest time per output token that memory bandwidth allows, beside which a measured one is judged.
+"""The shortest time per output token (TPOT) that memory bandwidth allows, shown beside a measured one.
 
-A decode step lasts at least its memory traffic (`fit/cost.py`) over the bandwidth of the memory: for a GPU that of its
-data sheet, for a CPU what this host copies.
+A decode step lasts at least its memory traffic (`fit/cost.py`) divided by the bandwidth: for a GPU that of its data
+sheet, for a CPU the measured speed of copying memory.
 """
 
 import json
@@ -26,7 +26,7 @@ _COPIES = 10
 def find_bandwidth(platform: Platform, root: Path) -> float | None:
     """Memory bandwidth of the device that serves, bytes per second; None for a GPU that eval/devices.yaml lacks.
 
-    A CPU's is the fastest that was ever measured on this kind of hardware, kept in .cache/: other work only slows it.
+    A CPU's is the fastest ever measured on this kind of hardware, kept in .cache/, because other work only slows it.
     """
     if platform == "cuda":
         try:
@@ -60,16 +60,16 @@ def _measure_copy() -> float:
 def shortest_tpot_ms(
     variant: Variant, bandwidth: float, context_len: int, sequences: int, acceptance_length: float | None
 ) -> float | None:
-    """The time per output token of a decode step that is as fast as the memory, milliseconds.
+    """Time per output token if a decode step is as short as memory bandwidth allows, milliseconds.
 
     Args:
-        variant: as it is served, with a checkpoint on this machine.
+        variant: the variant, whose checkpoint is on this machine.
         bandwidth: bytes per second.
         context_len: cached tokens of each sequence.
         acceptance_length: output tokens per step; None without drafts.
 
     Returns:
-        None where a step is not counted: on several GPUs, or with drafts by anything but an MTP head.
+        The time; None where memory traffic is not modelled: several GPUs, or drafts by anything but an MTP head.
 
     Raises:
         FitError: config.env has a dtype or number that vLLM does not read.

@@ -84,7 +84,7 @@ class Goodput(Block):
 
     @property
     def service_level(self) -> ServiceLevel:
-        """The two limits as a ServiceLevel."""
+        """Both limits as the workload's `ServiceLevel`."""
         return ServiceLevel(ttft_ms=self.ttft_ms, tpot_ms=self.tpot_ms)
 
 
@@ -180,12 +180,12 @@ class Latency(ServedRecord):
 
     @property
     def topic(self) -> str:
-        """The record's workload."""
+        """Name of the workload: a newer record replaces only one of the same workload."""
         return self.workload
 
     @property
     def basis(self) -> dict[str, Any]:
-        """Also workload, lengths, arrivals and hardware."""
+        """Properties that two records must share: also workload, lengths, arrivals and hardware."""
         classes = self.classes.items()
         return {
             "workload": self.workload,
@@ -242,7 +242,7 @@ def _class_table(record: Latency, path: Path) -> Table:
 
 
 def heading(column: str) -> str:
-    """Heading of a column that a workload's file may name: a figure, or `<measure>.<statistic>`."""
+    """Heading of a table column; `column` is a figure, or `<measure>.<statistic>` such as ttft_ms.median."""
     measure, _, statistic = column.partition(".")
     if not statistic:
         return MEASURES[column]
@@ -278,7 +278,7 @@ def _cell(column: str, row: tuple[str, ClassFigures]) -> object:
 
 
 def name_workload(record: Latency) -> str:
-    """The workload as the end of a title, such as ", poisson"; empty for the default workload `classes`."""
+    """End of a table's title that names the workload, such as ", poisson"; empty for the default workload `classes`."""
     return "" if record.workload == "classes" else f", {record.workload}"
 
 

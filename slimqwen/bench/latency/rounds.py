@@ -170,7 +170,7 @@ def _with_settings(variant: Variant, workload: Workload) -> Variant:
 
 
 def max_num_seqs(variants: Sequence[Variant], workload: Workload) -> int:
-    """Largest number of sequences that a variant runs at once; 1 for a workload that does not depend on it."""
+    """Largest max_num_seqs of the variants, for a workload that sweeps the concurrency up to it; else 1."""
     if not workload.sweeps_concurrency:
         return 1
     limits = []

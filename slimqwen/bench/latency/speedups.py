@@ -67,7 +67,7 @@ class Speedup:
 
 
 def latency_pair(first: Path, second: Path, workload: str) -> tuple[Path, Path]:
-    """Find the newest latency records of two variants with the same requests on the same hardware.
+    """Find the newest latency records of two variants that had the same requests on the same hardware.
 
     Raises:
         MissingRecordError: a variant has no latency record of the workload.
@@ -128,10 +128,10 @@ def compare_latency(first: Path, second: Path) -> list[Speedup]:
 
 
 def count_tries(first: Path, second: Path) -> int:
-    """Which timing in turns of this pair the two records are: 1, or more if the same was timed before.
+    """Count how often this pair has been timed in turns with the same settings, up to these two records; at least 1.
 
-    The same: workload, lengths, hardware, flags of the second variant, and recipes of both checkpoints. A timing on a
-    busy host, from which no speed-up was made, does not count; nor does one whose record was deleted or is damaged.
+    Settings are workload, lengths, hardware, flags of the second variant, and recipes of both checkpoints. Timings on a
+    busy host do not count, because no speed-up is made from them; nor do deleted or damaged records.
     """
     a, b = store.read_record(first, Latency), store.read_record(second, Latency)
     runs = {b.run}

@@ -63,7 +63,7 @@ def comparison(first: Path, second: Path) -> Table:
 
 
 def give_verdict(first: Path, second: Path) -> str | None:
-    """One line: whether the second variant is faster over all requests, and what to do next; None without such a row.
+    """One line: whether the second variant is faster over all classes, and what to do next; None without an interval.
 
     Args:
         first, second: latency records of the same requests, as for `comparison`.

@@ -46,19 +46,19 @@ class GateSettings(Settings):
         return cls(name=name, sections=tuple(check.settings_type._from_text(text, name) for check in CHECKS))
 
     def of(self, kind: type[Section]) -> Section:
-        """The settings of the check whose settings are of this class."""
+        """The settings of one check, by their class."""
         return next(each for each in self.sections if isinstance(each, kind))
 
     def suite(self, root: Path) -> Suite:
-        """The suite of the check quality."""
+        """The suite on which the check quality scores."""
         return Suite.load(self.of(QualitySettings).suite, root)
 
     def split(self, side: Side | None, root: Path) -> Split | None:
-        """The named side of the split, whose share the suite sets; None for all items."""
+        """The named side of the suite's split of items; None for all items."""
         return self.suite(root).split(side) if side else None
 
     def input_readers(self, variant: Variant) -> list[Callable[[], object]]:
-        """As `Check.input_readers`, of all checks."""
+        """Functions that read the input texts of all checks, as `Check.input_readers`."""
         each = zip(CHECKS, self.sections, strict=True)
         return [reader for check, own in each for reader in check.input_readers(own, variant)]
 

@@ -1,4 +1,4 @@
-"""The check acceptance: drafts of the MTP head, beside those of the baseline's."""
+"""The check acceptance: acceptance length of the MTP head's drafts, compared with the baseline's."""
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
@@ -24,7 +24,7 @@ from slimqwen.variant import Variant
 
 @dataclass(frozen=True)
 class AcceptanceCheck(Check[AcceptanceSettings]):
-    """Detects damage to the MTP head; applies if the checkpoint of either side has one."""
+    """Detects damage to the MTP head; it applies if either checkpoint has an MTP head."""
 
     name = "acceptance"
     kind = Acceptance
@@ -37,18 +37,18 @@ class AcceptanceCheck(Check[AcceptanceSettings]):
 
     @property
     def sides(self) -> Sequence[Variant]:
-        """Both, or none without an MTP head; a checkpoint that is not made yet has what the other has."""
+        """Baseline and variant; none if no checkpoint that exists has an MTP head."""
         made = [side.weights for side in self.pair.sides if side.weights.is_dir()]
         return self.pair.sides if any(map(has_mtp_head, made)) else ()
 
     @property
     def setup(self) -> str:
-        """The depth."""
+        """The draft depth in words, such as "K = 4"."""
         return f"K = {self.depth}"
 
     @staticmethod
     def input_readers(settings: AcceptanceSettings, variant: Variant) -> Sequence[Callable[[], object]]:
-        """Readers of the documents, and of the prompts that are cut from them."""
+        """A function that reads the documents, and one that cuts the prompts from them."""
         return [
             lambda: list(documents(settings.documents, settings.seed, variant.root)),
             lambda: _cut_prompts(settings, variant),
@@ -72,7 +72,7 @@ class AcceptanceCheck(Check[AcceptanceSettings]):
         )
 
     def changed_settings(self, record: Any, side: Variant, *, on_any_machine: bool = False) -> list[str]:
-        """As `Check.changed_settings`, with the depth."""
+        """As `Check.changed_settings`; the draft depth is a setting, too."""
         changed = super().changed_settings(record, side, on_any_machine=on_any_machine)
         if record.gate_depth != self.depth:
             changed.append("drafted tokens (K)")
@@ -81,7 +81,7 @@ class AcceptanceCheck(Check[AcceptanceSettings]):
         )
 
     def findings(self, paths: Sequence[Path]) -> Iterator[Finding]:
-        """The acceptance length of the variant as a share of the baseline's."""
+        """Yield one finding: the variant's acceptance length as a share of the baseline's."""
         if not paths:
             figure = "no MTP head in variant and baseline, so nothing is drafted"
             yield Finding(gate=self.name, figure=figure, value=0, limit=0, verdict=Verdict.PASS)

@@ -1,4 +1,4 @@
-"""A check of the gate: what it measures of a variant and its baseline, and what its records say."""
+"""The base class of a check of the gate: what it measures on variant and baseline, and how it judges the records."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -21,7 +21,7 @@ Section = TypeVar("Section", bound=Settings)
 
 @dataclass(frozen=True)
 class Pair:
-    """A variant and its baseline, and what the measurements of all their checks share."""
+    """A variant and its baseline, with the settings that all their checks share."""
 
     variant: Variant
     baseline: Variant
@@ -46,8 +46,8 @@ class Check(ABC, Generic[Section]):
         settings_type: what the check reads of a gate's settings file.
         measures_baseline: whether the baseline has a record of its own.
         takes_minutes: whether its measurement takes minutes on the embedded model, so that the demo leaves it out.
-        loads_baseline: whether a measurement loads the baseline in float32 beside the side.
-        settings: what it measures and allows.
+        loads_baseline: whether measuring a side also loads the baseline in float32, which needs memory.
+        settings: what the check measures, and its limits.
     """
 
     name: ClassVar[str]
@@ -67,26 +67,30 @@ class Check(ABC, Generic[Section]):
 
     @property
     def setup(self) -> str:
-        """What a measurement of the baseline depends on beside the settings, such as "K = 4"; empty for nothing."""
+        """What of the variant a measurement of the baseline depends on, such as "K = 4"; empty for nothing."""
         return ""
 
     @staticmethod
     @abstractmethod
     def input_readers(settings: Any, variant: Variant) -> Sequence[Callable[[], object]]:
-        """Functions that read a text or the questions of the settings to the end, without an engine.
+        """Functions that read all input texts of a check, such as its questions, to find faults without an engine.
 
         Each raises a SlimqwenError that names the faults. The variant's own checkpoint need not exist.
         """
 
     def require_measurable(self) -> None:
-        """Raise, within seconds, an error that a measurement would raise after minutes of other checks."""
+        """Check within seconds that the measurement can be made, so that the gate does not fail after minutes.
+
+        Raises:
+            SlimqwenError: an input of the measurement cannot be used.
+        """
 
     def inputs(self) -> Sequence[Path | YamlPart]:
-        """Data files that a measurement would read now, as far as they are known before it."""
+        """Data files that a measurement would read."""
         return self.settings.inputs(self.pair.variant.root)
 
     def find(self, side: Variant) -> Path | None:
-        """Find the newest record of a side that a new measurement would only repeat; None if there is none."""
+        """Find the newest record of a side whose inputs are unchanged, so that it can be reused; None without one."""
         return find_reusable(
             side,
             self.kind,
@@ -99,10 +103,10 @@ class Check(ABC, Generic[Section]):
 
     @abstractmethod
     def measure(self, side: Variant) -> Path:
-        """Measure a side and write its record; raises what the measurement raises."""
+        """Measure a side and write its record."""
 
     def collect(self) -> Sequence[Path]:
-        """The records of all sides, measured where none still holds."""
+        """Get the records of all sides; a side without a record that still holds is measured."""
         return [self.find(side) or self.measure(side) for side in self.sides]
 
     @abstractmethod
@@ -117,19 +121,19 @@ class Check(ABC, Generic[Section]):
         """
 
     def judge(self, paths: Sequence[Path]) -> Verdict:
-        """Join the verdicts of `findings`."""
+        """One verdict from those of all `findings`."""
         return overall([finding.verdict for finding in self.findings(paths)])
 
     def looks(self, paths: Sequence[Path]) -> Iterator[str]:
-        """Yield a line for each figure that is not the first look at items that grew."""
+        """Yield a line for each figure that judges a growing set of items not for the first time (a later look)."""
         yield from ()
 
     def first_limits(self) -> Mapping[str, float]:
-        """Limits, by figure, with which the check's oldest records were written; empty if records name none."""
+        """The limits in the check's oldest records, by figure, to show later changes; empty if records state none."""
         return {}
 
     def changed_since(self, record: Record, side: Variant) -> list[str]:
-        """Names of what has changed since a record of a side was made on any machine."""
+        """Names of the inputs and settings that changed since a record was made; its machine may be another one."""
         changed = changed_inputs(
             record.provenance,
             ServerCommand.resolve(side),
@@ -141,7 +145,7 @@ class Check(ABC, Generic[Section]):
         return changed + self.changed_settings(record, side, on_any_machine=True)
 
     def changed_settings(self, record: Any, side: Variant, *, on_any_machine: bool = False) -> list[str]:
-        """Names of settings, and of the baseline's state, that are other than a record of a side says.
+        """Names of the settings, and of the baseline's properties, that differ from those in a record of a side.
 
         Args:
             record: record of the class `kind`.

@@ -1,4 +1,4 @@
-"""The check engine: greedy tokens of the served flags."""
+"""The check engine: whether the served flags give the same greedy tokens as a plain reference engine."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ from slimqwen.variant import Variant
 
 @dataclass(frozen=True)
 class EngineCheck(Check[EngineSettings]):
-    """Detects wrong tokens of the variant's engine, whatever its weights."""
+    """Detects wrong tokens that come from the engine and its flags, not from the weights."""
 
     name = "engine"
     kind = Engine
@@ -26,15 +26,15 @@ class EngineCheck(Check[EngineSettings]):
 
     @staticmethod
     def input_readers(settings: EngineSettings, variant: Variant) -> Sequence[Callable[[], object]]:
-        """The reader of the text."""
+        """A function that reads the text of the prompts."""
         return [lambda: list(documents(settings.text, settings.seed, variant.root))]
 
     def measure(self, side: Variant) -> Path:
-        """Compare the engines of the variant."""
+        """Compare the variant's engines with the reference engine, and write the record."""
         return engine.measure_engine(side, self.settings, self.pair.invocation)
 
     def findings(self, paths: Sequence[Path]) -> Iterator[Finding]:
-        """One finding, of the served engine alone: no server of the variant runs with the flags of its neighbours."""
+        """Yield one finding, on the engine with the served flags; neighbouring flags are measured, but serve nobody."""
         record = store.read_record(paths[0], Engine)
         served = record.served
         figure = (

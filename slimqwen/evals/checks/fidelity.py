@@ -19,7 +19,7 @@ from slimqwen.variant import Variant
 
 @dataclass(frozen=True)
 class FidelityCheck(Check[FidelitySettings]):
-    """Detects small damage to weights."""
+    """Detects small damage to weights by comparing next-token distributions."""
 
     name = "fidelity"
     kind = Fidelity
@@ -29,21 +29,21 @@ class FidelityCheck(Check[FidelitySettings]):
 
     @staticmethod
     def input_readers(settings: FidelitySettings, variant: Variant) -> Sequence[Callable[[], object]]:
-        """The reader of the texts."""
+        """A function that reads the texts."""
         return [lambda: settings.read_texts(variant.root)]
 
     def measure(self, side: Variant) -> Path:
-        """Compare the variant with its baseline."""
+        """Compare the variant with its baseline, and write the record."""
         return fidelity.measure_fidelity(side, self.settings, self.pair.invocation)
 
     def changed_settings(self, record: Any, side: Variant, *, on_any_machine: bool = False) -> list[str]:
-        """As `Check.changed_settings`."""
+        """As `Check.changed_settings`; the baseline that was compared with counts, too."""
         return super().changed_settings(record, side, on_any_machine=on_any_machine) or changed_reference(
             record.reference, side, on_any_machine=on_any_machine, progress=self.pair.invocation.progress
         )
 
     def findings(self, paths: Sequence[Path]) -> Iterator[Finding]:
-        """One finding for each figure: its largest value over the modes; then those of the recipe."""
+        """Yield a finding for each figure, its largest value over the modes; then those on tensors and settings."""
         record = store.read_record(paths[0], Fidelity)
         for figure in FIGURE_NAMES:
             estimates = [getattr(figures, figure) for figures in record.modes.values()]

@@ -40,7 +40,7 @@ class QualitySettings(Settings):
 
 
 def find_response_limits(suite: str, root: Path) -> ResponseLimits | None:
-    """The limits of the gate that is named like a suite; None if there is no such gate or it cannot be read."""
+    """Limits of responses that run away, from the gate with the suite's name; None if there is no readable one."""
     try:
         return QualitySettings.load(suite, root).responses
     except SettingsError:
@@ -51,11 +51,11 @@ def find_response_limits(suite: str, root: Path) -> ResponseLimits | None:
 class QualityCheck(Check[QualitySettings]):
     """Detects worse responses.
 
-    A sample and then all items are two looks, for which the verdict holds together: a variant that is worse by exactly
-    the margin passes a task in at most 2.5 % of runs.
+    First a sample of the items is scored; if it does not decide, all are. The verdict holds for both looks together: a
+    variant that is worse by exactly the margin passes a task in at most 2.5 % of runs.
 
     Attributes:
-        all_items: whether all items are scored, and no sample of them may decide.
+        all_items: whether to score all items at once, without a sample first.
     """
 
     name = "quality"
@@ -71,16 +71,16 @@ class QualityCheck(Check[QualitySettings]):
 
     @property
     def limit(self) -> Limit:
-        """Items of each task; None for all, as always on one side of a split, which is seldom larger than a sample."""
+        """Number of items to score of each task; None for all. A side of a split is small and always scored whole."""
         return None if self.all_items or self.pair.invocation.split else AUTO
 
     @staticmethod
     def input_readers(settings: QualitySettings, variant: Variant) -> Sequence[Callable[[], object]]:
-        """The reader of the questions."""
+        """A function that reads the questions of an own evaluation."""
         return [lambda: Suite.load(settings.suite, variant.root).require_questions(variant.root)]
 
     def require_measurable(self) -> None:
-        """Raise an error if a side has to be scored and data of the suite are missing."""
+        """Check that the suite can be run on the sides that have to be scored."""
         complete = replace(self, all_items=True)
         for side in self.sides:
             if not (complete.find(side) or self.find(side)):
@@ -91,11 +91,11 @@ class QualityCheck(Check[QualitySettings]):
         return self.suite.inputs(self.pair.variant.root)
 
     def measure(self, side: Variant) -> Path:
-        """Score a side."""
+        """Score a side on the suite, and write the record."""
         return quality.measure_quality(side, self.suite, self.limit, self.pair.invocation)
 
     def collect(self) -> Sequence[Path]:
-        """The records of a sample; of all items if both sides have those, or an undecided task has more items."""
+        """Get both sides' records of a sample, or of all items if these exist or the sample leaves a task undecided."""
         complete = replace(self, all_items=True)
         if self.limit is None or all(complete.find(side) for side in self.sides):
             return Check.collect(complete)
@@ -120,14 +120,14 @@ class QualityCheck(Check[QualitySettings]):
         )
 
     def changed_settings(self, record: Any, side: Variant, *, on_any_machine: bool = False) -> list[str]:
-        """As `Check.changed_settings`; on any machine the number of items may differ, too."""
+        """As `Check.changed_settings`; with `on_any_machine` the number of items may differ, too."""
         changed: list[str] = record.changed_settings(self.suite, may_be_old=on_any_machine)
         if not on_any_machine and record.limit != self.limit:
             changed.append("number of items")
         return changed
 
     def findings(self, paths: Sequence[Path]) -> Iterator[Finding]:
-        """One finding for each task, then those of responses that run away."""
+        """Yield a finding for each task, then those on responses that run away."""
         first, second = paths
         for row in quality_comparison.compare_quality(first, second):
             yield Finding(
@@ -145,13 +145,13 @@ class QualityCheck(Check[QualitySettings]):
             yield from responses.findings()
 
     def looks(self, paths: Sequence[Path]) -> Iterator[str]:
-        """As `Check.looks`, a line for each such task."""
+        """Yield a line for each task whose items were scored before (a later look)."""
         for task, looks in read_looks(paths[1]).items():
             if looks.is_worth_a_line:
                 yield f"{task}: {looks}"
 
     def first_limits(self) -> Mapping[str, float]:
-        """The margins of the suite's oldest record of the variant."""
+        """The margins, by task, in the variant's oldest record of the suite."""
         limits: dict[str, float] = {}
         for path in store.records(self.pair.variant.folder, Quality):  # newest first: the oldest overrides
             record = store.read_record(path, Quality)

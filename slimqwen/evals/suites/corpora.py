@@ -1,8 +1,7 @@
-"""Public mixes of text for recipes (eval/corpora/): data sets of the hub, mixed for the base of a recipe.
+"""Public mixes of calibration text for recipes (eval/corpora/): data sets of the hub, mixed for a recipe's base.
 
-What a suite asks must not be in the text by which a model is quantised or pruned: a document that shares 13 tokens in
-a row with an item is left out (`slimqwen.text.overlap`). Suites whose data are not here cannot be compared; the
-manifest names them.
+A model must not be quantised or pruned on text that a suite asks about: a document that shares 13 tokens in a row with
+an item is left out (`slimqwen.text.overlap`). The manifest names the suites whose data are not here to compare.
 """
 
 import itertools
@@ -34,14 +33,14 @@ _BYTES_PER_TOKEN = 16
 
 
 class Part(BaseModel):
-    """A data set of a mix.
+    """A data set in a mix.
 
     Attributes:
         repository, revision, files: as in `HubDataset`.
         licence: licence of the data set, by its card.
         share: share of the mix's tokens.
         fields: the data set's names of fields, with those of `chat_styles.COLUMNS` that they stand for.
-        where: values of a field by which rows are taken; of all rows where it is empty.
+        where: allowed values by field: only rows that have one of them are taken; empty for all rows.
         longest: characters of a text that are taken, from its beginning; None for all.
     """
 
@@ -58,7 +57,12 @@ class Part(BaseModel):
 
 
 class Corpus(Settings):
-    """A mix: its parts by name, and its tokens."""
+    """A mix of data sets: eval/corpora/<name>.yaml.
+
+    Attributes:
+        tokens: size of the mix, tokens.
+        parts: the data sets by name.
+    """
 
     folder: ClassVar[str] = "corpora"
 
@@ -126,7 +130,7 @@ def fetch_corpus(name: str, base: Variant, progress: Progress = silent) -> list[
 
 
 def list_item_files(root: Path) -> tuple[list[Path], list[str]]:
-    """Files that hold items of suites, texts of gates or own evaluations; and the suites whose data are not here."""
+    """List the files with items or texts that judge models, and the names of suites whose data are not here."""
     files: set[Path] = set(list_files("eval/texts/*.jsonl", root))
     missing: list[str] = []
     for settings in list_files("eval/suites/*.yaml", root):

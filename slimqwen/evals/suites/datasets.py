@@ -35,7 +35,7 @@ class HubDataset(BaseModel):
         folder: destination relative to the repository root.
         files: paths in the hub's repository, or patterns such as "*/test.parquet".
         local_files: names under which a folder of the user's may hold the data instead of the hub (`take_datasets`).
-        optional: whether the suite leaves out the tasks that read it where it is missing.
+        optional: whether the suite runs without the tasks that read it if it is missing.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")

@@ -1,4 +1,4 @@
-"""Compares a response with right answers by content: not by case, width, markup, full stops or the form of a number."""
+"""Compares responses with right answers by content; case, width, markup, full stops and number formats do not count."""
 
 import re
 import unicodedata
@@ -59,7 +59,7 @@ def read_tolerance(text: str) -> Tolerance:
     """Read a tolerance such as "0.5", "0,5" or "5 %".
 
     Raises:
-        ValueError: the text is none; the message is cause and cure.
+        ValueError: the text is no tolerance; the message is cause and cure.
     """
     match = re.fullmatch(r"\s*(\d+(?:[.,]\d+)?(?:[eE]-?\d{1,2})?)\s*(%?)\s*", text)
     if match is None:
@@ -69,7 +69,7 @@ def read_tolerance(text: str) -> Tolerance:
 
 
 def compatible(text: str) -> str:
-    """The text in Unicode's compatibility form (NFKC), without marks of format; dashes and quotes are ASCII.
+    """The text in Unicode's compatibility form (NFKC), without format characters, and with ASCII dashes and quotes.
 
     Superscript digits after a digit stay a power and a fraction after a digit stays beside it: NFKC alone would turn
     10² into 102 and 2½ into 21/2.
@@ -108,7 +108,10 @@ def is_same(response: str, answer: str, tolerance: Tolerance | None = None) -> b
 
 
 def contains(response: str, answer: str) -> bool:
-    """Whether a response contains an answer: as a number between others, or as whole words of scripts with spaces."""
+    """Whether a response contains an answer: a number among its numbers, or a text that starts and ends at word limits.
+
+    Scripts without spaces between words have no word limits.
+    """
     text, right = normalised(response), normalised(answer)
     number = _number(right)
     if number is not None and not number[1]:

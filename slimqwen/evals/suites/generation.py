@@ -64,5 +64,5 @@ class Generation(str):
         return cls(text, choice["finish_reason"], usage.get("completion_tokens"))
 
     def as_json(self) -> list[Any]:
-        """The arguments that make this generation again."""
+        """The constructor's arguments, as JSON: text, finish reason and number of tokens."""
         return [str(self), self.finish_reason, self.tokens]

@@ -12,13 +12,13 @@ _LONGEST_TEXT = 2000
 
 
 def question(sample: Mapping[str, Any]) -> str | None:
-    """The prompt that was sent, as far as lm-eval states it; for a text that is read, the text."""
+    """The prompt of an lm-eval sample, cut if long; for bits per byte, the scored text. None if the sample has none."""
     arguments = sample.get("arguments")
     return cut(str(arguments[0][0]).removeprefix(CHAT_PREFIX)) if arguments else None
 
 
 def expected(sample: Mapping[str, Any]) -> str | None:
-    """The right response; None for a text that is read."""
+    """The right response of an lm-eval sample, cut if long; None for bits per byte, which has no answer."""
     target, doc, arguments = sample.get("target"), sample["doc"], sample.get("arguments")
     if isinstance(target, int) and arguments and len(arguments) > target:
         return cut(str(arguments[target][-1]).strip())
@@ -29,11 +29,11 @@ def expected(sample: Mapping[str, Any]) -> str | None:
 
 
 def right_answer(answer: Any) -> str:
-    """The answer of a `Question`: a text, or JSON of several or of a tool call."""
+    """The `answer` of a `Question` as text; several answers or a tool call as JSON."""
     return cut(answer if isinstance(answer, str) else json.dumps(answer, ensure_ascii=False))
 
 
 def cut(text: str) -> str:
-    """`text`, without its middle if it is longer than `_LONGEST_TEXT`: the ends hold what is asked for."""
+    """The text; the middle of a long one is left out, because questions stand at the beginning or the end."""
     half = _LONGEST_TEXT // 2
     return text if len(text) <= _LONGEST_TEXT else f"{text[:half]} […] {text[-half:]}"

@@ -54,9 +54,9 @@ class ServedCompletions(LocalCompletionsAPI):  # type: ignore[misc]  # lm_eval i
 
         Args:
             name: name of the task.
-            thinking: as the attribute.
+            thinking: as the attribute `thinking`.
             by_chat: whether requests go to the chat endpoint, which renders prompts and parses tool calls itself.
-            too_long_is_wrong: whether a prompt longer than the served context gets an empty response, not an error.
+            too_long_is_wrong: whether a prompt beyond the served context counts as an empty response; else an error.
         """
         self.task, self.thinking = name, thinking
         self._by_chat, self._too_long_is_wrong = by_chat, too_long_is_wrong
@@ -73,12 +73,12 @@ class ServedCompletions(LocalCompletionsAPI):  # type: ignore[misc]  # lm_eval i
         return render(self.tokenizer, messages, self.thinking, add_generation_prompt, tools)
 
     def parse_generations(self, outputs: Any, **_: Any) -> list[str]:
-        """Generations in one HTTP response, with finish reason and length."""
+        """Read the generations of one HTTP response, each with finish reason and length."""
         usage = outputs.get("usage", {})
         return [Generation.of_choice(choice, usage, self.thinking) for choice in outputs["choices"]]
 
     async def amodel_call(self, **request: Any) -> Any:
-        """Send one request; a failure is raised at the end of the batch, because lm-eval awaits no request before."""
+        """Send one request. A failure is kept and raised at the end of the batch, when lm-eval collects the results."""
         if self._failure is not None:
             return [(0.0, False)]
         try:
@@ -103,7 +103,7 @@ class ServedCompletions(LocalCompletionsAPI):  # type: ignore[misc]  # lm_eval i
         return answer
 
     def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
-        """Generate responses."""
+        """Generate a response to each of lm-eval's requests."""
         longest = max(request.args[1].get("max_gen_toks", self._max_gen_toks) for request in requests)
         self.timeout = max(TIMEOUT_S, math.ceil(longest * SLOWEST_TOKEN_S))
         # lm-eval would cut prompts from the left until both fit; _create_payload lowers the limit instead.

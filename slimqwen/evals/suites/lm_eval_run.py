@@ -46,7 +46,7 @@ def run_suite(
     """Send the items of a published suite to a running server and score its responses.
 
     Args:
-        limit: items of each task, AUTO, or None for all.
+        limit: number of items of each task; AUTO: by power analysis; None: all.
         answers: journal of responses, with those of an interrupted run.
         split: side of the split whose items are used; None for both sides.
 

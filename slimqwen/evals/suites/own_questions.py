@@ -52,7 +52,7 @@ def ask_questions(
     """Ask the questions of an own evaluation and score the responses.
 
     Args:
-        limit: number of questions, the first of the file; AUTO; or None for all.
+        limit: number of questions, from the beginning of the file; AUTO: by power analysis; None: all.
         answers: journal of responses, with those of an interrupted run.
         split: side of the split whose questions are asked; None for both sides.
 

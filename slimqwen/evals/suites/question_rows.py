@@ -23,8 +23,8 @@ COLUMNS: Final = (
 def read_question_rows(file: Path) -> Iterator[tuple[TextRow, dict[str, Any]]]:
     """Yield each row with the fields of a `Question`; rows that cannot be read have a `fault` and no fields.
 
-    In a table a cell of answers or choices is a JSON list, or divided by vertical bars; columns named A, B, C, … hold
-    the choices, and an answer may then be the letter of one.
+    In a table, a cell with several answers or choices is a JSON list, or has vertical bars between them. Choices may
+    also stand in columns named A, B, C, …; an answer may then be the letter of one.
 
     Raises:
         CorpusError: the file cannot be read.

@@ -104,14 +104,14 @@ class Question(BaseModel):
 
     @property
     def right_answers(self) -> list[str]:
-        """The texts of which each is a right response; none if the answer is a tool call."""
+        """All texts that are right responses; empty if the answer is a tool call."""
         if isinstance(self.answer, dict):
             return []
         return [self.answer] if isinstance(self.answer, str) else self.answer
 
     @property
     def allowed(self) -> exact_answers.Tolerance | None:
-        """The tolerance, parsed."""
+        """The parsed tolerance; None if there is none."""
         return None if self.tolerance is None else exact_answers.read_tolerance(self.tolerance)
 
     @property
@@ -126,10 +126,10 @@ def _digits(value: Any) -> Any:
 
 
 def read_questions(file: Path, metric: Metric | None) -> list[Question]:
-    """Read and check all questions.
+    """Read and check all questions of a file.
 
     Raises:
-        CorpusError: the file cannot be read, or rows cannot be used; it has all faults with their lines.
+        CorpusError: the file cannot be read, or rows cannot be used; the message lists all faults with their lines.
     """
     questions: list[Question] = []
     faults = Faults()
@@ -163,7 +163,7 @@ def read_questions(file: Path, metric: Metric | None) -> list[Question]:
 
 
 def describe(questions: Sequence[Question], metric: Metric | None) -> str:
-    """What was understood of questions, such as "80 questions (60 exact, 20 choice), 12 with a tolerance"."""
+    """Summarise questions in words, such as "80 questions (60 exact, 20 choice), 12 with a tolerance"."""
     metrics = Counter(metric or question.form for question in questions)
     line = (
         f"{len(questions):,} questions ({', '.join(f'{count:,} {name}' for name, count in metrics.items())})"
@@ -178,7 +178,7 @@ def describe(questions: Sequence[Question], metric: Metric | None) -> str:
 
 
 def item_rows(questions: Iterable[Question]) -> list[dict[str, str]]:
-    """Items of a task, each a JSON string: a dataset column has one type, but answers and tools have several."""
+    """Rows of an lm-eval dataset, each a question as one JSON string, because a column can hold only one type."""
     return [{"question": question.model_dump_json(exclude_none=True)} for question in questions]
 
 
@@ -210,17 +210,17 @@ def text_of(question: Question) -> str:
 
 
 def question_text(item: Mapping[str, str]) -> str:
-    """The text of an item (`text_of`), for lm-eval."""
+    """`text_of` for a row of `item_rows`, as lm-eval's task files call it."""
     return text_of(Question.model_validate_json(item["question"]))
 
 
 def chat_text(messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None) -> str:
-    """Encode a chat as text; `chat_of` decodes it."""
+    """Encode a chat with its tools as one text, which lm-eval can carry; `chat_of` decodes it."""
     return CHAT_PREFIX + json.dumps({"messages": messages, "tools": tools})
 
 
 def chat_of(messages: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], list[dict[str, Any]] | None]:
-    """Messages and tools of a chat by lm-eval, whose single message may be a chat encoded by `chat_text`."""
+    """Messages and tools of lm-eval's messages, which may be a single one that `chat_text` encoded."""
     content = messages[0]["content"] if len(messages) == 1 else ""
     if not content.startswith(CHAT_PREFIX):
         return messages, None
@@ -240,7 +240,7 @@ def as_request(message: dict[str, Any]) -> dict[str, Any]:
 
 
 def score(question: Question, response: str, metric: Metric | None) -> float:
-    """1 if a response is right, else 0.
+    """Score a response: 1 if it is right, else 0.
 
     Args:
         response: the model's response without thoughts.

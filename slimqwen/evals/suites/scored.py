@@ -50,7 +50,7 @@ class TaskRun:
     Attributes:
         items: one for each response, sorted by index and repeat.
         available_count: all items of the task, scored or not.
-        settings: what two records must share to be comparable beside measure and items (`Suite.settings_of`).
+        settings: what two records must share to be compared, beside measure and items (`Suite.settings_of`).
     """
 
     task: SuiteTask
@@ -60,7 +60,10 @@ class TaskRun:
 
 
 def score_endings(task: SuiteTask, run: TaskRun, settings: Mapping[str, Any]) -> TaskRun:
-    """Score the responses of another task's `run` by the measure ENDED; the new items leave the outputs out."""
+    """Score the responses of another task's run by ENDED: 1 if a response neither loops nor was cut, else 0.
+
+    The new items do not repeat the outputs.
+    """
     items = [
         replace(
             item,

@@ -13,7 +13,7 @@ _CALLS = "slimqwen-calls:"
 
 
 def form_of(answer: str | Sequence[str] | Mapping[str, Any], choices: Sequence[str] | None) -> Metric:
-    """The metric by which a question with this answer is scored if none is named."""
+    """The default metric of a question, by the form of its answer and whether it has choices."""
     if choices is not None:
         return "choice"
     return "tool_call" if isinstance(answer, Mapping) else "exact"

@@ -229,7 +229,7 @@ def stated_choice(response: str, choices: Sequence[str]) -> int | None:
 
 
 def stated_texts(response: str) -> Iterator[str]:
-    """The texts that the last statement of a response may give as its answer; none if it makes no statement."""
+    """Yield texts that may be the answer in the last statement of a response ("the answer is …"); none without one."""
     text = _readable(response)
     boxed = [(match.start(), match[1] or match[2] or "") for match in _BOXED.finditer(text)]
     cued = [

@@ -107,7 +107,7 @@ class SuiteTask(BaseModel):
         return None
 
     def settings(self, *, rendered: bool) -> dict[str, Any]:
-        """The task's own part of `Suite.settings_of`.
+        """Settings of this task that change responses or scores, as part of `Suite.settings_of`.
 
         Args:
             rendered: whether prompts go through a chat template.
@@ -138,11 +138,11 @@ class Suite(Settings):
         chat_template: whether prompts go through the checkpoint's chat template.
         text_prefix: text of the token before each scored text, as in training, or several, of which the first that is a
             token of the checkpoint is taken; its id differs between vocabularies.
-        sample: items of a limited run: `first` of the file, or `drawn`, those with the smallest hashes.
+        sample: which items a limited run scores: `first` of the file, or `drawn`: those with the smallest hashes.
         datasets: hub datasets, fetched by `slimqwen download --suite`.
         nltk: nltk resources for scoring, fetched by the same command.
-        tasks: tasks in the order of the file; without those whose data are not here.
-        left_out: names of the tasks whose data are not here.
+        tasks: tasks in the order of the file, without those whose data are missing.
+        left_out: names of the tasks whose data are missing.
         proof_share: share of the items that are kept from a search for the proof of its result; it also splits the
             texts of fidelity and the documents of acceptance of the same gate.
         questions: how the questions of an own evaluation are asked; None for other suites.
@@ -177,7 +177,7 @@ class Suite(Settings):
 
     @classmethod
     def load(cls, name: str, root: Path) -> Self:
-        """Read a suite; tasks whose data are not here are left out, and named.
+        """Read a suite; tasks whose data are missing are left out and named in `left_out`.
 
         Raises:
             SettingsError: as `Settings.load`.
@@ -188,7 +188,7 @@ class Suite(Settings):
         return suite.model_copy(update={"tasks": tuple(present), "left_out": left_out})
 
     def describe_left_out(self) -> str | None:
-        """A line on the tasks whose data are not here, with the cure; None if there are none."""
+        """One line that names the tasks whose data are missing, with the cure; None if there are none."""
         if not self.left_out:
             return None
         return (
@@ -211,7 +211,7 @@ class Suite(Settings):
         return cls(name=name, chat_template=True, sample="first", tasks=(task,), questions=own)
 
     def items_planned(self, task: SuiteTask) -> int | None:
-        """Items of a task that decide it and every task that scores its responses; None if none makes an assumption."""
+        """Number of items planned to decide a task and tasks that score its responses; None if the suite plans none."""
         scored = [each for each in self.tasks if task.name in (each.name, each.responses_of)]
         return max((each.items_to_decide for each in scored if each.items_to_decide), default=None)
 
@@ -220,7 +220,7 @@ class Suite(Settings):
         return self.chat_template if task.chat_template is None else task.chat_template
 
     def settings_of(self, task: SuiteTask) -> dict[str, Any]:
-        """All settings that change responses to a task or their scores; `code` digests what asks and scores.
+        """All settings that change a task's responses or scores; `code` is the digest of the code that asks and scores.
 
         Two records must share them to be comparable, in addition to measure and items.
         """
@@ -235,9 +235,9 @@ class Suite(Settings):
         return {**settings, **own, "sampling": questions.SAMPLING, "code": asking}
 
     def inputs(self, root: Path) -> list[Path]:
-        """The questions of an own evaluation; for other suites their task files and the code that these call.
+        """Files on which scores depend: the questions of an own evaluation; else the suite's task files and their code.
 
-        The suite's own file is left out: what it says of a task is compared field by field (`settings_of`).
+        The suite's own YAML file is left out, because its settings are compared field by field (`settings_of`).
         """
         if questions_file := self.questions_file(root):
             return [root / questions_file]
@@ -245,7 +245,7 @@ class Suite(Settings):
         return sorted(file for end in ("yaml", "py") for file in (folder.glob(f"*.{end}") if folder else ()))
 
     def questions_file(self, root: Path) -> Path | None:
-        """The questions of an own evaluation, relative to the repository; None for other suites.
+        """Path of the questions of an own evaluation, relative to the repository; None for other suites.
 
         Raises:
             CorpusError: there are several files.
@@ -256,10 +256,10 @@ class Suite(Settings):
             return find_table(OWN / self.name, "questions")
 
     def describe_questions(self, root: Path, for_runaways: int | None = None) -> str | None:
-        """What was understood of the questions of an own evaluation, and how many would decide; None for other suites.
+        """Summarise an own evaluation's questions and how many a verdict needs, in words; None for other suites.
 
         Args:
-            for_runaways: questions that the gate plans for responses that run away; None if it has no such limit.
+            for_runaways: number of questions needed to decide on responses that run away; None without such a limit.
 
         Raises:
             CorpusError: as `require_questions`.
@@ -302,7 +302,7 @@ class Suite(Settings):
             return questions.read_questions(find_table(OWN / self.name, "questions"), self.questions.metric)
 
     def split(self, side: Side | None) -> Split | None:
-        """The named side of the split of the suite's items; None for all items."""
+        """One side of the split of the suite's items between search and proof; None for all items."""
         return Split(side=side, proof_share=self.proof_share) if side else None
 
 

@@ -1,4 +1,4 @@
-"""Whether a model thinks before it responds to a task: by the suite, else by its server, else by its chat template."""
+"""Finds whether a model thinks before it responds to a task: the suite decides, else the server, else the template."""
 
 from slimqwen.evals import EvalError
 from slimqwen.evals.suites.suite import Suite, SuiteTask

@@ -144,7 +144,7 @@ def inspect_config(outline: Outline, parameters: BakeCacheParameters) -> Iterato
 
 
 def data(parameters: BakeCacheParameters) -> dict[str, str]:
-    """Settings of the config.env that affect what is compiled, and facts about the machine that compiles.
+    """Settings of the config.env that affect what is compiled, and properties of the compiling machine.
 
     Raises:
         ConfigError: the config.env is missing or malformed.

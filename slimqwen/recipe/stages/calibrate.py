@@ -246,7 +246,7 @@ def data(parameters: CalibrateParameters) -> dict[str, str]:
 
 
 def changes(parameters: CalibrateParameters) -> tuple[str, ...]:
-    """Regular expressions of the quantised linears, of norms and linears that AWQ scales with them, of healed norms."""
+    """Regular expressions for names of tensors that may change: quantised linears, what AWQ scales, healed norms."""
     linears = map(packing.tensor_pattern, parameters.targets.schemes)
     kinds = parameters.targets.calibrated if parameters.scaling == "awq" else ()
     scaled = [module for kind in kinds for module in SCALED_WITH[kind]]
@@ -308,14 +308,14 @@ def _checked_layers(
 
 
 def reshape(shape: D, parameters: CalibrateParameters, /) -> D:
-    """The dimensions with the targets packed; by a budget, all of a kind in the width nearest to it."""
+    """The dimensions with the targets packed; under a budget, each kind counts with the width nearest to it."""
     size, budget = parameters.group_size, parameters.bits
     given = parameters.targets.schemes.items()
     return shape.with_packing({kind: packing_of(scheme, size, budget) for kind, scheme in given})
 
 
 def summarise(facts: Facts) -> str | None:
-    """What the budget's widths cost by their estimate, and what the calibrated weights cost together."""
+    """Say what the widths within the budget cost by estimate, and what the calibrated weights cost by measurement."""
     if "stored_bits" not in facts:
         return None
     return (

@@ -284,7 +284,7 @@ def kept_ids(source: Path, words: Vocabulary, counts: Ids, size: int) -> Ids:
 
 
 def named_ids(source: Path) -> set[int]:
-    """The token ids that a checkpoint's settings name: ends of text, padding, beginnings, image tokens."""
+    """The token ids that a checkpoint's settings files name: end and begin of text, padding, image tokens."""
     named: set[int] = set()
 
     def note(old: int) -> int:

@@ -105,7 +105,7 @@ def inspect_embedding(outline: Outline, parameters: QuantiseEmbeddingParameters)
 
 
 def summarise(facts: Facts) -> str:
-    """What the embedding takes, and whether the checkpoint grows because its output head was tied to it."""
+    """Say how large the embedding is, and whether the checkpoint grows because its output head was tied to it."""
     before, after, added = (
         int(facts[name]) / 1e6  # type: ignore[arg-type]
         for name in ("embedding_bytes_before", "embedding_bytes_after", "head_bytes_added")

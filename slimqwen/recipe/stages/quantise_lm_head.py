@@ -183,7 +183,7 @@ def inspect_output_head(outline: Outline, parameters: QuantiseLmHeadParameters) 
 
 
 def inspect_table(outline: Outline, name: str, group_size: int) -> Iterator[Fault]:
-    """Find faults of a table that is to be packed: numbers that are packed already, columns that make no groups."""
+    """Find faults of a table (embedding, lm_head) to pack: packed already, or columns do not divide into groups."""
     info = outline.tensors[name]
     if info.dtype not in ("BF16", "F16", "F32"):
         yield Fault(f"{outline.name}: {name} is {info.dtype}; use a base that has it in 16 bits")

@@ -151,7 +151,7 @@ def reshape(shape: D, parameters: SampleOutputsParameters) -> D:
 
 
 def data(parameters: SampleOutputsParameters) -> dict[str, str]:
-    """Digest of the text of the prompts, or of the seeds of the model's own."""
+    """Digest of the text of the prompts; for text that the model itself writes, of the seeds file."""
     own = parameters.prompts.is_own
     return {"seeds": seeds_digest()} if own else parameters.prompts.digests("prompts")
 

@@ -225,7 +225,7 @@ def _ranked(counts: Ids, required: Ids) -> Ids:
 
 
 def rank_ids(source: Path) -> Ids:
-    """All ids of a checkpoint with sampled outputs in the order in which the stage takes them."""
+    """Rank all ids of a checkpoint with sampled outputs: first the required ones, then by their use in the outputs."""
     vocab_size: int = checkpoint.text_config(checkpoint.read_config(source))["vocab_size"]
     counts = _counts((output for output in read_outputs(source) if not output.held_out), vocab_size)
     return _ranked(counts, _required_ids(source, vocab_size))

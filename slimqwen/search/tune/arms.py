@@ -1,4 +1,4 @@
-"""Arms: the ways to speculate that vLLM may have for a checkpoint, with changed settings, each as lines of config.env.
+"""Arms: the ways to speculate, with or without changed settings, that `slimqwen tune` times against each other.
 
 This module does not state which arms the installed vLLM supports on this platform: vLLM's parser and the arm's plan
 refuse the others, or the server of an arm dies and its log says why.
@@ -44,11 +44,11 @@ _UNNAMED = ("method", "model", _DEPTH, "prompt_lookup_max", "prompt_lookup_min")
 
 @dataclass(frozen=True)
 class Arm:
-    """A way to speculate, with changed settings.
+    """A way to speculate, with or without changed settings.
 
     Attributes:
         drafts: vLLM's speculative config without the changes; None for no drafts.
-        parts: changes, no two of the same line.
+        parts: changed settings, no two of which set the same config.env line.
     """
 
     drafts: Mapping[str, Any] | None
@@ -88,11 +88,11 @@ class Arm:
 
     @property
     def rounds(self) -> bool:
-        """Whether a change rounds numbers otherwise, which only the gate can judge."""
+        """Whether a changed setting makes vLLM round differently, as FP8 KV does; only the gate can judge it."""
         return any(part.rounds for part in self.parts)
 
     def unite(self, others: Sequence["Arm"]) -> "Arm":
-        """The arm with changes of others; of changes that set the same, the first counts."""
+        """This arm with the changes of other arms added; of two changes that set the same line, the first is kept."""
         united = self
         for part in (part for other in others for part in other.parts):
             taken = united.changes.keys() | {key for each in united.parts for key in each.speculation}
@@ -105,7 +105,7 @@ class Arm:
 
         Args:
             served: the variant's own command.
-            sequences: most requests that the server is to run at a time; None for the variant's own number.
+            sequences: max_num_seqs of the arm's server; None for the variant's own.
         """
         lines = {}
         own = served.flags.get("speculative-config") or {}
@@ -127,12 +127,12 @@ UNDRAFTED = Arm(None)
 
 
 def own_arm(served: ServerCommand) -> Arm:
-    """The arm that the variant itself is."""
+    """The arm that speculates as the variant's own config.env says."""
     return Arm(served.flags["speculative-config"]) if served.flags.get("speculative-config") else UNDRAFTED
 
 
 def list_arms(served: ServerCommand) -> list[Arm]:
-    """List every way to speculate that is tried: first no drafts, then the variant's own.
+    """List the ways to speculate to try: first no drafts, then the variant's own, then the others.
 
     MTP arms keep the other settings of the variant's speculative config, such as its attention backend. For a
     checkpoint without an MTP head a single MTP arm is listed, whose refusal states that.
@@ -150,10 +150,10 @@ def list_arms(served: ServerCommand) -> list[Arm]:
 
 
 def find_refused_fields(workload: Workload, root: Path, platform: Platform) -> str:
-    """Why requests of an evaluation would be refused by a server with drafts, in one line; empty if none would.
+    """Explain in one line why a server with drafts would refuse requests of an evaluation; empty if it would not.
 
-    A line of prompts.jsonl may be a whole request, as a client sends it: its fields are what the client needs, even
-    though the workload sends those of `sampling` alone.
+    A line of prompts.jsonl may be a whole request with fields such as `logit_bias`. The timed requests leave them out,
+    but the clients whose requests these are send them.
 
     Raises:
         CorpusError: as `parse_own_prompts`.

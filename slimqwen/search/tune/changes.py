@@ -1,7 +1,7 @@
 """Changes of settings that tune tries beside the best drafts, one row each.
 
-`when` has conditions on the plan of the changed server, as in eval/known_trouble.yaml. Values in braces are figures of
-the plan without the change. What a device does not have, vLLM's parser and the plan refuse.
+`when` has conditions on the plan of the changed server, as in eval/known_trouble.yaml. Names in braces stand for
+figures of the plan without the change. vLLM's parser and the plan refuse what the device does not have.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -28,14 +28,14 @@ def _is_4_bit_groups(weight: Weight) -> bool:
 
 @dataclass(frozen=True)
 class SettingsChange:
-    """A change of settings.
+    """A change of serving settings that `slimqwen tune` may try.
 
     Attributes:
         lines: lines of config.env; an empty value unsets.
-        speculation: settings of vLLM's speculative config.
-        when: conditions on the plan of the changed server, without which the change has no effect or dies.
-        takes: what each packed weight has to be; None for any.
-        of_sampling: whether it affects sampled requests alone, so that it is tried for a temperature above 0.
+        speculation: fields to set in vLLM's speculative config.
+        when: conditions on the plan of the changed server; unless they hold, the change has no effect or vLLM dies.
+        takes: whether vLLM can serve a quantised weight with this change; None if it can serve any.
+        of_sampling: whether it affects only sampled requests, so that it is tried only at a temperature above 0.
     """
 
     name: str
@@ -47,11 +47,11 @@ class SettingsChange:
 
     @property
     def rounds(self) -> bool:
-        """Whether it rounds numbers otherwise, which only the gate can judge."""
+        """Whether it makes vLLM round differently, as an FP8 KV cache does; only the gate can judge it."""
         return any(map(may_round, self.lines))
 
     def find_obstacle(self, plan: Plan, weights: Path) -> str:
-        """Why the change is not tried: its condition does not hold in the plan, or a weight's packing; else empty."""
+        """Why the change cannot be tried: a condition does not hold, or a weight's format does not suit; else empty."""
         for name, condition in self.when.items():
             if not trouble.meets(plan, {name: condition}):
                 return f"not here: {name} is not {condition}"
@@ -117,7 +117,7 @@ ROWS = (
 
 
 def figures_of(plan: Plan) -> dict[str, str]:
-    """Figures of a plan that values of `ROWS` name; fewer of a plan that failed."""
+    """Values from a plan for the names in braces in `ROWS`, such as half_budget; fewer if the plan failed."""
     figures: dict[str, str] = {}
     if plan.engine:
         budget, requests = plan.engine.max_num_batched_tokens, plan.engine.max_num_seqs
@@ -132,11 +132,12 @@ def figures_of(plan: Plan) -> dict[str, str]:
 
 
 def list_changes(figures: Mapping[str, str], *, rounding: bool, sampling: bool) -> Iterator[SettingsChange]:
-    """The rows whose figures are known, with values.
+    """Yield the changes of `ROWS` with their braces filled in; those that name an unknown figure are left out.
 
     Args:
-        rounding: also those that round numbers otherwise.
-        sampling: also those that affect sampled requests alone.
+        figures: values for the names in braces, from `figures_of`.
+        rounding: whether to include changes that make vLLM round differently.
+        sampling: whether to include changes that affect only sampled requests.
     """
     for row in ROWS:
         if (row.rounds and not rounding) or (row.of_sampling and not sampling):

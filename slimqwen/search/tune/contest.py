@@ -68,7 +68,7 @@ class Turn(Block):
 
 
 class Contest:
-    """State of a contest: the turns so far, and the arms that are still measured."""
+    """The turns of all arms so far, what they say about each arm, and which arms still take turns."""
 
     def __init__(
         self,
@@ -93,7 +93,7 @@ class Contest:
 
     @property
     def alive(self) -> list[Arm]:
-        """Arms that are still measured."""
+        """Arms that still take turns: they were neither refused nor ended."""
         return [arm for arm in self.arms if arm.name not in self.ended]
 
     def add_turn(self, turn: Turn) -> None:
@@ -106,9 +106,9 @@ class Contest:
             self.turns.append(turn)
 
     def end_slow_arms(self) -> None:
-        """End each arm that is surely slower than the best at every load; the fastest arm always stays.
+        """End each arm that is slower than the best at every load, by its whole interval; the fastest arm always stays.
 
-        Of arms that are judged separately, end those that are surely slower than the reference or have a verdict.
+        If arms are judged separately, end those that are slower than the reference in this sense or have a verdict.
         """
         others = [arm for arm in self.alive if arm is not self.reference]
         fastest = None if self.separately else self.find_fastest()
@@ -132,18 +132,18 @@ class Contest:
 
     @property
     def paid(self) -> list[Arm]:
-        """Of arms that are judged separately those that are surely faster than the reference, the fastest first."""
+        """Separately judged arms whose whole interval is above the reference's speed, the fastest first."""
         arms = [arm for arm in self.arms if self.ended.get(arm.name) == _PAYS]
         return sorted(arms, key=lambda arm: -self.describe(arm).speed)
 
     def find_fastest(self) -> Arm | None:
-        """The fastest arm beside the reference that is still measured; None if no such arm has a turn."""
+        """The fastest arm that still takes turns, without the reference; None if no such arm had a turn."""
         measured = [arm for arm in self.alive if arm is not self.reference and self.turns_of(arm)]
         return max(measured, key=lambda arm: self.describe(arm).speed, default=None)
 
     @property
     def verdict(self) -> Verdict:
-        """Whether the fastest arm, or of arms that are judged separately any, is faster than the reference."""
+        """Whether the fastest arm is faster than the reference; if arms are judged separately, whether any is."""
         is_open = any(arm is not self.reference for arm in self.alive)
         fastest = None if self.separately else self.find_fastest()
         if fastest is None:
@@ -194,7 +194,7 @@ class Contest:
         )
 
     def describe_all(self) -> tuple[TunedArm, ...]:
-        """Figures of every arm: first arms that were measured to the end, each group from fastest to slowest."""
+        """Figures of every arm: arms that were not ended early, then the others, each group from fastest to slowest."""
         figures = map(self.describe, self.arms)
         return tuple(sorted(figures, key=lambda arm: (bool(arm.ended), -arm.speed)))
 

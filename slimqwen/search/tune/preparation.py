@@ -22,10 +22,10 @@ Prepared = tuple[dict[str, str], dict[str, dict[str, str]]]
 
 
 def prepare_arms(subject: TuneSubject, arms: Sequence[Arm], log: Path, progress: Progress) -> Prepared:
-    """Find the arms that cannot be served or change nothing.
+    """Find the arms that cannot be served on this device, or that change nothing there; plan the others.
 
     Args:
-        arms: the reference first.
+        arms: all arms, the reference first.
         log: file for vLLM's output while it plans.
     """
     refused: dict[str, str] = {}

@@ -102,12 +102,12 @@ class Tune(ServedRecord):
 
     @property
     def is_decided(self) -> bool:
-        """Whether more minutes would change nothing."""
+        """Whether the verdicts are final, so that more minutes would change nothing."""
         return Verdict.INCONCLUSIVE not in (self.verdict, *(each.verdict for each in self.flags))
 
     @property
     def winner(self) -> TunedArm | None:
-        """The chosen arm; None if none is."""
+        """The chosen arm with its figures; None if no arm was chosen."""
         contests = (*(each.arms for each in reversed(self.flags)), self.arms)
         return next((arm for arms in contests for arm in arms if arm.name == self.chosen), None)
 

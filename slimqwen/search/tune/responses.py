@@ -40,11 +40,11 @@ _GREEDY = {
 
 
 class WrongResponsesError(SlimqwenError):
-    """Greedy responses of a served arm differ from the undrafted engine's by more than near ties, or show nothing."""
+    """Greedy responses of an arm's server differ from the plain engine's by more than near ties, or prove nothing."""
 
 
 class PlainResponses(BaseModel):
-    """Responses of a variant's plain engine.
+    """Greedy responses of a variant's plain engine, with which those of every arm are compared.
 
     Attributes:
         requests: prompts of many lengths.

@@ -1,4 +1,4 @@
-"""What a tuning measures: a variant, the requests, their loads, and the lines that make an arm of it."""
+"""The subject of `slimqwen tune`: a variant, the requests, the loads, and the config.env lines of each arm."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -30,9 +30,10 @@ class TuneSubject:
 
     Attributes:
         served: the variant's own command.
-        workload: workload with each class of prompts once for every load.
+        workload: the requests; each prompt class occurs once for every load.
+        loads: numbers of concurrent requests.
         sequences: max_num_seqs of every arm; None if the variant's own is large enough for every load.
-        sessions: workload of an agent's sessions; None where serving flags are not tried, or without them.
+        sessions: workload of an agent's sessions, for serving flags; None if flags are not timed over sessions.
     """
 
     variant: Variant
@@ -53,7 +54,7 @@ class TuneSubject:
         *,
         sessions: bool,
     ) -> "TuneSubject":
-        """Spread the workload over the loads; arguments and errors as of `tune_variant`."""
+        """Prepare a variant for tuning: repeat the workload's classes at each load. Arguments as of `tune_variant`."""
         served = ServerCommand.resolve(variant, port=port)
         limit = served.flags.get("max-num-seqs")
         most = limit or max(_LOADS)
@@ -72,13 +73,13 @@ class TuneSubject:
 
     @property
     def inputs(self) -> Sequence[Path | YamlPart]:
-        """Files that decide the requests, the timed ones and those whose responses are compared."""
+        """Files on which the requests depend: the timed ones, and those whose responses are compared."""
         root = self.variant.root
         timed = [path for each in (self.workload, self.sessions) if each for path in each.inputs(root)]
         return [*timed, *EngineSettings.load(SETTINGS, root).inputs(root)]
 
     def for_flags(self) -> "TuneSubject":
-        """The same subject with each own prompt sent once: another load would find it in a prefix cache."""
+        """The subject for timing flags: own prompts are sent at one load only, so that no prefix cache has them."""
         if not self.workload.prompts:
             return self
         classes = tuple(c for c in self.workload.classes if c.concurrency == max(self.loads))
@@ -90,7 +91,7 @@ class TuneSubject:
         return self.variant.with_lines(arm.list_lines(self.served, self.sequences))
 
     def resolve(self, arm: Arm) -> ServerCommand:
-        """The command that serves an arm."""
+        """The server command of an arm."""
         return ServerCommand.resolve(self.with_arm(arm), port=self.port)
 
 

@@ -62,13 +62,13 @@ def tune_variant(
     even_if_busy: bool = False,
     progress: Progress = silent,
 ) -> Path:
-    """Measure the ways to speculate for a variant and its serving flags at each load, and write the record.
+    """Time ways to speculate, and then serving flags, for a variant at each load, and write the record.
 
     Args:
-        loads: numbers of concurrent requests; None for those of 1, 4 and 16 that the variant runs at a time.
-        flags: one of `FLAGS`; beside flags drafts get half of the minutes at most.
+        loads: numbers of concurrent requests; None for 1, 4, 16 and max_num_seqs, up to max_num_seqs.
+        flags: which serving flags to try, one of `FLAGS`; if any, drafts get at most half of the minutes.
         sessions: whether flags are timed over sessions of an agent, too.
-        minutes: time after which no turn begins, including that of an interrupted run.
+        minutes: time limit after which no turn begins; the time of an interrupted run counts.
         temperature: temperature of the timed requests; None for the workload's.
 
     Returns:

@@ -1,4 +1,4 @@
-"""One change of vLLM, as a row of `table.py`."""
+"""The class of a row of `table.py`: one change of vLLM."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -12,13 +12,13 @@ class Patch:
         module: the module that makes it, below `slimqwen.vllm_plugin`.
         why: what goes wrong, or is missing, without it.
         upstream: vLLM's issues and pull requests about it.
-        places: functions that it replaces, wraps or relies on, `module:name` -> `upstream.digest_source` of each;
+        places: functions that it replaces, wraps or relies on: `module:name` -> `upstream.digest_source` of each;
             where the body differs between known versions, version of vLLM -> digest. Empty where it uses only what vLLM
             offers to plugins.
         devices: vLLM's platforms that it changes, as `device_type`.
         function: what in the module makes the change. `install` is called by `patches.register` in every process; all
             other functions and classes are called by what vLLM's hook loads.
-        fixed_in: first version of vLLM that does not need it; None while none is known.
+        fixed_in: first version of vLLM that does not need the patch; None if there is none yet.
     """
 
     module: str
@@ -31,11 +31,11 @@ class Patch:
 
     @property
     def name(self) -> str:
-        """Short name, for logs: the module's last part, or the function where a module has several patches."""
+        """Short name for logs: the module's last part, or the function if a module has several patches."""
         return self.module.rpartition(".")[2] if self.function == "install" else self.function.lstrip("_")
 
     def digests(self, version: str) -> dict[str, str]:
-        """Digest of each place in a known version of vLLM."""
+        """Digests of the functions in `places`, by name, as a known version of vLLM has them."""
         return {
             place: digest if isinstance(digest, str) else digest[version]
             for place, digest in self.places.items()

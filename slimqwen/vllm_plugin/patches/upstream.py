@@ -51,7 +51,7 @@ def known_versions() -> tuple[str, ...]:
 
 
 def installed_version() -> str:
-    """Version of the installed vLLM, without the name of its build."""
+    """Version of the installed vLLM, without a local part such as +cpu."""
     from vllm import __version__
 
     return Version(__version__).public
@@ -83,9 +83,9 @@ def _is_docstring(node: Any) -> bool:
 
 
 def list_changes(patch: Patch) -> list[str]:
-    """The places of a patch at which the installed code is not that for which it was written, with the reason.
+    """List the places of a patch where the installed code differs from the code it was written for, with the reason.
 
-    Modules of the places are imported: to be called where vLLM imports them anyway.
+    The modules of the places are imported, so call it only where vLLM imports them anyway.
     """
     version, known = installed_version(), known_versions()
     digests = patch.digests(version if version in known else known[-1])
@@ -114,10 +114,10 @@ def require(*names: str, of: str) -> None:
     """Check that patches may be made here, and log them: vLLM is a known version, their places have the known bodies.
 
     Args:
-        of: what of vLLM they change, for the log.
+        of: part of vLLM that they change, for the log.
 
     Raises:
-        PatchError: vLLM is another one, and ALLOW_UNTESTED_VLLM=1 is not set; with it, a warning says what differs.
+        PatchError: vLLM differs, and ALLOW_UNTESTED_VLLM=1 is not set (if it is, a warning says what differs).
     """
     refuse_changes({name: list_changes(PATCHES[name]) for name in names})
     log_patches(names, f"'s {of}")
@@ -174,7 +174,7 @@ def lacks_triton() -> bool:
 
 
 def expect(patch: str, holds: bool, difference: str) -> None:
-    """Check that an expectation about vLLM holds, without which the patch cannot be made.
+    """Check that an expectation about vLLM holds that the patch relies on.
 
     Raises:
         PatchError: `holds` is False; `difference` says how vLLM differs.
@@ -249,7 +249,7 @@ def mixed_precision_kernels(patch: str, products: Sequence[str]) -> list[Any]:
         products: operators of aten that the kernel of the patch calls.
 
     Raises:
-        PatchError: the list or an operator is gone, or a kernel has to have other methods.
+        PatchError: the list or an operator is gone, or vLLM expects other methods of a kernel.
     """
     import torch
     from vllm.model_executor.kernels import linear

@@ -33,7 +33,7 @@ _METADATA = {
 
 
 def last_rows(starts: torch.Tensor, kept: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Numbers of the last rows of each request, at most `kept` of each, and where each request begins among them.
+    """Indices of the last rows of each request, at most `kept` each, and where each request begins among them.
 
     Args:
         starts: int [requests + 1], where each request begins in a step.

@@ -48,12 +48,12 @@ _unpacked: "WeakValueDictionary[int, Any]" = WeakValueDictionary()
 
 
 def is_needed() -> bool:
-    """Whether `SLIMQWEN_UNPACK` does not forbid it."""
+    """Whether the fix is on: `SLIMQWEN_UNPACK` is not 0."""
     return os.environ.get(VARIABLE) != "0"
 
 
 def install() -> bool:
-    """Give vLLM subclasses of its packed kernels for the CPU that also unpack; False if it has them."""
+    """Replace vLLM's packed kernels for the CPU by subclasses that also unpack; False if that is done already."""
     from vllm import _custom_ops
 
     expect(_FIX, hasattr(_custom_ops, "create_onednn_mm"), "vLLM has no oneDNN product")
@@ -68,7 +68,7 @@ def install() -> bool:
 
 
 def unpacking(kernel: Any) -> Any:
-    """A subclass of a packed kernel, of the same name, which keeps weights unpacked and multiplies many rows so."""
+    """Make a subclass of a packed kernel, of the same name, that multiplies many rows with unpacked weights."""
 
     class Unpacking(kernel):  # type: ignore[misc] # vLLM is not followed
         packed_product = kernel.__name__

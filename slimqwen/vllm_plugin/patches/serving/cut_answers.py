@@ -64,7 +64,7 @@ async def answer(app: ASGIApp, scope: Scope, receive: Receive, send: Send, end_r
 
 
 def end_refusal(reason: str) -> Response:
-    """The 503 with Retry-After that a server sends while it ends."""
+    """Make the response 503 with Retry-After for a server that is ending."""
     response = refusal(HTTPStatus.SERVICE_UNAVAILABLE, reason, RETRY_AFTER_S)
     # A client that reused the connection would lose its next request.
     response.headers["Connection"] = "close"
