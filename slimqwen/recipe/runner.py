@@ -144,7 +144,7 @@ def run_recipe(
 
 
 def forecast_recipe(recipe: Recipe, weights: Path, resolve: Callable[[str], Path]) -> list[StageForecast]:
-    """StageForecast for each stage whether a run would reuse its stored output, and which ingredients have changed.
+    """Forecast for each stage whether a run would reuse its stored output, and which ingredients have changed.
 
     Raises:
         SlimqwenError: the base, the data of a stage or a manifest of the store is missing or damaged.
