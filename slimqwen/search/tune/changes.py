@@ -87,7 +87,9 @@ ROWS = (
     SettingsChange("vLLM's graph sizes", {_GRAPHS: ""}),
     SettingsChange("Triton attention", {_ATTENTION: "TRITON_ATTN"}),
     SettingsChange("FlashInfer attention", {_ATTENTION: "FLASHINFER"}),
-    SettingsChange("adaptive verification", when=_MODEL_DRAFTS, speculation={"enable_adaptive_verification": True}),
+    SettingsChange(
+        "adaptive verification", when=_MODEL_DRAFTS, speculation={"enable_adaptive_verification": True}
+    ),
     SettingsChange(
         "probabilistic drafts",
         when=_MODEL_DRAFTS,

@@ -107,7 +107,9 @@ def _journal(subject: TuneSubject, even_if_busy: bool, flags: str = "none") -> P
 class _Tuner:
     """A tuning in progress."""
 
-    def __init__(self, subject: TuneSubject, journal: Journal, even_if_busy: bool, progress: Progress) -> None:
+    def __init__(
+        self, subject: TuneSubject, journal: Journal, even_if_busy: bool, progress: Progress
+    ) -> None:
         self._subject, self._journal = subject, journal
         self._even_if_busy, self._progress = even_if_busy, progress
         self._log = subject.variant.root / "logs" / f"tune-{subject.variant.name}.log"

@@ -82,7 +82,9 @@ def test_without_an_mtp_head_one_depth_is_there_to_be_refused(
 
 def test_changes_are_named_and_united_and_the_first_of_two_of_one_line_counts() -> None:
     winner, second, slow = (Arm(K2.drafts, (each,)) for each in (WINNER, SECOND, SLOW))
-    adaptive = Arm(K2.drafts, (SettingsChange("adaptive", speculation={"enable_adaptive_verification": True}),))
+    adaptive = Arm(
+        K2.drafts, (SettingsChange("adaptive", speculation={"enable_adaptive_verification": True}),)
+    )
     united = winner.unite([winner, second, slow, adaptive])
     assert united.name == "MTP K=2, winner, second winner, adaptive"
     assert united.changes == WINNER.lines | SECOND.lines

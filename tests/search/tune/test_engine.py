@@ -69,7 +69,9 @@ def test_a_planted_winner_among_flags_is_found_and_a_slow_and_a_wrong_one_are_ou
     faulty: Variant, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     budgets = {"quick": planted.QUICK, "slow": planted.SLOW, "wrong": planted.WRONG}
-    flags = [SettingsChange(name, {"VLLM_MAX_NUM_BATCHED_TOKENS": str(size)}) for name, size in budgets.items()]
+    flags = [
+        SettingsChange(name, {"VLLM_MAX_NUM_BATCHED_TOKENS": str(size)}) for name, size in budgets.items()
+    ]
     monkeypatch.setattr(tuner, "list_arms", lambda served: [UNDRAFTED])
     monkeypatch.setattr(tuner, "list_changes", lambda figures, **_: flags)
     monkeypatch.setattr(contest, "FEWEST_ROUNDS", 2)
