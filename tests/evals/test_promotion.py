@@ -128,7 +128,7 @@ def refused(one, message):
 
 
 OTHER_DATA = {"eval/gates/tinyworld.yaml": "0" * 64}
-CITED = r"small/quality_\S+, which small/gate_\S+ cites, is "
+CITED = r"small/quality_\S+, which small/gate_\S+ cites, "
 
 
 @pytest.mark.parametrize(
@@ -139,8 +139,8 @@ CITED = r"small/quality_\S+, which small/gate_\S+ cites, is "
         (lambda one: gated(one, "inconclusive"), r"says inconclusive \(quality: inconclusive; small/gate_\S+\)"),
         (lambda one: gated(one, packages={"vllm": "0.1"}), "has other package versions"),
         (lambda one: gated(one, datasets=OTHER_DATA), r"the newest, gate_\S+, has other data files\)"),
-        (lambda one: gated(one, data=OTHER_DATA), CITED + "of other data files; run"),
-        (lambda one: (gated(one), store.records(one.folder, Quality)[0].unlink()), CITED + "missing; run"),
+        (lambda one: gated(one, data=OTHER_DATA), CITED + "was measured with other data files; run"),
+        (lambda one: (gated(one), store.records(one.folder, Quality)[0].unlink()), CITED + "is missing; run"),
         (lambda one: (gated(one), append(one.weights / "config.json", "\n")), "newest, gate_.* has other checkpoint"),
         (lambda one: (gated(one), append(one.folder / "config.env", "VLLM_MAX_NUM_SEQS=3\n")), "has other flags"),
         (lambda one: (gated(one), claim(one, status="rejected")), "small was rejected"),

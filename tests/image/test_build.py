@@ -81,10 +81,13 @@ def test_an_empty_wheelhouse_is_refused_with_the_command_that_fills_it(content, 
 @pytest.mark.parametrize(
     ("line", "cause"),
     [
-        ("error: the base has Python 3.12.1", "build: error: the base has Python 3.12.1; log:"),
+        (
+            "error: the base has Python 3.12.1",
+            "build: error: the base has Python 3.12.1; read more in its log:",
+        ),
         (
             "Error: committing container for step {Env:[A=b] Message:RUN x && {y: z}}: f: no space left on device",
-            "build: Error: committing container: f: no space left on device; log:",
+            "build: Error: committing container: f: no space left on device; read more in its log:",
         ),
     ],
 )
