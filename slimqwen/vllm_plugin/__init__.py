@@ -1,8 +1,8 @@
-"""Code inside vLLM's processes, and the hook of vLLM that loads each module.
+"""Code inside vLLM's processes, and what starts or loads each module there.
 
 | module | hook | process |
 |---|---|---|
-| `api_server` | main module of the command, in place of vLLM's | API server |
+| `api_server`, and the modules that it imports | main module of the command, in place of vLLM's | API server |
 | `readiness`, and the modules that it imports | `--middleware` | API server |
 | `endpoints`, and the modules that it imports | entry point `vllm.endpoint_plugins` | API server |
 | `patches.serving.compile_watch` | entry point `vllm.general_plugins` | every process |
