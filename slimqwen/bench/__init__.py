@@ -4,4 +4,4 @@ from slimqwen.errors import SlimqwenError
 
 
 class BenchError(SlimqwenError):
-    """A measurement cannot be made here, or its figures would be meaningless."""
+    """A speed cannot be measured here, or its figures would be meaningless; the message says why."""

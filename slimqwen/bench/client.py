@@ -34,7 +34,13 @@ _READ_LINES = (0, 3)
 
 
 def counters(base_url: str) -> Mapping[str, float]:
-    """Read a server's counters, gauges and sums of histograms by sample name, summed over engines.
+    """Read a server's Prometheus metrics: counters, gauges and sums of histograms, each summed over engines.
+
+    Args:
+        base_url: URL of the server, without /metrics.
+
+    Returns:
+        Name of the metric, such as vllm:prefix_cache_hits_total -> its value.
 
     Raises:
         ServerLostError: the server does not answer.
@@ -47,15 +53,16 @@ class Batch:
     """Requests to /v1/completions, and how they are sent.
 
     Attributes:
-        name: of the requests in errors.
-        requests: token IDs of each prompt and the length of its response in tokens.
+        name: what error messages call these requests.
+        requests: token IDs of each prompt, and the length of its response in tokens; the model's end of text is
+            ignored.
         abandoned: further requests, all sent at the beginning, whose clients close the connection: alternately before
-            the first token and after two chunks.
+            the first token and after two chunks. They are not measured.
         rate_per_s: requests a second; None sends each as soon as `concurrency` allows.
         fixed_gap: whether requests arrive at equal intervals instead of as a Poisson process.
         concurrency: most requests in flight; None for no limit.
-        sampling: further fields of each request.
-        seed: of the arrival times.
+        sampling: further fields of each request, such as temperature.
+        seed: seed of the arrival times.
     """
 
     name: str
@@ -74,6 +81,8 @@ def send_requests(
     """Send requests by vLLM's benchmark client and wait for all responses.
 
     Args:
+        server: server that gets the requests.
+        batch: the requests, and how they are sent.
         log: file for the output of the benchmark client.
         answered: called once after each response, to count progress.
         watch: measures the load of the host during the requests.
@@ -84,7 +93,8 @@ def send_requests(
         text, empty for a success.
 
     Raises:
-        ServerLostError: no request got a response, or an abandoned one was refused.
+        ServerLostError: no request got a response, or the server refused an abandoned request. Single failed requests
+            raise nothing: they are in `errors`.
     """
     # Imported outside capture_output, because vLLM's log handler keeps the stream that it finds at import.
     run_benchmark = _prepare_benchmark(server, batch, answered)
@@ -191,5 +201,5 @@ async def _abandon_request(
 
 
 def last_line(error: str) -> str:
-    """The last line of a traceback, which names the cause."""
+    """The last line of a traceback, which names the cause; "no answer" for an empty text."""
     return (error.strip().splitlines() or ["no answer"])[-1]

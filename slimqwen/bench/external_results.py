@@ -37,14 +37,14 @@ class ExternalRun(NamedTuple):
 
     Attributes:
         tool: the tool and its version, where its file states one.
-        model: as requests named it; empty where the file does not say.
+        model: name of the model in requests; empty where the file does not say.
         load: load in words, such as "4 at a time".
         prompt_tokens: mean length of a prompt, tokens.
         output_tokens: mean length of a response, tokens.
         requests: number of requests that succeeded.
-        failures: number of others.
+        failures: number of requests that failed or did not end.
         ttft_ms, tpot_ms, e2el_ms: medians, as in a latency record; None if the file has none.
-        output_tokens_per_s: of all requests together.
+        output_tokens_per_s: output tokens per second of all requests together; None if the file has none.
         limits: phrases that say what of the run cannot be compared with a record.
     """
 
@@ -65,8 +65,12 @@ class ExternalRun(NamedTuple):
 def read_external(file: Path) -> list[ExternalRun]:
     """Read the runs in a result file of GuideLLM, AIPerf or `vllm bench serve`.
 
+    Returns:
+        At least one run, each with a request that succeeded.
+
     Raises:
-        BenchError: the file cannot be read, is of none of them, lacks what is read, or is of a run that did not end.
+        BenchError: the file cannot be read, exceeds `MOST_BYTES`, is of no such tool, lacks a field, or holds no run;
+            or a run was cancelled or had no success.
     """
     try:
         if file.stat().st_size > MOST_BYTES:
@@ -350,7 +354,7 @@ _FORMS: Mapping[str, type[_Form]] = MappingProxyType(
 
 
 def at_a_time(limit: int | None) -> str:
-    """A limit on concurrent requests in words, such as "4 at a time"; None for no limit."""
+    """Put a limit on concurrent requests into words: "4 at a time", or "all at once" for None."""
     return f"{limit} at a time" if limit else "all at once"
 
 

@@ -16,15 +16,18 @@ def list_lines(
 ) -> list[str]:
     """Write a command line of GuideLLM for each prompt class.
 
-    A comment before it says what has to be filled in or what differs from the workload. GuideLLM makes up its own text
-    of the same length in tokens, so prefix hits and acceptance differ.
+    GuideLLM makes up its own text of the same length in tokens, so prefix hits and acceptance differ.
 
     Args:
+        workload: workload whose load is imitated.
         server: URL, without /v1.
-        model: as requests name it.
+        model: the served model's name in requests.
         tokenizer: folder or name on a hub.
         context: longest prompt and response together, tokens.
         sequences: most requests that the server runs at once.
+
+    Returns:
+        Lines for a shell. A command follows comments (#) on what has to be filled in, or differs from the workload.
 
     Raises:
         BenchError: GuideLLM has no load of this shape, or the lengths do not fit the context.

@@ -15,7 +15,7 @@ SUFFIX_TOKENS = 16
 
 
 class NewText:
-    """Each prompt is new text.
+    """The shape in which each prompt is new text, and the base class of all shapes.
 
     Attributes:
         abandoned: number of further requests of a class whose clients close the connection, alternately before the
@@ -27,12 +27,17 @@ class NewText:
     whole_blocks: ClassVar[bool] = False
 
     def __init__(self, cutter: PromptCutter, more_text: Iterator[int]) -> None:
-        """Begin a round; `more_text` yields tokens without end, for prompts that later classes make longer."""
+        """Begin a round.
+
+        Args:
+            cutter: cuts new prompts from the workload's text.
+            more_text: yields tokens without end, for prompts that later classes make longer.
+        """
         self.cutter, self.more_text = cutter, more_text
 
     @staticmethod
     def known_from(place: int) -> int | None:
-        """Place of the earlier class whose prompts those of this class begin with; None if all text is new."""
+        """Index of the earlier class whose prompts this class's prompts begin with; None if all text is new."""
         return None
 
     def prompts(self, place: int, lengths: Sequence[int]) -> list[Tokens]:
@@ -40,7 +45,7 @@ class NewText:
         return [prompt for length in lengths for prompt in self.cutter.cut(1, length)]
 
     def keep(self, prompts: Sequence[Tokens], texts: Sequence[str]) -> None:
-        """Note the responses to the prompts of the last class, from which a later class may continue."""
+        """Take the responses to the last class's prompts, for shapes whose later classes continue from them."""
 
 
 class Prefixes(NewText):
@@ -51,7 +56,7 @@ class Prefixes(NewText):
 
     @staticmethod
     def known_from(place: int) -> int | None:
-        """The first class, for every later one."""
+        """0, the first class, for every later class; None for the first."""
         return 0 if place else None
 
     def prompts(self, place: int, lengths: Sequence[int]) -> list[Tokens]:
@@ -75,7 +80,7 @@ class Sessions(NewText):
 
     @staticmethod
     def known_from(place: int) -> int | None:
-        """The class before, which is the turn before."""
+        """Index of the class before, whose turn this one continues; None for the first."""
         return place - 1 if place else None
 
     def prompts(self, place: int, lengths: Sequence[int]) -> list[Tokens]:

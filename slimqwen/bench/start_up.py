@@ -104,7 +104,7 @@ class StartUp(Record):
         return {kind: starts for kind in KINDS if (starts := getattr(self, kind)) is not None}
 
     def figures(self) -> Mapping[str, Figure]:
-        """All numbers; `ready_seconds` is of the starts that users get: baked if measured, else eager, else cold."""
+        """Every number of the record by name; `ready_seconds` is of baked starts, else of eager, else of cold ones."""
         starts = self.baked or self.eager or self.cold
         assert starts
         middle, low, high = summarise_starts(starts)["ready"]
@@ -142,8 +142,15 @@ def measure_start_up(
     """Time starts of a variant's server of each kind that it has, in turns, and write the record.
 
     Args:
-        rounds: number of starts of each kind.
-        log: file that collects the logs of all starts.
+        variant: variant whose server is started and ended again.
+        rounds: number of starts of each kind, at least 2.
+        log: file that collects the logs of all starts; it is emptied first.
+        command: command line that the record states as its origin.
+        even_if_busy: whether to measure on a busy host; the record is then marked, and never compared.
+        progress: receives (activity, done, total) in starts.
+
+    Returns:
+        Path of the record.
 
     Raises:
         BenchError: a cold start loaded a graph, a baked one compiled a graph, or vLLM's log lacks a phase.
@@ -198,7 +205,7 @@ def measure_start_up(
 
 
 def summarise_starts(starts: Starts) -> dict[str, tuple[float, float, float]]:
-    """Median, fastest and slowest seconds of each phase, and of the time until ready.
+    """Median, fastest and slowest seconds of each phase, and of the time until ready under the name "ready".
 
     Fastest and slowest are a distribution-free confidence interval of the median: all n starts lie on one side of the
     true median with probability 2^(1 - n).
@@ -214,7 +221,7 @@ def _format_seconds(summary: Mapping[str, tuple[float, float, float]], phase: st
 
 
 def split_phases(log: str, ready_seconds: float) -> dict[str, float]:
-    """Split one start into the seconds of its phases.
+    """Split one start into phases: name of the phase (`PHASES`) -> its seconds.
 
     Args:
         log: text of vLLM's log until the server was ready.

@@ -70,12 +70,12 @@ class ServiceLevel(_Strict):
     tpot_ms: Positive
 
     def is_met_by(self, request: Mapping[str, Any]) -> bool:
-        """Whether a successful request is within both limits."""
+        """Whether a successful request, a mapping with `ttft_ms` and `tpot_ms`, is within both limits."""
         return bool(request["ttft_ms"] <= self.ttft_ms and request["tpot_ms"] <= self.tpot_ms)
 
 
 class PromptClass(_Strict):
-    """A prompt class: requests of one kind.
+    """A prompt class: requests of equal or alike lengths that are sent in the same way.
 
     Attributes:
         name: key of the class in the file.
@@ -116,7 +116,13 @@ class PromptClass(_Strict):
         return None if self.concurrency in (None, UNLIMITED, TO_MAX_NUM_SEQS) else int(self.concurrency)
 
     def lengths(self, seed: Sequence[int], min_tokens: int, max_model_len: int) -> list[tuple[int, int]]:
-        """Draw lengths of prompt and response, tokens, for each request of a round; equal seeds give equal lengths."""
+        """Draw lengths of prompt and response, tokens, for each request of a round; equal seeds give equal lengths.
+
+        Args:
+            seed: numbers that seed the generator.
+            min_tokens: shortest length that is drawn.
+            max_model_len: longest prompt and response together; longer pairs are cut to it.
+        """
         if not self.spread:
             return [(self.prompt_tokens, self.output_tokens)] * self.requests
         rng = np.random.default_rng(seed)
@@ -137,7 +143,7 @@ class Workload(Settings):
     """A workload: one file of eval/workloads/.
 
     Attributes:
-        documents: text from which prompts are cut, as `slimqwen.text.prompts.documents` takes it.
+        documents: text from which prompts are cut: name of a text in eval/texts, or a path relative to the repository.
         seed: seed of the first document, of drawn lengths and of arrival times.
         reference_context_tokens: context length for which the lengths are written; for a shorter served context, all
             lengths are multiplied by max_model_len / reference_context_tokens.
@@ -149,7 +155,7 @@ class Workload(Settings):
         config: config.env lines that replace each variant's own for this workload.
         service_level: limits within which a request counts for the goodput; None for no goodput.
         columns: figures of the table: `<measure>.<statistic>`, or a figure of a class.
-        shape: what the prompts begin with (`slimqwen.bench.load_shapes`).
+        shape: what the prompts begin with: new text, prefixes that were sent before, or the earlier turns of a session.
         classes: classes in the order in which they are sent.
         prompts: file of prompts that are sent unchanged in every round, relative to the repository; None if prompts are
             cut from `documents`.
@@ -195,12 +201,17 @@ class Workload(Settings):
         return super()._from_text(replace(text, content={**own, **content}), name)
 
     def inputs(self, root: Path) -> Sequence[Path | YamlPart]:
-        """Files on which the requests depend: the workload's own, and its prompts or documents."""
+        """Files on which the requests depend: the workload's YAML file, and its prompts or documents."""
         text = root / self.prompts if self.prompts else resolve_text(self.documents, root)
         return [*super().inputs(root), text]
 
     def of_own_prompts(self, prompts: Sequence[Sequence[int]], output_tokens: Sequence[int]) -> "Workload":
-        """The workload with a single class of these prompts (token ids); the class states their mean lengths."""
+        """A copy of the workload whose only class stands for given prompts; the class states their mean lengths.
+
+        Args:
+            prompts: token IDs of each prompt.
+            output_tokens: length of the response to each prompt, tokens.
+        """
         lengths = {
             "prompt_tokens": round(statistics.fmean(map(len, prompts))),
             "output_tokens": round(statistics.fmean(output_tokens)),
@@ -237,7 +248,7 @@ class Workload(Settings):
 
     @property
     def needs_prefix_cache(self) -> bool:
-        """Whether the workload measures the prefix cache, which it then turns on."""
+        """Whether the workload measures the prefix cache: it repeats prefixes, and its `config` turns the cache on."""
         return self.shape != "new_text" and self.config.get("VLLM_ENABLE_PREFIX_CACHING") == "1"
 
     @property
@@ -250,7 +261,11 @@ class Workload(Settings):
         return min(1.0, max_model_len / self.reference_context_tokens)
 
     def expanded(self, max_num_seqs: int = 1) -> list[PromptClass]:
-        """The classes with the lengths in the file; a sweep of the concurrency becomes one class for each value."""
+        """The classes with the lengths in the file; a sweep of the concurrency becomes one class for each value.
+
+        Args:
+            max_num_seqs: sequences that the server runs at once, the last value of a sweep.
+        """
         classes = []
         for c in self.classes:
             if c.concurrency != TO_MAX_NUM_SEQS:
@@ -267,12 +282,12 @@ class Workload(Settings):
         return classes
 
     def scaled(self, max_model_len: int, max_num_seqs: int = 1, block_tokens: int = 1) -> list[PromptClass]:
-        """The classes of `expanded` with their lengths scaled to a server's context.
+        """The classes with their lengths scaled to a server's context; a sweep becomes one class for each concurrency.
 
         Args:
             max_model_len: longest prompt and output together that the server accepts, tokens.
             max_num_seqs: sequences that the server runs at once.
-            block_tokens: the server's effective attention block, the unit of prefixes, tokens.
+            block_tokens: block size of the server's prefix cache, tokens, of which prefixes are multiples.
 
         Raises:
             BenchError: the shortest lengths do not fit in the context, or a prompt is shorter than a block.
@@ -303,6 +318,9 @@ class Workload(Settings):
 
 
 def name_workload(variant: Variant) -> str:
-    """Name of a variant's default workload: its own evaluation if that has a file of prompts, else `classes`."""
+    """Name of a variant's default workload: the own evaluation that its EVALUATION names, if prompts are in it.
+
+    Without such a file of prompts in eval/own/<name>/ it is `classes`.
+    """
     own = find_own_evaluation(variant)
     return own.name if own and find_table(own, _PROMPTS).is_file() else "classes"

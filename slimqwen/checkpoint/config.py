@@ -68,7 +68,7 @@ def quantisation(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def quantised(config: Mapping[str, Any], form: Mapping[str, Any]) -> dict[str, Any]:
-    """The same config with `form` as its only quantization_config, outside `text_config`."""
+    """A copy of the config with `form` as its only quantization_config, at the top level."""
     changed = {key: value for key, value in config.items() if key != "compression_config"}
     changed["quantization_config"] = dict(form)
     if "text_config" in config:
@@ -78,7 +78,7 @@ def quantised(config: Mapping[str, Any], form: Mapping[str, Any]) -> dict[str, A
 
 
 def untied(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The same config with an output head that is not tied to the embedding, in `text_config` too."""
+    """A copy of the config that says that the output head is not tied to the embedding, in `text_config` too."""
     changed = {**config, "tie_word_embeddings": False}
     if "text_config" in config:
         changed["text_config"] = {**config["text_config"], "tie_word_embeddings": False}
@@ -86,7 +86,11 @@ def untied(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def has_random_weights(folder: Path) -> bool:
-    """Whether a checkpoint has random weights, so that its responses mean nothing."""
+    """Whether a checkpoint has no weights of its own, so that vLLM makes random ones and responses mean nothing.
+
+    Raises:
+        CorruptCheckpointError: config.json cannot be read.
+    """
     return RANDOM_WEIGHTS in read_config(folder)
 
 

@@ -33,7 +33,11 @@ SIZE_KEY = "mtp_draft_vocab_size"
 
 
 def read_token_ids(tensors: Mapping[str, TensorInfo], vocab_size: int) -> npt.NDArray[np.int64] | None:
-    """The token ids of the draft head's rows, or None where the checkpoint has no draft head.
+    """The token ids of the draft head's rows, int64 [rows], ascending; None where the checkpoint has no draft head.
+
+    Args:
+        tensors: tensors of the checkpoint by name.
+        vocab_size: rows of the full output head; every id is below it.
 
     Raises:
         CorruptCheckpointError: weight or ids are missing, or the ids do not fit the rows or `vocab_size`.
@@ -62,13 +66,17 @@ def read_token_ids(tensors: Mapping[str, TensorInfo], vocab_size: int) -> npt.ND
 
 
 def refuse_lost(folder: Path, config: Mapping[str, Any], names: Collection[str]) -> None:
-    """Refuse a checkpoint whose draft head was left behind when its folder was copied: the index does not list it.
+    """Refuse a checkpoint whose config.json announces a draft head that its files lack.
+
+    The usual reason is a copy of the folder by its index, which does not list the file of the draft head.
 
     Args:
+        folder: folder of the checkpoint, for the message.
+        config: content of its config.json.
         names: names of the checkpoint's tensors.
 
     Raises:
-        CorruptCheckpointError: config.json announces a draft head, but the checkpoint has an MTP head without one.
+        CorruptCheckpointError: the draft head is missing. A checkpoint without an MTP head needs none and passes.
     """
     drafts = any(name.startswith("mtp.") for name in names)
     has_head = any(name.startswith(PREFIX) for name in names)
@@ -80,7 +88,7 @@ def refuse_lost(folder: Path, config: Mapping[str, Any], names: Collection[str])
 
 
 def announced(config: Mapping[str, Any], rows: int) -> dict[str, Any]:
-    """The same config with the number of rows of the draft head in the language model's part."""
+    """A copy of the config that announces a draft head: its number of rows, in the language model's part."""
     if "text_config" in config:
         return {**config, "text_config": {**config["text_config"], SIZE_KEY: rows}}
     return {**config, SIZE_KEY: rows}

@@ -8,10 +8,10 @@ class MissingCheckpointError(SlimqwenError):
 
 
 class CorruptCheckpointError(SlimqwenError):
-    """The checkpoint's files contradict each other or its manifest."""
+    """A file of the checkpoint is missing or damaged, or contradicts the other files or the manifest."""
 
     def __init__(self, fault: str, cure: str = "") -> None:
-        """An error of one fault.
+        """Create the error from one fault and its cure.
 
         Args:
             fault: the cause, with the file or folder.
@@ -25,10 +25,10 @@ class CorruptCheckpointError(SlimqwenError):
 
     @property
     def faults(self) -> list[str]:
-        """The fault as a list of one line, without a cure."""
+        """The whole message, fault and cure, as a list of one line."""
         return [str(self)]
 
     def with_cure(self, cure: str) -> "CorruptCheckpointError":
-        """The same error with this cure added to its message; the default cure is dropped."""
+        """A copy of the error with this cure at the end of its message; the default cure is dropped."""
         fault, *cures = self.args
         return CorruptCheckpointError(fault, "; ".join([*cures, cure]))

@@ -79,7 +79,7 @@ class Manifest(BaseModel):
         stage: name of the stage that made the checkpoint, or `download`.
         key: content key: SHA-256 over the ingredients, which names the checkpoint in the store; empty outside a store.
         recipe_key: SHA-256 over the base's digest, and stage, parameters and data of every stage up to this one; empty
-            outside a store. Other than `key`, it does not depend on the bytes that a stage made on this kind of CPU.
+            outside a store. Unlike `key`, it does not depend on the bytes that a stage made on this kind of CPU.
         ingredients: everything that decides the content, by dotted name.
         wall_seconds: duration of the stage.
         peak_memory_bytes: largest resident size of the stage's process.
@@ -120,7 +120,7 @@ class Manifest(BaseModel):
             ) from None
 
     def write(self, folder: Path) -> None:
-        """Write the manifest."""
+        """Write manifest.json into a folder."""
         text = json.dumps(self.model_dump(mode="json"), indent=2, sort_keys=True)
         (folder / MANIFEST).write_text(text + "\n", encoding="utf-8")
 
@@ -129,12 +129,14 @@ def check_folder(folder: Path, cure: str) -> None:
     """Check in milliseconds the files that a loader needs: config, headers, sizes, index and tokenizer files.
 
     Args:
+        folder: folder of the checkpoint.
         cure: end of the error messages, such as "`slimqwen recipe run tiny-awq` makes it".
 
     Raises:
         MissingCheckpointError: the folder does not exist or is empty.
-        CorruptCheckpointError: a file is missing, unreadable, too short, too long or not in the index.
-        CorruptCheckpointError, UnsupportedFormatError: as `check_form`.
+        CorruptCheckpointError: a file is missing, unreadable, too short, too long or not in the index; or only a part
+            of the MTP head or draft head is there.
+        UnsupportedFormatError: vLLM would not load the weights as they are stored.
     """
     if not folder.is_dir() or not any(folder.iterdir()):
         raise MissingCheckpointError(f"no checkpoint in {folder}; {cure}")
@@ -159,13 +161,21 @@ def check_folder(folder: Path, cure: str) -> None:
 def verify(folder: Path, cure: str, progress: Progress = silent) -> Manifest:
     """Compare the hash of every file with the manifest, and every tensor with those that config.json promises.
 
+    Reads the whole checkpoint.
+
     Args:
-        cure: end of the error messages, as for `check_folder`.
+        folder: folder of the checkpoint.
+        cure: end of the error messages, such as "`slimqwen recipe run tiny-awq` makes it".
         progress: receives (activity, done, total) in bytes.
 
+    Returns:
+        The manifest, which every file fits.
+
     Raises:
-        MissingCheckpointError: as `check_folder`.
-        CorruptCheckpointError: as `check_folder`; or a file or tensor is missing, unexpected or different.
+        MissingCheckpointError: the folder does not exist or is empty.
+        CorruptCheckpointError: a file or tensor is missing, unexpected or different, or the manifest is missing.
+        UnsupportedFormatError: vLLM would not load the weights as they are stored, or transformers has no such model
+            class.
     """
     check_folder(folder, cure)
     with _cure(cure):
@@ -191,9 +201,10 @@ def digest(folder: Path, progress: Progress = silent) -> str:
     """The checkpoint digest: SHA-256 over the names and hashes of the files that decide what the checkpoint computes.
 
     The manifest, the model card and the compile cache (which differs from one bake to the next) are left out. Hashes
-    are kept (`slimqwen.checkpoint.hashes`), so that a checkpoint is read once.
+    are kept (`slimqwen.checkpoint.hashes`), so a file is read again only if it has changed.
 
     Args:
+        folder: folder of the checkpoint.
         progress: receives (activity, done, total) in bytes where files are read.
     """
     files = {name: path for name, path in list_files(folder).items() if name not in COMPILE_CACHE}
@@ -201,10 +212,14 @@ def digest(folder: Path, progress: Progress = silent) -> str:
 
 
 def recipe_key(folder: Path, present: str | None = None) -> str | None:
-    """The recipe key of a checkpoint that a recipe made and nobody has changed since; None for any other checkpoint.
+    """The recipe key (see `Manifest`) of a checkpoint that a recipe made; None for any other or a changed checkpoint.
 
     Args:
+        folder: folder of the checkpoint.
         present: the checkpoint's digest if known; None to compute it.
+
+    Raises:
+        CorruptCheckpointError: the manifest cannot be read.
     """
     if not (folder / MANIFEST).is_file():
         return None
@@ -223,17 +238,22 @@ def _digest_of(records: Mapping[str, FileRecord]) -> str:
 
 
 def file_records(folder: Path, progress: Progress = silent) -> dict[str, FileRecord]:
-    """Hash every file of a checkpoint: the `files` of a Manifest."""
+    """Hash every file of a checkpoint, each read whole: path in the folder -> hash and size."""
     return hash_anew(folder, list_files(folder), progress)
 
 
 def keep_records(folder: Path, records: Mapping[str, FileRecord]) -> None:
-    """Store the hashes of a checkpoint that was just downloaded and verified, so that it is not read again."""
+    """Store the hashes of a checkpoint that was just downloaded and verified, so that it is not read again.
+
+    Args:
+        folder: folder of the checkpoint.
+        records: path in the folder -> hash and size.
+    """
     keep_hashes(folder, {name: folder / name for name in records}, records)
 
 
 def tree_records(folder: Path, progress: Progress = silent) -> dict[str, FileRecord]:
-    """Hash every file except dot files of any folder, such as a data set; returns hashes by path in the folder."""
+    """Hash every file of any folder, such as a data set, except dot files: path in the folder -> hash and size."""
     files = {
         path.relative_to(folder).as_posix(): path for path in sorted(folder.rglob("*")) if path.is_file()
     }
@@ -275,7 +295,7 @@ def bytes_on_disk(folder: Path) -> int:
 
 
 def kept_token_ids(folder: Path) -> npt.NDArray[np.int64] | None:
-    """The token id before pruning of each row of a checkpoint; None if its vocabulary was not pruned.
+    """The original token id of each row of a pruned vocabulary, int64 [rows]; None if it was not pruned.
 
     Raises:
         CorruptCheckpointError: vocab_map.json cannot be read.
@@ -306,12 +326,12 @@ def side_files(folder: Path) -> dict[str, Path]:
 
 
 def carry_side_files(source: Path, destination: Path) -> None:
-    """Copy the `side_files` of a checkpoint to another folder."""
+    """Copy the files that no stage changes (`side_files`: tokenizer, templates, licences) to another folder."""
     _copy(side_files(source), destination)
 
 
 def carry_all(source: Path, destination: Path, leave_out: Sequence[str] = ()) -> None:
-    """Copy every file except the manifest, the model card, dot files and the names in `leave_out`."""
+    """Copy a checkpoint's files to another folder, but not manifest, model card, dot files and names in `leave_out`."""
     _copy({name: path for name, path in list_files(source).items() if name not in leave_out}, destination)
 
 
@@ -330,7 +350,8 @@ def publish(destination: Path) -> Iterator[Path]:
     under `.staging` are deleted first.
 
     Raises:
-        SlimqwenError: `destination` exists already.
+        SlimqwenError: `destination` exists already; this is found at the end of the block, and the built folder is
+            deleted.
     """
     root = destination.parent / ".staging"
     root.mkdir(parents=True, exist_ok=True)

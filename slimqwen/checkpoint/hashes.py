@@ -28,7 +28,7 @@ _TICK_SECONDS = 0.02
 
 
 class FileRecord(BaseModel):
-    """One file of a checkpoint."""
+    """Hash and size of one file of a checkpoint: SHA-256 in hexadecimal, and bytes."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -65,6 +65,9 @@ def read_hashes(files: Mapping[str, Path], progress: Progress) -> dict[str, File
     Args:
         files: name -> path.
         progress: receives (activity, done, total) in bytes, at least every 16 MiB.
+
+    Returns:
+        Name -> hash and size.
     """
     records: dict[str, FileRecord] = {}
     total, done = sum(path.stat().st_size for path in files.values()), 0
@@ -81,7 +84,16 @@ def read_hashes(files: Mapping[str, Path], progress: Progress) -> dict[str, File
 
 
 def hash_anew(folder: Path, files: Mapping[str, Path], progress: Progress) -> dict[str, FileRecord]:
-    """Hash the files of a folder without using stored hashes, and store the new ones; arguments as `known_hashes`."""
+    """Hash the files of a folder without using stored hashes, and store the new ones.
+
+    Args:
+        folder: folder of the files, which may be read-only.
+        files: name -> path.
+        progress: receives (activity, done, total) in bytes.
+
+    Returns:
+        Name -> hash and size.
+    """
     keys = _settled_keys(files)
     records = read_hashes(files, progress)
     _keep(folder, files, keys, records)
@@ -94,7 +106,10 @@ def known_hashes(folder: Path, files: Mapping[str, Path], progress: Progress) ->
     Args:
         folder: folder of the files, which may be read-only.
         files: name -> path.
-        progress: as for `read_hashes`.
+        progress: receives (activity, done, total) in bytes where files are read.
+
+    Returns:
+        Name -> hash and size.
     """
     keys, kept = _settled_keys(files), _read_kept(folder)
     records = {
@@ -110,7 +125,13 @@ def known_hashes(folder: Path, files: Mapping[str, Path], progress: Progress) ->
 
 
 def keep_hashes(folder: Path, files: Mapping[str, Path], records: Mapping[str, FileRecord]) -> None:
-    """Store hashes that were just computed, so that `known_hashes` does not read the files again."""
+    """Store hashes that were just computed, so that `known_hashes` does not read the files again.
+
+    Args:
+        folder: folder of the files.
+        files: name -> path.
+        records: name -> hash and size.
+    """
     _keep(folder, files, _settled_keys(files), records)
 
 

@@ -53,7 +53,12 @@ Rounding = Callable[["Tensor", "Tensor"], "Tensor"]
 
 
 def linears(stored: Mapping[str, TensorInfo], kind: str) -> dict[str, TensorInfo]:
-    """The unpacked weights of the linears of a kind (a key of `LINEARS`) among the tensors of a checkpoint."""
+    """Select the unpacked linears of one kind from a checkpoint's tensors: name of the weight -> tensor.
+
+    Args:
+        stored: tensors of the checkpoint by name.
+        kind: a key of `LINEARS`, such as "mlp".
+    """
     return {name: info for name, info in stored.items() if is_linear(name, kind)}
 
 
@@ -63,7 +68,7 @@ def is_linear(name: str, kind: str) -> bool:
 
 
 def tensor_pattern(kind: str) -> str:
-    """A regular expression that matches the names of all tensors, packed or not, of the linears of a kind."""
+    """A regular expression for the tensors of one kind of linears, packed or not; `kind` is a key of `LINEARS`."""
     return rf"{LINEARS[kind].removeprefix('re:').removesuffix('$')}\."
 
 

@@ -32,7 +32,8 @@ def check_form(folder: Path) -> None:
         UnsupportedFormatError: a linear is quantised in config.json but not in the files, or the other way round; vLLM
             would use another output head than the stored one; the weights are in an order that vLLM does not read; or
             there are scales of a KV cache that it would not read.
-        CorruptCheckpointError: as `list_tensors`, `holds_mtp_head` and `draft_head.refuse_lost`.
+        CorruptCheckpointError: config.json, index or a header is missing or damaged, or only a part of the MTP head or
+            draft head that config.json announces is there.
     """
     config = read_config(folder)
     form, stored = find_format(quantisation(config)), list_tensors(folder)
@@ -88,7 +89,8 @@ def check_tensors(folder: Path) -> None:
     """Compare the stored tensors with those that config.json promises, quantised ones by the rules of their format.
 
     Raises:
-        CorruptCheckpointError: a tensor is missing, unexpected or other than promised; or as `expected_tensors`.
+        CorruptCheckpointError: config.json is unusable, or a tensor is missing, unexpected or other than promised.
+        UnsupportedFormatError: the installed transformers has no such model class.
     """
     expected, stored = expected_tensors(folder), list_tensors(folder)
     for name, (shape, dtypes) in expected.items():
@@ -116,6 +118,9 @@ def expected_tensors(folder: Path) -> Parts:
 
     Where the format is not exact (`Format.is_exact`), a weight may be stored packed or unpacked. In a layout that is
     not known here, the stored tensors count as promised.
+
+    Returns:
+        Name of the tensor -> its shape, and the dtypes that it may have.
 
     Raises:
         CorruptCheckpointError: config.json is unusable.

@@ -32,11 +32,12 @@ def round_to_nearest(weight: Tensor, form: PackedIntegers) -> Tensor:
 
 
 def quantise(weight: Tensor, group_size: int, bits: int) -> tuple[Tensor, Tensor]:
-    """Quantise weights symmetrically.
+    """Quantise weights symmetrically to the nearest integer.
 
     Args:
         weight: float32 [rows, columns].
         group_size: number of neighbouring weights of a row that share a scale; divides `columns`.
+        bits: bits of an integer with its sign, at most 8.
 
     Returns:
         int8 [rows, columns] from -2^(bits-1) to 2^(bits-1) - 1; and scales, bfloat16 [rows, columns / group_size].

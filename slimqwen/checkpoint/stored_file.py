@@ -1,4 +1,4 @@
-"""What a file of a checkpoint must not be, seen in its first and last bytes: a pointer, behind a mark, empty or cut."""
+"""Checks of a file by its first and last bytes: no git-lfs pointer, no byte order mark, not empty, not cut short."""
 
 import shlex
 from pathlib import Path
@@ -19,11 +19,12 @@ def is_pointer(head: bytes) -> bool:
 
 
 def refuse_pointer(file: Path) -> None:
-    """Refuse a file with which vLLM fails, or which spoils every prompt, although nothing has damaged it.
+    """Refuse a git-lfs pointer in place of a file, and a JSON file or chat template with a byte order mark.
+
+    Neither is damaged, but vLLM cannot read a pointer. At the mark transformers fails, or puts it before every prompt.
 
     Raises:
-        CorruptCheckpointError: it is a pointer of git-lfs; or a JSON file or chat template begins with a byte order
-            mark, at which transformers fails, or which it puts before every prompt. The message has a cure.
+        CorruptCheckpointError: the file is one of these; the message has a cure.
         OSError: the file cannot be read.
     """
     with file.open("rb") as stream:
@@ -38,10 +39,10 @@ def refuse_pointer(file: Path) -> None:
 
 
 def refuse_cut(file: Path) -> None:
-    """Refuse a file that is empty, and a tokenizer.json that ends too early, for vLLM dies of them while it starts.
+    """Refuse an empty file, and a tokenizer.json that is cut short, because vLLM would end at them while it starts.
 
     Raises:
-        CorruptCheckpointError: it is.
+        CorruptCheckpointError: the file is empty or cut short.
         OSError: the file cannot be read.
     """
     length = file.stat().st_size
@@ -57,5 +58,5 @@ def refuse_cut(file: Path) -> None:
 
 
 def remove_mark(file: Path) -> str:
-    """The cure for a byte order mark at the beginning of a file."""
+    """Say how to remove a byte order mark from the beginning of a file, as the end of an error message."""
     return rf"remove it with `sed -i '1s/^\xEF\xBB\xBF//' {shlex.quote(str(file))}`"

@@ -77,7 +77,14 @@ class NewTensor:
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """A stored tensor; its bytes are file[start:end], its dtype is as safetensors spells it."""
+    """A stored tensor, of which only the header was read.
+
+    Attributes:
+        dtype: dtype as safetensors spells it, such as BF16.
+        shape: dimensions.
+        file: file of the tensor.
+        start, end: its bytes are file[start:end].
+    """
 
     dtype: str
     shape: tuple[int, ...]
@@ -91,7 +98,11 @@ class TensorInfo:
         return math.prod(self.shape)
 
     def chunks(self, start: int = 0, end: int | None = None) -> Iterator[bytes]:
-        """Yield the tensor's bytes from `start` to `end` (all by default), at most 16 MiB at a time."""
+        """Yield the tensor's bytes from `start` to `end` (all by default), at most 16 MiB at a time.
+
+        Raises:
+            CorruptCheckpointError: the file ends in the middle of the tensor.
+        """
         position, stop = self.start + start, self.end if end is None else self.start + end
         with self.file.open("rb") as stream:
             stream.seek(position)
@@ -115,7 +126,12 @@ class TensorInfo:
 
 @dataclass(frozen=True)
 class SelectedRows:
-    """Some rows (`ids`, ascending) of a stored tensor, read in blocks as if they were a stored tensor themselves."""
+    """Some rows of a stored tensor, read in blocks as if they were a stored tensor themselves.
+
+    Attributes:
+        info: the stored tensor.
+        ids: numbers of the rows, ascending.
+    """
 
     info: TensorInfo
     ids: npt.NDArray[np.int64]
@@ -210,7 +226,7 @@ def list_tensors(folder: Path) -> dict[str, TensorInfo]:
     """Every tensor of a checkpoint by name, from the headers alone, in the order of files and then of bytes.
 
     Raises:
-        CorruptCheckpointError: a header contradicts its file, the index contradicts the shards, or as `weight_files`.
+        CorruptCheckpointError: a file is missing, a header contradicts its file, or the index contradicts the files.
     """
     tensors: dict[str, TensorInfo] = {}
     for file in weight_files(folder):
@@ -255,9 +271,12 @@ def rewrite(
 ) -> None:
     """Copy the shards of a checkpoint with some tensors changed; the shards keep their names.
 
-    Tensors whose names begin with `UNLISTED_PREFIX` go to `UNLISTED`, wherever they were; an index lists the others.
+    Tensors whose names begin with `UNLISTED_PREFIX` (the draft head) go to the file `UNLISTED`, wherever they were. The
+    new index lists only the others.
 
     Args:
+        source: folder of the checkpoint.
+        destination: folder that gets the new shards and index.
         change: (name, stored tensor) -> the tensors to write instead (none to drop the tensor), or None to copy the
             tensor byte for byte.
         progress: receives (activity, done, total) in bytes of `source`.
@@ -289,7 +308,11 @@ def rewrite(
 
 
 def write_tensors(file: Path, contents: Mapping[str, NewTensor]) -> None:
-    """Write one safetensors file, one tensor after the other."""
+    """Write one safetensors file, one tensor after the other, from the tensors by name.
+
+    Raises:
+        ValueError: a tensor yields another number of bytes than its shape needs.
+    """
     # Wide dtypes first, as in safetensors' own writer: readers need each tensor aligned to its dtype.
     ordered = sorted(contents.items(), key=lambda item: (-_BITS[item[1].dtype], item[0]))
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}

@@ -107,7 +107,7 @@ def read_weights(folder: Path) -> dict[str, Weight]:
     """Every weight and other tensor of a checkpoint by its unquantised name; only the headers are read.
 
     Raises:
-        CorruptCheckpointError: as `list_tensors`.
+        CorruptCheckpointError: config.json, the index or a header is missing or damaged.
     """
     return group_parts(list_tensors(folder), quantisation(read_config(folder)))
 
@@ -116,7 +116,8 @@ def refuse_without_cpu_kernel(folder: Path) -> None:
     """Check that vLLM's CPU build can compute with every weight of a checkpoint.
 
     Raises:
-        UnsupportedFormatError: it has no kernel for one.
+        UnsupportedFormatError: it has no kernel for one of the weights as they are quantised.
+        CorruptCheckpointError: the checkpoint cannot be read.
     """
     form = find_format(quantisation(read_config(folder)))
     weights = group_parts(list_tensors(folder), form.settings) if form.layouts else {}
@@ -129,14 +130,15 @@ def refuse_without_cpu_kernel(folder: Path) -> None:
 
 
 def text_name(name: str) -> str:
-    """The name that a tensor of a checkpoint has in the text-only class of the model."""
+    """The name of a tensor in the model's text-only class: model.language_model.norm.weight is model.norm.weight."""
     return f"model.{name.removeprefix(TEXT_PART)}" if name.startswith(TEXT_PART) else name
 
 
 def changed_weights(first: Path, second: Path, leave_out: Callable[[str], bool]) -> list[str]:
-    """Names (as in the text-only class) of weights that differ between two checkpoints or are in only one of them.
+    """Names of weights that differ between two checkpoints or are in only one of them, as a text-only model has them.
 
     Args:
+        first, second: folders of the checkpoints.
         leave_out: name -> whether that weight is neither compared nor returned.
 
     Raises:
@@ -155,7 +157,11 @@ def changed_weights(first: Path, second: Path, leave_out: Callable[[str], bool])
 
 
 def has_mtp_head(folder: Path) -> bool:
-    """Whether a checkpoint can draft, as `holds_mtp_head`."""
+    """Whether a checkpoint has a whole MTP head, so that it can draft.
+
+    Raises:
+        CorruptCheckpointError: there is only a part of the head, or the checkpoint cannot be read.
+    """
     return holds_mtp_head(read_config(folder), list_tensors(folder))
 
 
@@ -191,7 +197,12 @@ def holds_mtp_head(config: Mapping[str, Any], names: Collection[str]) -> bool:
 
 
 def group_parts(stored: Mapping[str, TensorInfo], settings: Mapping[str, Any]) -> dict[str, Weight]:
-    """Group stored tensors to weights by name, in their order; `settings` is the quantization_config, or empty."""
+    """Group stored tensors to weights, by the name `<module>.weight`; any other tensor keeps its own name.
+
+    Args:
+        stored: tensors by name, whose order is kept.
+        settings: quantization_config of the checkpoint; empty for unquantised weights.
+    """
     parts: dict[str, dict[str, TensorInfo]] = defaultdict(dict)
     for name, info in stored.items():
         match = PART.fullmatch(name)

@@ -17,11 +17,11 @@ _LONGEST_NAME = 40
 
 
 class ModelError(SlimqwenError):
-    """MODEL names a checkpoint that cannot be optimised under its name."""
+    """The MODEL of `slimqwen optimise` cannot be used: its name is taken, or its download exceeds --disk."""
 
 
 def name_of(model: str) -> str:
-    """Name of the baseline for MODEL: a named variant's baseline, else derived from the folder, file or repository."""
+    """Name of the baseline for MODEL: that of a named variant, else one derived from the folder, file or repository."""
     known = variants.names()
     path = Path(model if Path(model).exists() else model.partition("@")[0])
     stem = path.stem if path.suffix == ".gguf" else path.resolve().name
@@ -34,9 +34,16 @@ def find_base(model: str, name: str, evaluation: str | None, disk: float | None,
     """Find the baseline for MODEL; make it if it is missing, and download its checkpoint if a hub has that.
 
     Args:
+        model: MODEL of the command line: a repository, folder, GGUF file or variant.
+        name: name of the baseline, from `name_of`.
         evaluation: evaluation of a new baseline; None for `core`.
         disk: most GB to download; None for no limit.
         yes: whether to download without asking.
+
+    Raises:
+        ModelError: a variant of that name has another checkpoint, or the download exceeds `disk`.
+        HubError: the hub cannot be reached, or hides or lacks the repository.
+        typer.Abort: the user declined the download.
     """
     from slimqwen import hub
 
@@ -77,7 +84,7 @@ def _is_of(model: str, base: Variant) -> bool:
 
 
 def name_served(name: str, context: int | None, sequences: int | None) -> str:
-    """Name of the baseline that serves this context length and number of sequences; None keeps the present value."""
+    """Name of the baseline that serves this context (tokens) and number of sequences; None keeps the present value."""
     known = variants.load(name).settings if name in variants.names() else {}
     for key, value, letter in (("VLLM_MAX_MODEL_LEN", context, "c"), ("VLLM_MAX_NUM_SEQS", sequences, "s")):
         if value is not None and (key not in known or known[key].value != str(value)):
@@ -86,7 +93,10 @@ def name_served(name: str, context: int | None, sequences: int | None) -> str:
 
 
 def serve_with(base: Variant, context: int | None, sequences: int | None) -> Variant:
-    """The baseline with this context length and number of sequences, as a variant that is written if it is missing."""
+    """The baseline with this context length (tokens) and number of sequences; the variant is written if it is missing.
+
+    None keeps the baseline's value; with both None it is the baseline itself.
+    """
     from slimqwen.variant import scaffold
     from slimqwen.variant.config_env import quoted
 

@@ -21,7 +21,11 @@ def commands_file(root: Path) -> Path:
 
 
 def render_commands(command: Any) -> str:
-    """Content of docs/commands.md: the verbs of a command line as a Markdown table."""
+    """Content of docs/commands.md: the verbs of a command line as a Markdown table.
+
+    Args:
+        command: the click command that typer makes of the application.
+    """
     rows = [
         f"| `{name}{_arguments(verb)}` | {_summary(verb)} | {_options(verb)} |\n"
         for name, verb in list_verbs(command, "slimqwen")
@@ -30,7 +34,12 @@ def render_commands(command: Any) -> str:
 
 
 def list_verbs(command: Any, name: str) -> Iterator[tuple[str, Any]]:
-    """Yield every command below a group with its full name."""
+    """Yield every command below a group, each with its full name, such as "slimqwen eval quality".
+
+    Args:
+        command: click command or group; a command without others below it is yielded itself.
+        name: full name of `command`.
+    """
     children = getattr(command, "commands", {})
     if not children:
         yield name, command

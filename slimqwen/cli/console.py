@@ -91,7 +91,7 @@ _UNEXPECTED, _REFUSED, _REFUSED_BY_JUDGE, _INTERRUPTED = 1, 2, 3, 130
 
 
 class Judge(TyperCommand):
-    """A verb whose exit code is a verdict: 1 means fail and 2 inconclusive, so an error ends with 3."""
+    """Class of verbs whose exit code is a verdict, given to typer as `cls`: 0 pass, 1 fail, 2 inconclusive, 3 error."""
 
     def make_context(self, *arguments: Any, **keywords: Any) -> Any:
         """Parse the command line; a usage error ends with exit code 3."""
@@ -126,6 +126,10 @@ def run_command_line(app: typer.Typer, name: str) -> None:
 
     Exit codes: 2 for an expected error, 1 for any other, with one line on stderr; 130 for Ctrl-C; 143 for SIGTERM and
     129 for SIGHUP, as of a terminal that was closed, both of which end child processes and remove temporary folders.
+
+    Args:
+        app: the application, whose arguments are those of this process.
+        name: name of the program in its help.
     """
     app.pretty_exceptions_enable = False
     interrupt_code = _INTERRUPTED
@@ -256,7 +260,7 @@ def warn(text: str) -> None:
 
 
 def duration(seconds: float) -> str:
-    """A time as text, in the largest unit that fits."""
+    """A time as text in a fitting unit: "90 s" below 2 minutes, "45 min" below 2 hours, else "2.5 h"."""
     if seconds < 120:
         return f"{seconds:.0f} s"
     return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"

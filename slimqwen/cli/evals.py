@@ -103,7 +103,7 @@ def roundings(
 
 @app.command(cls=Judge)
 def engine(variant: VariantOption, settings: GateSettingsName = None) -> None:
-    """Compare greedy tokens with a plain engine's: as served, without or with drafts, with or without prefix cache.
+    """Compare greedy tokens with the reference engine's: as served, and with drafts or prefix cache switched.
 
     Exit code 0: the served engine's tokens are equal but for near ties, 1: wrong, 2: inconclusive, 3: error.
     """

@@ -1,4 +1,7 @@
-"""Run an exploration of a variant's checkpoint: print a table, and write results/explorations/<name>_<variant>.json."""
+"""Runs an exploration: a one-off analysis of a variant's checkpoint, whose result is no record.
+
+It prints a table and writes results/explorations/<name>_<variant>.json.
+"""
 
 import argparse
 import json
@@ -21,7 +24,16 @@ Explore = Callable[[Variant, argparse.Namespace], tuple[Table, dict[str, Any]]]
 def run_exploration(
     name: str, parser: argparse.ArgumentParser, explore: Explore, arguments: Sequence[str] | None = None
 ) -> None:
-    """Explore the variant that --variant names; an expected error prints one line on stderr, with exit code 2."""
+    """Explore the variant that --variant names: print the table, and write the figures with their provenance.
+
+    An expected error prints one line on stderr, and ends the process with exit code 2.
+
+    Args:
+        name: beginning of the name of the file that is written.
+        parser: parser of the exploration's own options; --variant is added to it.
+        explore: function of the variant and the parsed options that returns the table and the figures.
+        arguments: words of the command line; None for those of this process.
+    """
     parser.add_argument("--variant", required=True, help="folder of experiments/ whose checkpoint is read")
     options = parser.parse_args(arguments)
     started = provenance.utc_now()

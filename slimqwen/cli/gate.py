@@ -50,7 +50,8 @@ def next_step(record: "Gate", suite: str, questions: Path | None, planned: int =
     """Say what to do after a verdict; for an inconclusive one, what each undecided check lacks.
 
     Args:
-        suite: name of the suite by which quality was judged, every item of which an inconclusive gate has scored.
+        record: record of the gate.
+        suite: name of the suite by which quality was judged. An inconclusive gate has scored all its items.
         questions: file of the questions of an own evaluation; None for other suites.
         planned: number of questions planned to decide what is undecided; 0 if none were.
     """

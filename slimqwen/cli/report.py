@@ -71,6 +71,7 @@ def update_page(folder: Path, *, newest: bool = False) -> None:
     """Rewrite the tables of one variant's README.md, if it has one; if that fails, print the cause and go on.
 
     Args:
+        folder: folder of the variant, experiments/<variant>.
         newest: whether newer records replace those that a table names.
     """
     from slimqwen.report import markdown

@@ -114,7 +114,11 @@ def new(
 
 
 def name_text(corpus: str, folder: Path) -> str:
-    """The text as the recipe.yaml in `folder` must name it: names unchanged, paths relative to the folder."""
+    """The text as the recipe.yaml in `folder` must name it: names unchanged, paths relative to the folder.
+
+    Raises:
+        typer.BadParameter: `corpus` is a path, and nothing is there.
+    """
     path = Path(corpus).expanduser()
     if not path.suffix and len(path.parts) == 1 and not path.exists():
         return corpus
@@ -138,7 +142,14 @@ def create_baseline(
     """Write a baseline variant of a folder, GGUF file or hub repository, and print what was found in the checkpoint.
 
     Args:
+        name: name of the new variant.
+        checkpoint: folder, GGUF file, or owner/name[/file.gguf][@commit] of a hub.
+        hypothesis: what the variant is expected to show; None for a sentence on baselines.
+        evaluation: name of what judges its variants.
         command: command that continues an interrupted download; empty for `slimqwen variant new`.
+
+    Returns:
+        Folder of the variant.
     """
     from slimqwen.models.gguf_file import describe_origin
     from slimqwen.recipe.base_variant import REASONS, CheckpointFacts

@@ -4,4 +4,4 @@ from slimqwen.errors import SlimqwenError
 
 
 class EvalError(SlimqwenError):
-    """An evaluation that cannot be made: unusable settings, suite or checkpoint, or a response without a score."""
+    """An evaluation cannot be made: settings, suite or checkpoint are unusable, or a response got no score."""

@@ -70,13 +70,13 @@ class Acceptance(SplitRecord):
 
     @property
     def basis(self) -> dict[str, Any]:
-        """Properties that two records must share: also settings, the gate's depth, and the side of the split."""
+        """Properties that two records must share to be compared: settings, gate's K, side of the split, data files."""
         split = str(self.split or "of no split")
         own = {"settings": self.settings_name, "gate depth": self.gate_depth, "split": split}
         return own | super().basis
 
     def figures(self) -> Mapping[str, Figure]:
-        """All numbers; `acceptance_length` is at the gate's depth, or at the largest if that one was not measured."""
+        """Every number of the record by name; `acceptance_length` is at the gate's K, else at the largest."""
         lengths = {row.depth: row.length for row in self.depths}
         length = lengths[self.gate_depth if self.gate_depth in lengths else max(lengths)]
         figure = Figure(length.value, "tokens", length.standard_error, count=length.count)
@@ -112,12 +112,20 @@ def measure_acceptance(
     Depths that an interrupted run has measured are not measured again.
 
     Args:
+        variant: the variant; its checkpoint must have an MTP head.
+        settings: prompts, temperatures and limits.
         depths: tokens drafted at a time (K).
+        invocation: settings that all measurements of a command share.
         greedy_only: whether to leave out temperatures above 0.
 
+    Returns:
+        Path of the record.
+
     Raises:
-        ServingError: the variant's weights are random, or its acceptance length is set by a flag.
-        EvalError: the checkpoint has no MTP head, or the engine drafts nothing.
+        ServingError: the variant's weights are random, or a flag sets its acceptance length.
+        MissingCheckpointError, CorruptCheckpointError: a checkpoint of variant or baseline is missing or damaged.
+        EvalError: the checkpoint has no MTP head, the context is too short for a prompt, or the engine drafts nothing.
+        CorpusError: the documents are missing, malformed or too few.
     """
     speed_only.refuse_speed_only(variant, "acceptance")
     started = provenance.utc_now()
@@ -167,10 +175,14 @@ def measure_acceptance(
 def cut_class_prompts(
     variant: Variant, settings: AcceptanceSettings, depth: int, split: Split | None = None
 ) -> dict[str, list[list[int]]]:
-    """Cut prompts of each class by `drafting.cut_prompts`, short enough for drafts of up to `depth` tokens.
+    """Cut prompts of each class from the settings' documents, short enough for drafts of up to `depth` tokens.
+
+    Returns:
+        Name of the class -> prompts in token ids of the variant; the baseline gets the same text.
 
     Raises:
-        EvalError: a checkpoint is missing, the variant has no MTP head, or the context is too short for a prompt.
+        MissingCheckpointError, CorruptCheckpointError: a checkpoint of variant or baseline is missing or damaged.
+        EvalError: the variant has no MTP head, or the context is too short for a prompt.
         CorpusError: the documents are missing, malformed or too few.
     """
     baseline = variants.load(variant.baseline, variant.root) if variant.baseline else variant
@@ -182,7 +194,7 @@ def cut_class_prompts(
 
 
 def summarise_items(items: Sequence[Item]) -> tuple[Depth, ...]:
-    """Estimate the figures of each depth; groups of prompts are the independent observations."""
+    """Estimate the figures of each depth from a record's items; groups of prompts are the independent observations."""
     rows = []
     for depth in dict.fromkeys(item["depth"] for item in items):
         depth_items = [item for item in items if item["depth"] == depth and item["drafts"]]

@@ -23,7 +23,9 @@ class AcceptanceShare:
         first: acceptance length of the baseline, tokens.
         second: acceptance length of the variant, tokens.
         ratio: second / first, with its interval over groups of prompts.
+        groups: number of groups of prompts that both sides have.
         least_share: smallest ratio that passes.
+        verdict: of the interval against `least_share`.
         p_value: one-sided, of the hypothesis that the ratio is at most `least_share`.
     """
 
@@ -43,6 +45,8 @@ def pair_acceptance_records(
     """Find the newest acceptance records of two variants with the same prompts and the same depth (K) at the gate.
 
     Args:
+        first: folder of the first variant's records, experiments/<variant>.
+        second: folder of the second variant's records.
         checkpoints: the two checkpoints that must have been measured, in this or another build; None for any.
 
     Raises:
@@ -64,7 +68,11 @@ def pair_acceptance_records(
 
 
 def compare_acceptance(first: Path, second: Path) -> AcceptanceShare:
-    """Compare two acceptance records, the baseline's first, at the draft depth (K) at which the second one was gated.
+    """Compare two acceptance records at the draft depth (K) at which the second one was gated.
+
+    Args:
+        first: file of the baseline's record.
+        second: file of the variant's record.
 
     Raises:
         NotComparableError: the records are of different splits, or share too few groups of prompts at that depth.
@@ -83,6 +91,8 @@ def compare_drafts(
     """Compare the items of two acceptance records over the groups of greedy prompts that are in both.
 
     Args:
+        first: items of the baseline.
+        second: items of the variant.
         depth: tokens drafted at a time (K).
         least_share: smallest share of the baseline's acceptance length that passes.
 

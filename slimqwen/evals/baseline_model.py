@@ -31,7 +31,16 @@ class BaselineModel:
     """
 
     def __init__(self, weights: Path, cache: Path) -> None:
-        """Load a checkpoint and dequantise its weights; raises what `load_language_model` raises."""
+        """Load a checkpoint and dequantise its weights.
+
+        Args:
+            weights: folder of the checkpoint.
+            cache: folder of the kept hidden states.
+
+        Raises:
+            UnsupportedFormatError: a weight is quantised in a form that is not read here.
+            CorruptCheckpointError: transformers has no such model, or a tensor is missing or has another shape.
+        """
         self._model: Any = load_in_float32(weights)
         self._head = self._model.get_output_embeddings()
         self._weights, self._cache = weights, cache
@@ -45,7 +54,14 @@ class BaselineModel:
         )
 
     def log_probabilities(self, ids: Sequence[int]) -> Tensor:
-        """Log-probabilities of every token after the first: float32 [len(ids) - 1, vocabulary], in main memory."""
+        """Log-probabilities over the vocabulary at each position, given the tokens before it; the first token has none.
+
+        Args:
+            ids: token IDs of a text.
+
+        Returns:
+            float32 [len(ids) - 1, vocabulary], in main memory.
+        """
         file = self._cache / f"{digest_of([self._origin, list(ids)])}.safetensors"
         with torch.inference_mode():
             states = _read(file)
@@ -56,7 +72,7 @@ class BaselineModel:
             return logits.float().log_softmax(-1).cpu()
 
     def free_layers(self) -> None:
-        """Free the layers, but not lm_head, which suffices for texts with kept states; other texts load them again."""
+        """Free the layers; the output head, kept, suffices for texts with kept states. Others load the layers again."""
         self._model = None
         return_freed_memory()
 

@@ -36,6 +36,9 @@ def list_changed_items(first: Path, second: Path) -> list[ChangedItem]:
 
     A score of right or wrong has changed if it differs, any other if it differs by more than the task's margin.
 
+    Args:
+        first, second: files of two quality records.
+
     Raises:
         RecordError: a record or its items are damaged.
     """
@@ -66,6 +69,7 @@ def changed_items_table(first: Path, second: Path, *, most: int | None = None) -
     """Table of the items that changed, worst first; None if none did.
 
     Args:
+        first, second: files of two quality records.
         most: number of rows, None for all.
 
     Raises:

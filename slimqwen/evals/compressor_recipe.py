@@ -1,6 +1,6 @@
-"""Writes a recipe of llm-compressor for what `calibrate` did, as its users publish one beside the weights.
+"""Writes a recipe of llm-compressor for what the stage `calibrate` did, as its users publish one beside the weights.
 
-It does not lie in the checkpoint's top folder, whose digest it would change.
+A published folder has it in a subfolder: in the checkpoint's own folder it would change the checkpoint's digest.
 """
 
 import yaml

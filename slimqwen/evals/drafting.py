@@ -32,10 +32,20 @@ Item = Mapping[str, Any]
 
 
 class AcceptanceSettings(Settings):
-    """Section acceptance of eval/gates/<name>.yaml; tinyworld.yaml explains each field.
+    """Section acceptance of eval/gates/<name>.yaml.
 
     Attributes:
+        documents: text from which prompts are cut: name of a text in eval/texts, or a path relative to the repository.
+        seed: seed of the first document, and of sampled continuations.
+        tokens: length of a continuation, tokens.
+        groups: number of groups into which the prompts of a class are divided, the units of every interval.
+        prompts: number of prompts of a class.
+        proof_prompts: number on the proof's side of a split; None for as many as `prompts`.
+        temperatures: sampling temperatures; 0 is greedy.
+        classes: name of a class -> length of its prompts, tokens, cut where the served context is shorter.
+        gpu: GPU whose data sheet `slimqwen fit` takes where speed cannot be measured.
         gate_depth: tokens drafted at a time (K) at which the gate compares; 0 for the variant's served K.
+        least_share: smallest share of the baseline's acceptance length that passes.
     """
 
     folder: ClassVar[str] = "gates"
@@ -64,18 +74,18 @@ class AcceptanceSettings(Settings):
         return self
 
     def inputs(self, root: Path) -> Sequence[Path | YamlPart]:
-        """Files that the measurement reads: the settings' own, and the documents."""
+        """Files that the measurement reads: the YAML files of the settings, and the documents."""
         return [*super().inputs(root), resolve_text(self.documents, root)]
 
     def depth_of(self, variant: Variant) -> int:
-        """The K at which the gate compares a variant with its baseline; 4 if the variant is served without drafts."""
+        """The K at which the gate compares a variant with its baseline: `gate_depth`, else the served K, else 4."""
         if self.gate_depth:
             return self.gate_depth
         served = ServerCommand.resolve(variant).flags.get("speculative-config") or {}
         return int(served.get("num_speculative_tokens") or _UNSERVED_DEPTH)
 
     def at_depth_of(self, variant: Variant) -> Self:
-        """A copy of the settings whose `gate_depth` is `depth_of(variant)`."""
+        """A copy of the settings for one variant: `gate_depth` is the K at which the gate compares it."""
         return self.model_copy(update={"gate_depth": self.depth_of(variant)})
 
     def prompt_count(self, split: Split | None) -> int:
@@ -99,13 +109,19 @@ def cut_prompts(
     max_tokens: int,
     split: Split | None = None,
 ) -> dict[str, list[list[int]]]:
-    """Cut prompts of each class from the documents and return them in the variant's token ids.
+    """Cut prompts of each class from the documents.
 
     Variant and baseline get the same text: the baseline's tokenizer cuts it to length, also for a pruned variant.
 
     Args:
+        settings: documents, and number and length of the prompts.
+        variant: variant in whose token ids the prompts are returned.
+        baseline: variant whose tokenizer cuts them.
         max_tokens: longest prompt, in tokens of the variant.
         split: side of the split whose documents are used; None for both sides.
+
+    Returns:
+        Name of the class -> prompts in token ids.
 
     Raises:
         CorpusError: the documents are missing, malformed or too few.
@@ -153,13 +169,18 @@ def cut_class_tokens(
     """Cut prompts of each class from the settings' documents, in token ids of the tokenizer that cuts.
 
     Args:
+        settings: documents, and number and length of the prompts.
         tokenize: function from a text to token ids.
         max_tokens: longest prompt, tokens.
+        root: folder that the documents' path is relative to.
         split: side of the split whose documents are used; None for both sides.
         skips_faults: whether to skip malformed documents instead of raising; only for checks of own files.
 
+    Returns:
+        Name of the class -> prompts in token ids.
+
     Raises:
-        CorpusError: the documents are missing, malformed or too few; the message says how many each class lacks.
+        CorpusError: the documents are missing, malformed or too few; the message says how many tokens each class lacks.
     """
     documents = prompts.documents(settings.documents, settings.seed, root, skips_faults=skips_faults)
     cutter = prompts.PromptCutter(
@@ -189,12 +210,16 @@ def measure_drafts(
     """Have a vLLM engine with MTP drafts continue the prompts of each class, group by group.
 
     Args:
+        weights: folder of the checkpoint.
         classes: class name -> prompts in token ids.
-        depth: tokens drafted at a time (K).
+        settings: groups, length of a continuation, and seed.
+        depth: tokens drafted at a time (K); 0 for none.
+        temperatures: sampling temperatures; 0 is greedy.
         flags: vLLM's flags, by name without dashes.
+        progress: receives (activity, done, total) in groups.
 
     Returns:
-        Items of an acceptance record, one per class, temperature and group.
+        Items of an acceptance record (`Item`), one per class, temperature and group.
 
     Raises:
         EvalError: the engine drafts nothing.

@@ -1,4 +1,4 @@
-"""Engine check: greedy tokens of an engine with the served flags, compared with those of a plain reference engine.
+"""Engine check: greedy tokens of an engine with the served flags, compared with those of the reference engine.
 
 The reference engine has the same weights and number formats, and nothing else that could change its tokens: one request
 at a time, whole prompts, eager execution, no drafts, no prefix cache. Compared with it are the served engine and two
@@ -88,7 +88,10 @@ class CheckedEngine(Block):
 
 
 class Engine(ServedRecord):
-    """Greedy tokens of a variant's served engine and its neighbours, compared with a plain reference engine's."""
+    """Greedy tokens of a variant's served engine and its neighbours, compared with those of the reference engine.
+
+    A neighbour has the served flags with drafts or prefix cache switched.
+    """
 
     kind = "engine"
     version = 2
@@ -152,6 +155,7 @@ class TokenComparison:
 
     Attributes:
         same: number of equal tokens before the first difference.
+        differs: whether a token or the length differs.
         near_tie: whether the two tokens of the first difference are equally likely up to rounding noise.
         gap_nats: log-probability of the reference engine's token minus that of the other one, both by the reference
             engine; None if nothing differs or the other token is not among its likeliest.
@@ -170,11 +174,17 @@ def measure_engine(
 ) -> Path:
     """Compare the responses of a variant's engines with the reference engine's, and write the record.
 
-    Engines that an interrupted check has run are not run again.
+    An engine that crashes, hangs or answers wrongly is a result, which the record has. Engines that an interrupted
+    check has run are not run again.
+
+    Returns:
+        Path of the record.
 
     Raises:
-        EvalError: the reference engine fails, or the process of an engine was killed from outside.
+        EvalError: the reference engine fails, or the process of an engine was killed from outside; no record is
+            written.
         ServingError: the variant needs a GPU and there is none.
+        MissingCheckpointError, CorruptCheckpointError: the variant's checkpoint is missing or damaged.
     """
     started = provenance.utc_now()
     variant.require_weights()
@@ -293,7 +303,14 @@ def _refer(
 
 
 def list_engines(server: ServerCommand, settings: EngineSettings) -> dict[EngineName, dict[str, Any]]:
-    """Flags of the engines to compare, by name: the served one and its neighbours, which always batch requests."""
+    """List the engines to compare, by name -> flags of vLLM, the served one first.
+
+    A neighbour has drafts or the prefix cache switched, and runs at least `concurrency` requests at a time.
+
+    Args:
+        server: command of the variant's server.
+        settings: concurrency, and K for a variant that is served without drafts.
+    """
     served = dict(server.flags)
     # The sizes of the served CUDA graphs fit the served K and number of requests, not a neighbour's.
     neighbour = {name: value for name, value in served.items() if name != "cudagraph-capture-sizes"}
@@ -347,8 +364,12 @@ def compare_engine(
     """Compare the responses of an engine with the reference engine's.
 
     Args:
-        run: the engine's responses, or the reason if it broke down.
-        reference: the reference engine's responses.
+        name: name of the engine.
+        flags: its flags of vLLM, by name without dashes.
+        run: its responses and counters, or the reason if it broke down.
+        reference: the reference engine's response to each request.
+        near_tie_nats: largest gap of two log-probabilities that counts as a near tie.
+        seconds: duration of the run.
 
     Returns:
         The engine's result, and one item per response; an item has the tokens only if they differ from the reference's.
@@ -383,7 +404,13 @@ def compare_engine(
 
 
 def compare_tokens(reference: Response, tokens: Sequence[int], near_tie_nats: float) -> TokenComparison:
-    """Compare tokens with the reference engine's up to the first difference, on which all later tokens depend."""
+    """Compare tokens with the reference engine's up to the first difference, on which all later tokens depend.
+
+    Args:
+        reference: response of the reference engine, with log-probabilities.
+        tokens: token IDs of the other engine's response.
+        near_tie_nats: largest gap of two log-probabilities that counts as a near tie.
+    """
     pairs = enumerate(zip(reference.tokens, tokens, strict=False))
     first = next((position for position, (expected, token) in pairs if expected != token), None)
     if first is None:

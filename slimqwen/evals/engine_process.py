@@ -45,9 +45,18 @@ SHORTEST = range(1, 17)
 
 
 class EngineSettings(Settings):
-    """Section engine of eval/gates/<name>.yaml; tinyworld.yaml explains each field.
+    """Section engine of eval/gates/<name>.yaml.
 
-    `concurrency` is also the number of concurrent sessions.
+    Attributes:
+        text: text whose first tokens are the prompts: name of a text in eval/texts, or a path relative to the
+            repository.
+        seed: seed of the first document.
+        noise_factor: largest gap of a near tie, as a multiple of the rounding noise that the same run measures.
+        draft_tokens: K of the engine with drafts, for a variant that is served without.
+        concurrency: least number of requests at a time of the neighbours; also the number of concurrent sessions.
+        lengths: number of consecutive prompt lengths.
+        output_tokens: length of a response, tokens.
+        timeout_s: time limit of one engine, seconds; one that exceeds it counts as broken down.
     """
 
     folder: ClassVar[str] = "gates"
@@ -64,7 +73,7 @@ class EngineSettings(Settings):
     timeout_s: float = Field(gt=0)
 
     def inputs(self, root: Path) -> Sequence[Path | YamlPart]:
-        """Files that the check reads: the settings' own, and the text."""
+        """Files that the check reads: the YAML files of the settings, and the text."""
         return [*super().inputs(root), resolve_text(self.text, root)]
 
 
@@ -81,6 +90,7 @@ class Response:
     """The greedy continuation of a prompt.
 
     Attributes:
+        tokens: token IDs.
         log_probabilities: for each position, natural log-probabilities of the likeliest tokens, by token id; empty
             unless requested.
         cached_tokens: tokens of the prompt that were found in the prefix cache.
@@ -145,6 +155,13 @@ def cut_requests(
     Each asks for `output_tokens`, or as many as the context allows. A text shorter than the longest prompt is repeated:
     prompts need not make sense to show whether two engines agree.
 
+    Args:
+        settings: text, seed, and length of a response.
+        weights: folder of the checkpoint, whose tokenizer is used.
+        root: folder that the text's path is relative to.
+        lengths: prompt lengths, tokens.
+        context_len: most tokens of prompt and response together.
+
     Raises:
         CorpusError: the text is missing, malformed or empty.
     """
@@ -171,6 +188,8 @@ def generate_responses(
     """Send requests to an engine at once, and return its greedy responses in their order.
 
     Args:
+        llm: vLLM's engine in this process (`vllm.LLM`).
+        requests: the requests.
         log_probabilities: whether responses carry the log-probabilities of the likeliest tokens.
     """
     sampling = [_greedy(request, _TOP_LOGPROBS if log_probabilities else None) for request in requests]
@@ -211,10 +230,15 @@ def run_reference(
     """Respond to each request with the reference engine.
 
     Args:
+        weights: folder of the checkpoint.
         task: flags of the engine, and the requests.
+        progress: receives (activity, done, total) in requests.
 
     Returns:
-        Responses with log-probabilities in the order of the requests, and the result of `measure_tie_noise` in nats.
+        Responses with log-probabilities in the order of the requests, and the engine's rounding noise in nats.
+
+    Raises:
+        EvalError: the rounding noise cannot be measured on these responses (`measure_tie_noise`).
     """
     flags, requests = task
     progress("starting", 0, 0)
@@ -235,7 +259,10 @@ def run_engine(
     """Start an engine and respond to prompts in each of the given ways that the engine supports.
 
     Args:
-        task: settings, flags of the engine, ways, requests (None to choose them), and the repository.
+        weights: folder of the checkpoint.
+        task: settings, flags of the engine, ways of sending prompts, requests (None to choose them), and the
+            repository.
+        progress: receives (activity, done, total) in requests.
     """
     settings, flags, ways, requests, root = task
     progress("starting", 0, 0)
@@ -383,20 +410,24 @@ def _abandon(llm: Any, request: Request) -> None:
 def measure_tie_noise(
     llm: Any, requests: Sequence[Request], responses: Sequence[Response], progress: Progress = silent
 ) -> float:
-    """Measure rounding noise: how far the gap of the two likeliest tokens moves if a response is reread in a prompt.
+    """Measure rounding noise: how far the gap of the two likeliest tokens moves if a response is reread as a prompt.
 
     An engine rounds differently when it computes tokens one by one, several drafted tokens at once, or a whole prompt.
-    Compiled graphs and drafts move the gap about as far as rereading (weights/tiny on AMX: root mean square
-    0.027 nats reread, 0.031 compiled, 0.027 with drafts and four requests at a time; all at most 0.19).
+    Compiled graphs and drafts move the gap about as far as rereading (weights/tiny on AMX: root mean square 0.027 nats
+    reread, 0.031 compiled, 0.027 with drafts and four requests at a time; all at most 0.19).
 
     Args:
+        llm: vLLM's engine in this process (`vllm.LLM`).
+        requests: the requests.
         responses: with log-probabilities, in the order of `requests`.
+        progress: receives (activity, done, total) in responses.
 
     Returns:
         The largest shift of a log-probability gap, nats.
 
     Raises:
-        EvalError: no response is short enough to reread, or no position has two tokens within `_CLOSE_NATS`.
+        EvalError: no response is short enough to reread, or at no position are the two likeliest tokens within a factor
+            of 100.
     """
     from vllm import SamplingParams
 

@@ -43,7 +43,13 @@ class EngineProcesses:
     @classmethod
     @contextmanager
     def started(cls, server: ServerCommand, timeout_s: float, log: Path) -> Iterator[Self]:
-        """Start the process that imports vLLM, and stop it at the end of the `with` block; makes the log's folder."""
+        """Start the process that imports vLLM, and stop it at the end of the `with` block; makes the log's folder.
+
+        Args:
+            server: command of the variant's server; the processes get its environment.
+            timeout_s: time limit of each engine's process, seconds.
+            log: file for the output of the processes.
+        """
         log.parent.mkdir(parents=True, exist_ok=True)
         environment = _environment(server, is_served=True)
         with log.open("ab") as output, warm_worker.started(environment, output) as worker:
@@ -61,9 +67,11 @@ class EngineProcesses:
         """Call function(weights, task, progress) in a process of its own.
 
         Args:
-            function: must report progress before it starts the engine: a process that ends before its first report
-                says nothing about the engine.
+            function: must report progress before it starts the engine: a process that ends before its first report says
+                nothing about the engine.
+            task: second argument of the function.
             title: name of the engine in progress and errors.
+            progress: receives (activity, done, total) from the function.
             is_served: whether the process uses the compile cache that a server would use.
 
         Returns:
@@ -72,6 +80,7 @@ class EngineProcesses:
         Raises:
             EvalError: the process ended before its first report, or was killed from outside, as by the kernel when
                 memory runs out.
+            SlimqwenError: the function raised it, an expected error such as unusable settings.
         """
         report = progress_of(title, progress)
         activity, result, refusal = "", None, None

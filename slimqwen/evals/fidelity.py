@@ -54,7 +54,11 @@ WEIGHT_FLAGS = ("dtype", "kv-cache-dtype", "mamba-ssm-cache-dtype", "quantizatio
 
 
 class Unchanged(Block):
-    """Distances of a variant with unchanged checkpoint and dtypes, divided by the plain engine's distances."""
+    """Rounding noise of a variant with its baseline's checkpoint and dtypes, as ratios to the mode single.
+
+    Each ratio is the distance from the baseline in float32, divided by that of the mode single (one text at a time,
+    eager).
+    """
 
     limit: NonNegative = Field(description="Largest ratio that passes.")
     ratios: tuple[NoiseRatio, ...]
@@ -82,12 +86,16 @@ class Reference(Block):
 def changed_reference(
     before: Reference | None, side: Variant, *, on_any_machine: bool, progress: Progress
 ) -> list[str]:
-    """Check whether the baseline of a side has changed since a record; returns its name in a list, or an empty list.
+    """Check whether the baseline of a side has changed since a record was made.
 
     Args:
         before: the baseline that the record states; None in an old record, which then counts as changed.
         side: the variant, or the baseline itself.
         on_any_machine: whether another build of the baseline's checkpoint, and an old record, count as unchanged.
+        progress: receives (activity, done, total) where the checkpoint is hashed.
+
+    Returns:
+        ["baseline"] if it has changed, else an empty list.
     """
     if before is None:
         return [] if on_any_machine else ["baseline"]
@@ -120,7 +128,7 @@ class Fidelity(SplitRecord):
     verdict: Verdict
 
     def tables(self, path: Path) -> list[Table]:
-        """One row per figure and mode, with its limit; then the ratios of unchanged weights."""
+        """A table with a row per figure and mode, with its limit; then the noise ratios of unchanged weights."""
         limits = {**self.limits.model_dump(), "joined_kl_nats": self.limits.kl_nats}
         rows = [
             (heading, mode, _cell(figures, name), f"{limits[name]:g}", str(self.verdicts[mode][name]))
@@ -169,13 +177,22 @@ def measure_fidelity(
 ) -> Path:
     """Compare a variant with its baseline, or a baseline with itself, and write its fidelity record.
 
+    The variant is compared twice: as an uncompiled engine in this process with its weights, dtype and KV cache dtype;
+    then as its server with the whole config.env.
+
     Args:
-        variant: compared twice: as an uncompiled engine in this process with its weights, dtype and KV cache dtype;
-            then as its server with the whole config.env.
+        variant: the variant.
+        settings: texts and limits.
+        invocation: settings that all measurements of a command share.
+
+    Returns:
+        Path of the record.
 
     Raises:
-        ServingError: the variant's weights are random, or its acceptance length is set by a flag.
+        ServingError: the variant's weights are random, or a flag sets its acceptance length.
+        MissingCheckpointError, CorruptCheckpointError: a checkpoint of variant or baseline is missing or damaged.
         EvalError: the checkpoints, texts or settings allow no comparison.
+        CorpusError: the file of texts is missing or malformed.
         RunInProgressError: another process compares the same two.
         ServerLostError: the server died or refused a request; nothing is recorded.
     """

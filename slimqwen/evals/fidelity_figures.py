@@ -88,7 +88,7 @@ class FidelitySettings(Settings):
         batch: number of texts that are read at once in the modes batched and served.
         limits: largest values that pass.
         unchanged_ratio: for a variant with the baseline's checkpoint and dtypes, the largest ratio that passes: its
-            distance from float32 in another mode over that of the plain engine.
+            distance from float32 in the mode batched or served over that in the mode single.
     """
 
     folder: ClassVar[str] = "gates"
@@ -103,7 +103,7 @@ class FidelitySettings(Settings):
     unchanged_ratio: float = Field(gt=1)
 
     def inputs(self, root: Path) -> Sequence[Path | YamlPart]:
-        """The settings' files and the texts."""
+        """Files that the check reads: the YAML files of the settings, and the texts."""
         return [*super().inputs(root), locate(self.texts, root)]
 
     def read_texts(self, root: Path, split: Split | None = None) -> list[tuple[str, str]]:
@@ -178,6 +178,7 @@ class TextComparison:
     """Comparison of one text in one mode.
 
     Attributes:
+        name: id of the text, or JOINED for the text that joins all others.
         mode: way of running the variant, one of MODES, or SERVED.
         bytes: length of the text in UTF-8 bytes.
         compared: positions whose distributions were compared.
@@ -186,7 +187,7 @@ class TextComparison:
         regret_nats: sum of regrets, nats.
         baseline_bits: negative log2-likelihood of the whole text by the baseline.
         variant_bits: negative log2-likelihood of the whole text by the variant.
-        head_deltas: |log-probability difference| of each head token, nats.
+        head_deltas: |log-probability difference| of each token to which the baseline gives 1 % or more, nats.
     """
 
     name: str
@@ -201,20 +202,21 @@ class TextComparison:
     head_deltas: list[float] = field(default_factory=list)
 
     def as_item(self) -> dict[str, Any]:
-        """Fields for the items of a record."""
+        """The comparison as an item of a record: all fields but `head_deltas`."""
         return {name: value for name, value in asdict(self).items() if name != "head_deltas"}
 
 
 def summarise_texts(texts: Sequence[TextComparison]) -> dict[str, Figures]:
-    """Estimate the figures of each mode, with texts as independent observations."""
+    """Estimate the figures of each mode, by its name, with texts as independent observations."""
     modes = dict.fromkeys(each.mode for each in texts)
     return {mode: _figures([each for each in texts if each.mode == mode]) for mode in modes}
 
 
 def judge_figures(figures: Figures, limits: FidelityLimits) -> dict[str, Verdict]:
-    """A verdict for each limit: pass if the whole interval is within it, fail if all of it is beyond.
+    """A verdict for each figure: pass if its whole interval is within the limit, fail if all of it is beyond.
 
-    The divergence of the joined text has no interval, because it is a single text: the value itself is compared.
+    Else it is inconclusive, as for a figure that could not be estimated. `joined_kl_nats`, the divergence on all texts
+    joined into one, is a single value without an interval: it passes up to the limit of `kl_nats`, else it fails.
     """
     verdicts = {}
     for name, limit in limits:
@@ -229,13 +231,13 @@ def judge_figures(figures: Figures, limits: FidelityLimits) -> dict[str, Verdict
 
 
 def noise_ratios(texts: Sequence[TextComparison], limit: float) -> list[NoiseRatio]:
-    """Divide the figures of each mode of one checkpoint by those of its `PLAIN` mode, text by text.
+    """Divide the figures of each mode of one checkpoint by those of its mode single (`PLAIN`), text by text.
 
-    `_FLOAT32_NATS` is added on both sides, so that engines which are exact to float32 have the ratio 1. Over HTTP the
-    divergence counts the tail as one token, which makes its ratio smaller, never larger.
+    1e-6 nats, what float32 can resolve, are added on both sides, so that engines which are exact to float32 have the
+    ratio 1. Over HTTP the divergence counts the tail as one token, which makes its ratio smaller, never larger.
 
     Args:
-        texts: comparisons of `PLAIN` and of other modes; fewer than two texts give no ratios.
+        texts: comparisons in the mode single and in other modes; fewer than two texts give no ratios.
         limit: largest ratio that passes.
     """
     by_mode: dict[str, dict[str, TextComparison]] = {}

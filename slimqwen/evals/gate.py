@@ -90,7 +90,7 @@ class Gate(SplitRecord):
 
 
 def read_findings(path: Path) -> list[Finding]:
-    """The findings of a gate record."""
+    """Read the figures of a gate record, each with its check, limit and verdict."""
     return [Finding.model_validate(item) for item in store.read_items(path)]
 
 
@@ -105,13 +105,23 @@ def measure_gate(
 ) -> Path:
     """Run the checks of a variant and write its gate record.
 
+    A check's record of unchanged inputs is reused, so a second call measures only what is missing.
+
     Args:
+        variant: the variant, which must have a baseline.
+        settings: what each check measures and allows.
+        command: command line that the records state as their origin.
         split_side: side of the split whose items the checks use; None for all items.
+        progress: receives (activity, done, total).
+
+    Returns:
+        Path of the record. A failed or inconclusive check is a verdict in it, not an error.
 
     Raises:
-        ServingError: the variant's weights are random, or its acceptance length is set by a flag.
+        ServingError: the variant's weights are random, or a flag sets its acceptance length.
         EvalError: the variant has no baseline, or the suite's data are not fetched.
         CorpusError: a question of an own evaluation cannot be used, or a text is too short for the prompts.
+        MissingCheckpointError, CorruptCheckpointError: a checkpoint of variant or baseline is missing or damaged.
     """
     speed_only.refuse_speed_only(variant, "the gate's checks")
     started = provenance.utc_now()
@@ -171,6 +181,9 @@ def gate_p_value(path: Path) -> float:
     It is the largest p-value of all figures: rejecting "at least one is true" means rejecting each at the full level
     (intersection-union test; Berger, Technometrics 24 (1982), 295-300). A figure without an interval is not an
     estimate: its p-value is 0 where it passes, else 1.
+
+    Args:
+        path: file of the gate record.
     """
     return max(
         finding.p_value

@@ -21,6 +21,7 @@ class Invocation:
         folder: folder with a folder of records for each variant, relative to the repository.
         split: side of the split whose items are measured; None for all items.
         port: TCP port of servers instead of the variants' own.
+        progress: receives (activity, done, total).
     """
 
     command: Sequence[str]
@@ -30,5 +31,5 @@ class Invocation:
     progress: Progress = silent
 
     def records_of(self, variant: Variant) -> Path:
-        """Folder of a variant's records."""
+        """Folder of a variant's records: <folder>/<variant> in the repository."""
         return variant.root / self.folder / variant.name

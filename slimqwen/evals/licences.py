@@ -46,7 +46,7 @@ class Origin(NamedTuple):
 
     @classmethod
     def of(cls, variant: Variant) -> "Origin":
-        """Follow the recipes of a variant to their first base.
+        """Find the checkpoint from which a variant is made: the recipes are followed from base to base, to the first.
 
         Raises:
             RecipeError: a recipe cannot be used.
@@ -78,7 +78,11 @@ class Origin(NamedTuple):
         return f"{self.name}, which was made from {' and '.join(self.parents)} by its own model card,"
 
     def licence(self, folder: Path) -> dict[str, str]:
-        """The keys of the front matter that state the licence of a checkpoint made from this one."""
+        """The licence of a checkpoint made from this one, as keys of a model card's front matter, such as `license`.
+
+        If the card states none, a licence file in `folder` decides; without one it is "other" for a hub repository,
+        else UNKNOWN.
+        """
         if stated := _stated_licence(self.name, self.metadata, folder):
             return stated
         if self.is_on_hub:
@@ -132,7 +136,7 @@ def list_parts(variant: Variant) -> list[LicensedPart]:
 
 
 def describe_licence(licence: Mapping[str, str], folder: Path) -> str:
-    """A licence in words, with the file or page that has its text.
+    """A licence in words, with the file or page that has its text; for an unknown one, a sentence that none is stated.
 
     Args:
         licence: keys of the front matter, as of `Origin.licence`.

@@ -19,7 +19,7 @@ class Looks:
     """The looks at a task's items up to and with a record.
 
     Attributes:
-        first_look: number of the first look in which each item was scored, from 1, by the item's hash.
+        first_look: hash of an item -> number of the first look in which it was scored, from 1.
         dropped_since: date of the last earlier look whose items are not all among the present ones, so that the count
             began anew; None if there is none.
     """
@@ -29,16 +29,16 @@ class Looks:
 
     @property
     def count(self) -> int:
-        """The number of this look."""
+        """The number of the latest look, from 1."""
         return max(self.first_look.values(), default=1)
 
     @property
     def is_worth_a_line(self) -> bool:
-        """Whether this is a later look, or one that was counted anew, so that a reader should be told."""
+        """Whether a reader should be told: this is a later look than the first, or the count began anew."""
         return self.count > 1 or self.dropped_since is not None
 
     def order(self, item: str) -> tuple[int, bytes]:
-        """Sort key of an item: by look; within a look at random by hash, because neighbours in a file may be alike."""
+        """Sort key of an item, which its hash names: by look, then at random, as neighbours in a file may be alike."""
         return self.first_look[item], hashlib.sha256(item.encode()).digest()
 
     def __str__(self) -> str:
@@ -59,7 +59,11 @@ def read_looks(
     that lacks an item of an earlier look begins a new count.
 
     Args:
+        path: file of the record.
         items: the record's items by task, if they were read already; None to read them.
+
+    Returns:
+        Name of the task -> its looks.
 
     Raises:
         RecordError: the record or its items are damaged; damaged earlier records are left out.

@@ -28,10 +28,12 @@ if TYPE_CHECKING:
 
 
 def render_card(variant: Variant, gate: Path, record: Gate, licence: str | None = None) -> str:
-    """The model card of a variant whose gate passed.
+    """The text of the model card of a variant whose gate passed.
 
     Args:
-        gate: file of `record`.
+        variant: the variant; a recipe must have made its checkpoint.
+        gate: file of the gate record.
+        record: content of that record.
         licence: identifier of the licence to state; None for that of the base.
 
     Raises:
@@ -119,7 +121,9 @@ def describe_elsewhere(folder: Path) -> str:
 
 
 def tabulate_widths(folder: Path) -> list[Table]:
-    """Bits of each packed linear, layer by layer; no table where all linears of a name have one width.
+    """One table of the bits of each packed linear, layer by layer.
+
+    It is left out, an empty list, if each linear has the same width in all layers.
 
     Raises:
         CorruptCheckpointError: the checkpoint cannot be read.

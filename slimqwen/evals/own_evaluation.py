@@ -1,4 +1,7 @@
-"""Checks the files of an own evaluation before a recipe spends hours on a checkpoint that they will judge."""
+"""Checks the files of an own evaluation before a recipe spends hours on a checkpoint that they will judge.
+
+An own evaluation is a folder eval/own/<name>/ with the user's questions, texts and prompts, and limits for them.
+"""
 
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -25,6 +28,9 @@ def list_faults(variant: Variant, folder: Path, further: Iterable[Callable[[], o
         variant: variant that the own evaluation will judge.
         folder: folder of the own evaluation.
         further: readers of other files; each raises a SlimqwenError with the faults that it finds.
+
+    Returns:
+        The faults; an empty list if there are none.
     """
     root, faults = variant.root, []
     readers: list[Callable[[], object]] = [lambda: _check_prompts(folder)]
@@ -43,7 +49,13 @@ def list_faults(variant: Variant, folder: Path, further: Iterable[Callable[[], o
 
 
 def describe(folder: Path) -> list[str]:
-    """List, a line each, what was read as texts, questions and prompts of an own evaluation without faults."""
+    """Describe, a line each, how texts, questions and prompts of an own evaluation were understood.
+
+    Its files must be free of faults (`list_faults`).
+
+    Args:
+        folder: folder of the own evaluation, eval/own/<name>.
+    """
     root = folder.parents[2]
     gate, understanding = GateSettings.load(folder.name, root), Understanding()
     texts = gate.of(FidelitySettings).texts

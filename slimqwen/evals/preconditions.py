@@ -8,7 +8,11 @@ from slimqwen.variant import Variant
 
 
 def find_baseline(variant: Variant) -> Variant:
-    """The baseline of a variant; raises EvalError if it has none."""
+    """The baseline of a variant.
+
+    Raises:
+        EvalError: the variant has none.
+    """
     if variant.baseline is None:
         raise EvalError(
             f"{variant.name} has no baseline; name one in its measurements.json, or take a variant that has one"
@@ -20,7 +24,7 @@ def check_preconditions(*sides: Variant) -> None:
     """Check that the weights of all variants are whole, and that their records can be written.
 
     Raises:
-        MissingCheckpointError, CorruptCheckpointError: as `Variant.require_weights`.
+        MissingCheckpointError, CorruptCheckpointError: a checkpoint is missing or damaged.
         EvalError: a folder for records cannot be written.
     """
     for side in sides:

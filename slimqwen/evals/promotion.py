@@ -31,9 +31,9 @@ class Promotion:
     """The outcome of a promotion.
 
     Attributes:
-        gate: the gate record that passed.
-        card: model card; None where no recipe made the checkpoint.
-        changed: whether a file was written.
+        gate: file of the gate record that passed.
+        card: file of the model card; None where no recipe made the checkpoint.
+        changed: whether a file was written; False if the variant had been promoted by this gate before.
     """
 
     gate: Path
@@ -95,7 +95,15 @@ def _is_of_build(path: Path, gated: MeasuredCheckpoint) -> bool:
 
 
 def find_passing_gate(variant: Variant, progress: Progress) -> tuple[Path, Gate]:
-    """Find the newest gate record that fits the variant's present state; an EvalError if it did not pass."""
+    """Find the newest gate record that fits a variant's checkpoint, flags and settings, and check that it passed.
+
+    Returns:
+        Path and content of the record.
+
+    Raises:
+        EvalError: no record fits, the newest that fits has not passed, or a record that it cites is missing or
+            outdated.
+    """
     command = f"`slimqwen gate --variant {variant.name}`"
     pair, newest = Pair(variant, find_baseline(variant), Invocation((), progress=progress)), ""
     for path in store.records(variant.folder, Gate):

@@ -67,6 +67,6 @@ def publish_variant(
 
 
 def served_elsewhere(variant: Variant, target: Path) -> str:
-    """The command line of vLLM without Slimqwen that serves a published folder."""
+    """The command line of vLLM without Slimqwen that serves a published folder, with the variant's context length."""
     text = variant.settings.get("VLLM_MAX_MODEL_LEN")
     return f"vllm serve {target}{f' --max-model-len {text.value}' if text else ''}"

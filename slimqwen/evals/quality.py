@@ -94,11 +94,11 @@ class TaskScore(Block):
 
     @property
     def sign(self) -> int:
-        """1 if a larger score is better, else -1: a change times this is a gain, and a loss is negative."""
+        """1 if a larger score is better, else -1: a change of the score times it is negative for a loss."""
         return 1 if self.higher_is_better else -1
 
     def share_of_outputs(self, count: int | None) -> str | None:
-        """`count` as "N of M" generations; None if nothing is generated."""
+        """A count in words: "3 of 494" generated responses; None if nothing is generated."""
         return None if count is None else f"{count} of {self.output_count}"
 
     @model_validator(mode="after")
@@ -126,6 +126,7 @@ class Quality(SplitRecord):
         """Names of the suite's settings that changed since the record, such as tasks, scoring, margins and floors.
 
         Args:
+            suite: the suite as its file is now.
             may_be_old: whether an old record may lack settings that records did not have then.
         """
         if self.suite != suite.name or self.tasks.keys() != {task.name for task in suite.tasks}:
@@ -147,7 +148,7 @@ class Quality(SplitRecord):
 
     @property
     def basis(self) -> dict[str, Any]:
-        """Properties that two records must share: also suite, number of items, split, and settings of each task."""
+        """Properties that two records must share to be compared: suite, items, split, task settings, data files."""
         return {
             "suite": self.suite,
             "limit": self.limit or "all items",
@@ -191,7 +192,7 @@ class Quality(SplitRecord):
         return [Table.from_rows(title, self.tasks.items(), columns, *notes, text_columns=2)]
 
     def undecided(self) -> list[str]:
-        """A line for each task with fewer items than its non-inferiority margin needs for a verdict."""
+        """A line for each task with fewer items than a verdict at its margin needs; empty if all have enough."""
         return [
             f"{task}: a margin of {score.non_inferiority_margin:g} needs {score.items_to_decide:,} items under the "
             f"suite's assumption; {score.item_count:,} of {score.available_count:,} were scored"
@@ -206,20 +207,26 @@ def measure_quality(
     limit: Limit,
     invocation: Invocation,
 ) -> Path:
-    """Score a variant and write its quality record.
+    """Score a variant on a suite and write its quality record.
 
-    The server's responses are kept in .cache/quality/ until the record is written: after an interruption the same call
-    continues with them.
+    A running server of the variant is used; without one, a server is started and stopped again. The server's responses
+    are kept in .cache/quality/ until the record is written: after an interruption the same call continues with them.
 
     Args:
-        variant: a running server of the variant is used; without one, a server is started and stopped again.
-        limit: number of items of each task; AUTO: by power analysis; None: all.
+        variant: the variant.
+        suite: tasks and their margins.
+        limit: number of items of each task, at least 2; AUTO: by power analysis; None: all.
+        invocation: settings that all measurements of a command share.
+
+    Returns:
+        Path of the record.
 
     Raises:
         ServerLostError: the server died or refused a request; no record is written, the responses are kept.
-        ServingError: the variant's weights are random, or its acceptance length is set by a flag.
+        ServingError: the variant's weights are random, or a flag sets its acceptance length.
         EvalError: a task is missing or broken, the chat template lacks the thinking switch that the suite sets, the
             suite's data are not fetched, the limit is below 2, or questions or task files were edited meanwhile.
+        CorpusError: a question of an own evaluation cannot be used.
         PromptTooLongError: the served context cannot hold a prompt.
     """
     if isinstance(limit, int) and limit < 2:
@@ -305,7 +312,7 @@ def require_measurable(variant: Variant, suite: Suite) -> None:
 def with_tool_parser(variant: Variant, suite: Suite) -> Variant:
     """The variant as it is served for a suite: with vLLM's tool parser switched on if questions offer tools.
 
-    If the variant names no parser, the checkpoint's chat template decides.
+    The parser is the one that the variant names, else the one that fits the checkpoint's chat template, else hermes.
 
     Raises:
         CorpusError: a chat template cannot be read, or a question of an own evaluation cannot be used.

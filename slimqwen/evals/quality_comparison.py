@@ -27,7 +27,10 @@ class TaskComparison:
     """Comparison of one task in two records: both scores, their difference and the verdict.
 
     Attributes:
+        task: name of the task.
+        measure: what is scored, such as exact_match.
         sign: 1 if a positive difference is a gain, else -1.
+        first, second: scores of the two records, in the unit of the measure.
         difference: second minus first, paired over the items, with the interval of the judgement.
         discordance: items that only one side got right; None if items are not simply right or wrong.
         judgement: verdict on whether the second loses more than the margin.
@@ -48,15 +51,20 @@ class TaskComparison:
 
     @property
     def gain(self) -> float:
-        """The difference with the sign that makes a loss negative."""
+        """The difference of the scores, with its sign turned if less is better, so that a loss is negative."""
         return self.sign * self.difference.value
 
 
 def pair_quality_records(first: Path, second: Path) -> tuple[Path, Path]:
-    """Find quality records of two variants on the same items, each of the variant's checkpoint that was scored last.
+    """Find quality records of two variants on the same items.
 
-    Of several pairs the one with the most items is chosen, so that a sample does not hide a full run; then a pair from
-    the same hardware, because another instruction set changes responses too; then the newest.
+    Of each variant only records of the checkpoint that was scored last count. Of several pairs the one with the most
+    items is chosen, so that a sample does not hide a full run; then a pair from the same hardware, because another
+    instruction set changes responses too; then the newest.
+
+    Args:
+        first: folder of the first variant's records, experiments/<variant>.
+        second: folder of the second variant's records.
 
     Raises:
         MissingRecordError: a variant has no quality record.
@@ -71,7 +79,10 @@ def pair_quality_records(first: Path, second: Path) -> tuple[Path, Path]:
 def best_pair(
     first: Iterable[StoredRecord[Quality]], second: Iterable[StoredRecord[Quality]]
 ) -> tuple[StoredRecord[Quality], StoredRecord[Quality]] | None:
-    """The records of two variants that `pair_quality_records` chooses; None if no two are on the same items."""
+    """Choose a record of each of two variants on the same items; None if no two are on the same items.
+
+    Most items come first, then equal hardware, then the newest.
+    """
     pairs = [(a, b) for a in first for b in second if a.record.basis == b.record.basis]
     return max(pairs, key=_pair_order, default=None)
 
@@ -83,7 +94,9 @@ def _pair_order(pair: tuple[StoredRecord[Quality], StoredRecord[Quality]]) -> tu
 
 
 def current_records(folder: Path) -> list[StoredRecord[Quality]]:
-    """Read the quality records of a variant's last scored checkpoint, newest first; those of a split are left out.
+    """Read a variant's quality records of the checkpoint that was scored last, newest first.
+
+    Records of one side of a split are left out.
 
     Args:
         folder: experiments/<variant>.
@@ -99,7 +112,11 @@ def current_records(folder: Path) -> list[StoredRecord[Quality]]:
 
 
 def of_newest_checkpoint(records: Sequence[StoredRecord[Quality]]) -> list[StoredRecord[Quality]]:
-    """Keep the records of the newest (first) record's checkpoint, in any build."""
+    """Keep the records of the same checkpoint as the first record, also those of another build of its recipe.
+
+    Args:
+        records: records of one variant, newest first.
+    """
     checkpoints = [entry.record.provenance.checkpoint for entry in records]
     return [
         entry
@@ -109,12 +126,16 @@ def of_newest_checkpoint(records: Sequence[StoredRecord[Quality]]) -> list[Store
 
 
 def largest_record(records: Iterable[StoredRecord[Quality]]) -> StoredRecord[Quality] | None:
-    """The record with the most items; the newest of several with as many."""
+    """The record with the most items, the newest of several with as many; None without records."""
     return max(records, key=lambda entry: (entry.record.item_count, entry.path.name), default=None)
 
 
 def compare_quality(first: Path, second: Path) -> list[TaskComparison]:
-    """Compare two quality records item by item.
+    """Compare two quality records item by item; one comparison for each task.
+
+    Args:
+        first: file of the record that is compared with.
+        second: file of the record that is judged.
 
     Raises:
         NotComparableError: the records were not made on the same items.
@@ -185,6 +206,10 @@ def _items_by_task(path: Path) -> dict[str, _Items]:
 def comparison_table(first: Path, second: Path) -> Table:
     """Table of the paired differences of two quality records.
 
+    Args:
+        first: file of the record that is compared with.
+        second: file of the record that is judged.
+
     Raises:
         NotComparableError: the records were not made on the same items.
         RecordError: a record or its items are damaged.
@@ -219,7 +244,7 @@ def comparison_table(first: Path, second: Path) -> Table:
 
 
 def items_planned(row: TaskComparison) -> str:
-    """Cell text: in brackets, the number of items that was planned to decide; empty if the suite plans none."""
+    """End of a table's cell: the number of items planned to decide, such as " (1,160)"; empty without a plan."""
     return f" ({row.items_planned:,})" if row.items_planned else ""
 
 

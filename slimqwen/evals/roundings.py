@@ -45,12 +45,13 @@ class Rounding(BaseModel):
 
     Attributes:
         name: name of the row.
-        bits: bits of each kind of weights (`packing.LINEARS`) that is rounded to nearest.
+        bits: kind of weights (a key of `packing.LINEARS`) -> bits to which it is rounded to nearest.
         group_size: number of neighbouring weights of a row that share a scale; None for one scale a row.
         zero_points: whether a group has a zero point.
         stages: stages that round instead, as in recipe.yaml; paths are relative to the repository.
         arithmetic: dtype of weights and activations.
-        over: name of an earlier row by whose divergence that of this row is divided; None for none.
+        over: name of an earlier row: the divergence of this row is also shown as a ratio to that row's. None for no
+            ratio.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -65,14 +66,14 @@ class Rounding(BaseModel):
 
     @property
     def layouts(self) -> Mapping[str, PackedIntegers]:
-        """Bits and groups of each kind of weights that is rounded in memory."""
+        """Kind of weights that is rounded in memory (a key of `packing.LINEARS`) -> its bits and groups."""
         return {
             kind: PackedIntegers(bits, self.group_size, not self.zero_points)
             for kind, bits in self.bits.items()
         }
 
     def steps(self, root: Path) -> tuple[Step, ...]:
-        """The stages with their parameters."""
+        """The stages with their parameters, as a recipe has them; relative paths are taken from the folder `root`."""
         return tuple(
             Step(STAGES[name], STAGES[name].parameters.model_validate(values, context={"folder": root}))
             for entry in self.stages
@@ -177,7 +178,12 @@ PRETRAINED = "smollm2-135m"
 
 
 def costs_seen(bits: int, root: Path) -> str | None:
-    """Say in a sentence what rounding to `bits` cost the model `PRETRAINED`; None if that was not measured."""
+    """Say in a sentence what rounding to `bits` cost the model `PRETRAINED`; None if that was not measured.
+
+    Args:
+        bits: bits of a weight.
+        root: folder of the workspace or checkout with the records.
+    """
     rows = {
         row.name: row.figures.kl_nats
         for path in reversed(store.records(locate(f"experiments/{PRETRAINED}", root), Roundings))
@@ -198,11 +204,22 @@ def measure_roundings(
     settings: RoundingsSettings,
     invocation: Invocation,
 ) -> Path:
-    """Measure every row and write the record; a run that was interrupted continues after its last row.
+    """Measure what each way to round costs, and write the record.
+
+    A run that was interrupted continues after its last row.
+
+    Args:
+        variant: variant whose checkpoint is rounded.
+        settings: the ways to round, and the texts.
+        invocation: settings that all measurements of a command share.
+
+    Returns:
+        Path of the record.
 
     Raises:
         EvalError: the texts allow no comparison.
         RecipeError: a stage failed.
+        MissingCheckpointError, CorruptCheckpointError: the variant's checkpoint is missing or damaged.
     """
     variant.require_weights()
     started, root = provenance.utc_now(), variant.root
@@ -267,7 +284,8 @@ def round_in_memory(model: Any, layouts: Mapping[str, PackedIntegers]) -> None:
     """Round a language model's weights to nearest, in place; a tied head gets weights of its own.
 
     Args:
-        layouts: bits and groups of each kind of weights to round.
+        model: model of transformers, in float32.
+        layouts: kind of weights (a key of `packing.LINEARS`) -> bits and groups; other kinds stay as they are.
     """
     import torch
 

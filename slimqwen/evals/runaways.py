@@ -54,6 +54,10 @@ class Responses:
     """Counts over the generated responses of one record.
 
     Attributes:
+        count: all generated responses.
+        truncated: responses that the token limit cut.
+        looping: responses that repeat themselves to the end.
+        empty: responses of nothing but white space.
         runaway: responses that hit the token limit, loop or are empty.
         mean_length: mean length in `unit`.
         unit: tokens if the server reported them for every response of both sides, else characters.
@@ -99,7 +103,7 @@ class ResponseComparison:
         return [self.runaway.verdict, *([self.length.verdict] if self.length else [])]
 
     def findings(self) -> list[Finding]:
-        """Findings for the gate; values are increases, so less is better."""
+        """The figures for the gate, each with limit and verdict; values are increases, so less is better."""
         rows: list[tuple[str, float, Judgement, int | None]] = [
             (RUNAWAY_FIGURE, self.runaway_growth, self.runaway, self.items_planned)
         ]
@@ -137,6 +141,11 @@ def _is_empty(item: _Item) -> bool:
 
 def compare_responses(first: Path, second: Path, limits: ResponseLimits) -> ResponseComparison | None:
     """Compare the responses of two quality records on the same items; None if nothing was generated.
+
+    Args:
+        first: file of the baseline's record.
+        second: file of the variant's record.
+        limits: largest increases that pass.
 
     Raises:
         RecordError: a record or its items are damaged.
@@ -214,6 +223,11 @@ def _length(item: _Item, *, has_tokens: bool) -> float:
 
 def responses_table(first: Path, second: Path, limits: ResponseLimits) -> Table | None:
     """Table of the responses of two quality records that run away; None if nothing was generated.
+
+    Args:
+        first: file of the baseline's record.
+        second: file of the variant's record.
+        limits: largest increases that pass.
 
     Raises:
         RecordError: a record or its items are damaged.

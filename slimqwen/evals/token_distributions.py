@@ -47,7 +47,9 @@ class TokenisedText:
     """One text in the token ids of baseline and variant; both lists begin with the prefix token.
 
     Attributes:
+        name: id of the text.
         bytes: length in UTF-8 bytes.
+        baseline_ids, variant_ids: token IDs of the text for each side.
         comparable: whether the variant's ids map to the baseline's, so that distributions can be compared.
         kept_ids: for a pruned vocabulary, the baseline's id of each id of the variant; else None.
     """
@@ -67,7 +69,8 @@ class ReferenceTexts:
     Attributes:
         texts: the texts of the settings, then one text that joins them up to the context length.
         available: number of texts in the file, or on the split's side; `most_texts` may limit how many are read.
-        batch: texts that are read at once.
+        batch: number of texts that are read at once.
+        baseline: the baseline in transformers, float32.
     """
 
     texts: list[TokenisedText]
@@ -90,6 +93,9 @@ class ReferenceTexts:
 
         Args:
             variant_weights: checkpoint with the baseline's tokenizer or one pruned from it.
+            baseline_weights: checkpoint of the baseline.
+            settings: file of texts, prefix token and batch.
+            root: folder of the workspace or checkout.
             max_model_len: longest joined text in tokens; must fit in the context of both checkpoints.
             split: side of the split whose texts are used; None for both sides.
 
@@ -105,14 +111,14 @@ class ReferenceTexts:
         return cls(texts, len(known), settings.batch, baseline)
 
     def batches(self, progress: Progress) -> Iterator[list[TokenisedText]]:
-        """Yield the texts that are read at once."""
+        """Yield the texts in groups of `batch`, which are read at once."""
         for first in range(0, len(self.texts), self.batch):
             progress("reading texts", first, len(self.texts))
             yield self.texts[first : first + self.batch]
         progress("reading texts", len(self.texts), len(self.texts))
 
     def log_probabilities(self, text: TokenisedText) -> Tensor:
-        """The baseline's log-probabilities of every token of a text after the first: [positions, vocabulary]."""
+        """The baseline's log-probabilities over its vocabulary at each position of a text: [tokens - 1, vocabulary]."""
         return self.baseline.log_probabilities(text.baseline_ids)
 
 
@@ -124,13 +130,20 @@ def compare_in_process(
     modes: Sequence[str] = MODES,
     progress: Progress = silent,
 ) -> list[TextComparison]:
-    """Compare a checkpoint's distributions with the baseline's, in an engine of this process.
+    """Compare a checkpoint's distributions with the baseline's, in a vLLM engine of this process.
 
     Args:
+        reference: the texts and the baseline.
+        weights: folder of the checkpoint.
         flags: vLLM flags by name without dashes.
+        modes: ways of running it: single, one text at a time; batched, several at once.
+        progress: receives (activity, done, total) in texts.
 
     Returns:
         One comparison for each text and mode.
+
+    Raises:
+        EvalError: vLLM does not return every position of the texts.
     """
     comparisons: list[TextComparison] = []
     longest = max(len(text.variant_ids) for text in reference.texts)
@@ -166,7 +179,14 @@ def _compare_batch(
 def compare_model(
     reference: ReferenceTexts, model: Any, mode: str, progress: Progress = silent
 ) -> list[TextComparison]:
-    """Compare the distributions of a model in transformers with the baseline's: one comparison for each text."""
+    """Compare the distributions of a model in transformers with the baseline's: one comparison for each text.
+
+    Args:
+        reference: the texts and the baseline.
+        model: model of transformers.
+        mode: name that the comparisons get as their mode.
+        progress: receives (activity, done, total) in texts.
+    """
     comparisons = []
     for group in reference.batches(progress):
         for text in group:
@@ -188,6 +208,11 @@ def compare_served(
     A server returns, for each position, the likeliest `TOP_K` tokens and the text's own token. All other tokens are one
     bucket, so the divergence is never larger than that of the whole distributions (Kullback, Information Theory and
     Statistics, 1959, on grouped observations). Agreement, regret, head tokens and bits are exact.
+
+    Args:
+        reference: the texts and the baseline.
+        server: the variant's server.
+        progress: receives (activity, done, total) in texts.
 
     Returns:
         One comparison for each text, in the mode `SERVED`.

@@ -17,4 +17,4 @@ from slimqwen.errors import SlimqwenError
 
 
 class FitError(SlimqwenError):
-    """A checkpoint, settings or figures that nothing can be computed for, or a model that does not fit on a GPU."""
+    """Nothing can be computed for a checkpoint, setting or figure, or a model does not fit on a GPU."""

@@ -88,7 +88,11 @@ class Model:
         return self.draft_head or self.head
 
     def resident_bytes(self, num_speculative_tokens: int) -> int:
-        """Bytes of weights in GPU memory; those of the MTP head count only if it drafts."""
+        """Bytes of weights in GPU memory; those of the MTP head count only if it drafts.
+
+        Args:
+            num_speculative_tokens: drafted tokens of a step (K); 0 without drafts.
+        """
         embedding = 0 if self.tied else self.embedding_bytes
         drafter = (
             self.drafter.bytes + (self.draft_head.bytes if self.draft_head else 0) + self.draft_ids_bytes
@@ -96,7 +100,11 @@ class Model:
         return self.body.bytes + self.head.bytes + embedding + (drafter if num_speculative_tokens else 0)
 
     def cached_layers(self, num_speculative_tokens: int) -> int:
-        """Number of layers that have a KV cache; those of the MTP head count only if it drafts."""
+        """Number of layers that have a KV cache; those of the MTP head count only if it drafts.
+
+        Args:
+            num_speculative_tokens: drafted tokens of a step (K); 0 without drafts.
+        """
         return self.attention_layers + (self.drafter_layers if num_speculative_tokens else 0)
 
 
@@ -137,6 +145,8 @@ def lay_out_cache(
     """Lay out the cache of a model in blocks.
 
     Args:
+        model: the model, or the part of it that one GPU holds.
+        num_speculative_tokens: drafted tokens of a step (K); 0 without drafts.
         prefix_caching: whether the states at the end of blocks are kept for later requests (vLLM's mode `align`).
         flashinfer_prefill: whether FlashInfer computes the prompts of Gated DeltaNet layers. For later requests its
             kernel exports states in the middle of a prompt, at multiples of 64 tokens, into a block of their own.
@@ -257,7 +267,17 @@ def shape_tensors(tensors: Tensors) -> dict[str, TensorInfo]:
 
 
 def shape_model(shape: Shape, *, kv_cache_dtype: str = "auto", state_dtype: str = "auto") -> Model:
-    """As `read_model`, for a checkpoint that need not exist: its tensor dimensions are enough."""
+    """Compute bytes and FLOPs of a checkpoint's parts from published dimensions; the checkpoint need not exist.
+
+    Args:
+        shape: dimensions and config.json of the checkpoint.
+        kv_cache_dtype: value of vLLM's --kv-cache-dtype; auto is the config's kv_cache_scheme, else 16 bits.
+        state_dtype: value of vLLM's --mamba-ssm-cache-dtype; auto is the config's mamba_ssm_dtype, else 16 bits.
+
+    Raises:
+        FamilyError: the model is of no supported family.
+        FitError: config.json is unusable, the output head is missing, or a packing or dtype is unknown.
+    """
     tensors = shape_tensors(shape.tensors)
     return read_model(tensors, shape.config_json, kv_cache_dtype=kv_cache_dtype, state_dtype=state_dtype)
 

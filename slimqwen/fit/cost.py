@@ -102,7 +102,15 @@ def bound_decode_step(
     num_speculative_tokens: int = 0,
     acceptance_length: float = 1.0,
 ) -> StepBound:
-    """Compute the fastest possible decode step of a batch.
+    """Compute the fastest possible decode step of a batch, with the drafts that it takes.
+
+    Args:
+        model: bytes and FLOPs of the model.
+        gpu: data sheet of the GPU.
+        batch_size: sequences that a step decodes together.
+        context_len: cached tokens of each sequence.
+        num_speculative_tokens: drafted tokens of a step (K); 0 without drafts.
+        acceptance_length: output tokens that a step yields for a sequence, 1 to K + 1; 1 without drafts.
 
     Raises:
         FitError: `acceptance_length` is not between 1 and K + 1.

@@ -77,7 +77,11 @@ class ServerSettings:
     ) -> Self:
         """Read the settings of a variant's config.env; for a model without one, take this project's initial settings.
 
+        The initial settings are one request at a time with a context of 32,768 tokens, or the model's longest if that
+        is shorter, and 4 drafted tokens a step if the model has an MTP head.
+
         Args:
+            subject: the checkpoint, with the lines of its config.env if it is a variant.
             context_len, sequences, gpus: replace the subject's own settings; None keeps them.
             gpus_here: number of GPUs of this host, which share a model without a config.env; fewer if its heads cannot
                 be divided by so many.
@@ -158,14 +162,15 @@ class Fit:
         resident_bytes: bytes of weights in the memory of one GPU.
         cache_bytes: memory left for cache blocks, bytes; negative if not even the weights fit.
         layout: the blocks of the cache.
-        sequence_bytes: bytes of the blocks of one sequence of full length.
+        sequence_bytes: bytes of the blocks of one sequence of full length, the context of the settings.
         missing_bytes: bytes that all sequences of full length need beyond `cache_bytes`; negative if some are left.
-        captured_sequences: sequences of the largest decode step, each of which needs a block for its states before
-            vLLM captures CUDA graphs; 0 without states or graphs.
+        captured_sequences: sequences of the largest decode step, each of which needs a block for its states before vLLM
+            captures CUDA graphs; 0 without states or graphs.
         full_sequences: number of sequences of full length that the blocks hold.
         kv_tokens: tokens of these sequences.
-        tokens_per_second: roofline of one sequence without drafts.
-        drafted: the same with drafts, at the published acceptance length; None without drafts or such a length.
+        tokens_per_second: roofline of one sequence of 2,048 cached tokens without drafts.
+        drafted: roofline of the same sequence with drafts, at the published acceptance length; None without drafts or
+            such a length.
         break_even: acceptance length from which drafts pay; None without drafts.
     """
 
@@ -218,6 +223,7 @@ class Sized:
     """The sizes of a checkpoint, which are the same on every kind of GPU.
 
     Attributes:
+        optimisation: name of the last optimisation of the checkpoint.
         weight_bytes: kind of weights -> bytes on disk.
         model: the part of the model that one GPU of the server holds and computes.
     """
@@ -228,7 +234,12 @@ class Sized:
 
 
 def size_checkpoint(step: Optimised, settings: ServerSettings) -> Sized:
-    """Count bytes and FLOPs of a checkpoint as a server loads it; raises a FitError for an unknown dtype."""
+    """Count bytes and FLOPs of a checkpoint as a server with these settings loads it.
+
+    Raises:
+        FamilyError: the model is of no supported family.
+        FitError: config.json is unusable, or a packing or dtype is unknown.
+    """
     sizes: dict[str, int] = defaultdict(int)
     outline = step.outline
     for name, info in outline.tensors.items():
@@ -246,6 +257,9 @@ def fit_checkpoint(sized: Sized, settings: ServerSettings, gpu: Gpu, acceptance_
     """Lay out the memory of a server on a GPU, and bound its speed.
 
     Args:
+        sized: the checkpoint.
+        settings: context, number of sequences, drafts and dtypes of the server.
+        gpu: data sheet of the GPU.
         acceptance_length: output tokens per step with drafts; None where no figure is published.
     """
     model, depth = sized.model, settings.depth
@@ -293,7 +307,17 @@ def _room(gpu: Gpu, utilization: float, resident: int) -> int:
 
 
 def fitting_batch(model: Model, gpu: Gpu, context_len: int, num_speculative_tokens: int) -> int:
-    """Number of sequences that fit on a GPU with vLLM's default --gpu-memory-utilization; raises FitError for none."""
+    """Number of sequences that fit on a GPU with vLLM's default --gpu-memory-utilization of 0.92.
+
+    Args:
+        model: bytes of the model.
+        gpu: data sheet of the GPU.
+        context_len: prompt and output tokens of each sequence.
+        num_speculative_tokens: drafted tokens of a step (K); 0 without drafts.
+
+    Raises:
+        FitError: not even one sequence fits.
+    """
     resident = model.resident_bytes(num_speculative_tokens)
     sequence = lay_out_cache(model, num_speculative_tokens).sequence_bytes(context_len)
     fitting = _room(gpu, DEFAULT_UTILIZATION, resident) // sequence
@@ -336,7 +360,7 @@ def _share_of_one_gpu(model: Model, gpus: int, text: Mapping[str, Any]) -> Model
 
 
 def estimate_activations(subject: Subject, settings: ServerSettings) -> int:
-    """Estimate the activations of the largest step, which vLLM profiles, in bytes on each GPU.
+    """Estimate the activations of the largest step, which vLLM profiles when it starts: bytes on each GPU.
 
     These are one layer's inputs and products in 16 bits, and the logits in 32 bits twice, because sampling copies them.
     They are a part of the assumed overhead.

@@ -34,17 +34,23 @@ _PACKED_BY_QWEN = (
 
 @dataclass(frozen=True)
 class Optimised:
-    """A checkpoint of `list_optimised`: the name of its latest optimisation, and the shapes of its tensors."""
+    """A checkpoint after one or more optimisations, of which only the shapes of the tensors are known.
+
+    Attributes:
+        optimisation: name of the latest optimisation, such as "4-bit MLPs"; "as stored" before any.
+        outline: config.json, and names, dtypes and shapes of the tensors.
+    """
 
     optimisation: str
     outline: Outline
 
 
 def list_optimised(subject: Subject) -> list[Optimised]:
-    """List the checkpoint as stored, then with one more optimisation each; those that it has already are left out.
+    """List a checkpoint as stored, then after each optimisation of this project, which keeps those before it.
 
-    A format to which no linears can be added gets no 4-bit steps. The stage `calibrate` takes no mixture of experts;
-    their experts are in 4 bits only in published checkpoints.
+    An optimisation that changes nothing, because the checkpoint has it already, is left out. A format to which no
+    linears can be added gets no 4-bit steps. The stage `calibrate` takes no mixture of experts, so 4-bit experts stand
+    for a checkpoint that others published.
     """
     stored = Outline(subject.name, Path(), subject.config, shape_tensors(subject.tensors))
     steps = [Optimised("as stored", stored)]

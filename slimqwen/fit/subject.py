@@ -43,7 +43,7 @@ _OTHER_FORMATS = {
 
 
 class SubjectError(SlimqwenError):
-    """The MODEL names no checkpoint."""
+    """The argument MODEL of `slimqwen fit` names no checkpoint that can be read."""
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,7 @@ class Subject:
         return min((layout.bits for layout in layouts), default=None)
 
     def describe_mtp(self) -> str:
-        """The state of the MTP head in a few words."""
+        """The state of the MTP head in a few words: present, none, renamed, or lost by a fine-tune."""
         promised = self.text.get("mtp_num_hidden_layers")
         renamed = sorted(name for name in self.other_names or () if "mtp" in name.split("."))
         if self.has_mtp:
@@ -120,11 +120,15 @@ class Subject:
 def find_subject(model: str, root: Path) -> Subject:
     """The checkpoint that MODEL names: a variant, else a folder or config.json, a shape of eval/shapes, a repository.
 
+    Args:
+        model: MODEL of the command line.
+        root: folder of the workspace or checkout.
+
     Raises:
         SubjectError: `model` names no checkpoint, or weights that are no safetensors.
         HubError: the hub cannot be reached, hides the repository, or the repository has no safetensors checkpoint.
-        FamilyError, UnsupportedFormatError, CorruptCheckpointError, ShapeError, ConfigError: as raised when the
-            variant, folder or shape is read.
+        FamilyError, UnsupportedFormatError, CorruptCheckpointError, ShapeError, ConfigError: variant, folder or shape
+            cannot be read.
     """
     path, shape_file = Path(model), locate(shapes.FOLDER / f"{model}.json", root)
     readings: dict[str, Callable[[], Subject]] = {}
@@ -152,14 +156,24 @@ def find_subject(model: str, root: Path) -> Subject:
 
 
 def variant_subject(variant: Variant) -> Subject:
-    """A variant's checkpoint on this machine, else the one that its recipe would make; raises as `find_subject`."""
+    """A variant's checkpoint on this machine, else the one that its recipe would make.
+
+    Raises:
+        SubjectError: the checkpoint's weights are no safetensors.
+        FamilyError, CorruptCheckpointError: the checkpoint here is of no supported family, or damaged.
+        ShapeError: no checkpoint is here, and its dimensions are not known.
+    """
     if (variant.weights / "config.json").is_file():
         return _with_settings(_of_folder(variant.weights, variant.name), variant)
     return promised_subject(variant)
 
 
 def promised_subject(variant: Variant) -> Subject:
-    """A variant's checkpoint by published dimensions and recipe alone, even if it is here; ShapeError if unknown."""
+    """A variant's checkpoint as published dimensions and its recipe say, even if the checkpoint itself is here.
+
+    Raises:
+        ShapeError: the dimensions are not known.
+    """
     return _with_settings(_of_shape(shapes.variant_shape(variant), variant.name), variant)
 
 

@@ -68,7 +68,14 @@ _MARKS = {
 
 
 def steps_table(subject: Subject, settings: ServerSettings, gpu: str, fits: Sequence[Fit]) -> Table:
-    """The checkpoint as stored and after each optimisation, on one GPU."""
+    """Table of a checkpoint as stored and after each optimisation, on one GPU.
+
+    Args:
+        subject: the checkpoint.
+        settings: settings of the server.
+        gpu: name of the GPU.
+        fits: how the checkpoint fits as stored, then after each optimisation (`fit_on_gpus`).
+    """
 
     def size(*kinds: str) -> Callable[[Fit], str]:
         return lambda fit: f"{sum(fit.weight_bytes.get(kind, 0) for kind in kinds) / _GB:.2f}"
@@ -94,7 +101,15 @@ def steps_table(subject: Subject, settings: ServerSettings, gpu: str, fits: Sequ
 def list_notes(
     subject: Subject, settings: ServerSettings, gpu: Gpu, fits: Sequence[Fit], root: Path
 ) -> Iterator[str]:
-    """Yield, a line each, what else to know about a server on the GPU."""
+    """Yield, a line each, what else to know about a server on the GPU: memory, format, MTP head and known trouble.
+
+    Args:
+        subject: the checkpoint.
+        settings: settings of the server.
+        gpu: data sheet of the GPU.
+        fits: how the checkpoint fits as stored, then after each optimisation (`fit_on_gpus`).
+        root: folder of the workspace or checkout.
+    """
     fit = fits[0]
     states = f"{fit.state_bytes / _GB:.2f} GB of states and " if fit.state_bytes else ""
     yield (
@@ -196,7 +211,7 @@ def _name_repository(subject: Subject) -> str:
 
 
 def gpus_table(subject: Subject, settings: ServerSettings, root: Path) -> Table:
-    """The checkpoint on the GPUs of `TABLE_GPUS`: as stored, and with as few optimisations as make it fit."""
+    """Table of the checkpoint on many GPUs: as stored, and with the fewest optimisations that make it fit."""
     gpus = _table_gpus(root)
     rows = fit_on_gpus(subject, settings, gpus.values())
 

@@ -17,14 +17,26 @@ _NUMBERS_OF_GPUS = (2, 4, 8)
 
 
 def fit_on_gpus(subject: Subject, settings: ServerSettings, gpus: Iterable[Gpu]) -> dict[str, list[Fit]]:
-    """Compute, by name of the GPU, how a checkpoint fits as stored and after each optimisation."""
+    """Compute how a checkpoint fits on GPUs: name of the GPU -> as stored, then after each optimisation.
+
+    Raises:
+        FamilyError: the model is of no supported family.
+        FitError: config.json is unusable, or a packing or dtype is unknown.
+    """
     length = subject.family.acceptance_lengths.get(settings.depth)
     sized = [size_checkpoint(step, settings) for step in list_optimised(subject)]
     return {gpu.name: [fit_checkpoint(each, settings, gpu, length) for each in sized] for gpu in gpus}
 
 
 def give_verdict(subject: Subject, settings: ServerSettings, gpu: Gpu, fits: Sequence[Fit]) -> str:
-    """One line: whether the checkpoint fits as stored, by how much; if not, which recipe, load or GPUs would do."""
+    """Say in one line whether a checkpoint fits as stored, by how much, and else which recipe or load would.
+
+    Args:
+        subject: the checkpoint.
+        settings: context and number of sequences that have to fit.
+        gpu: data sheet of the GPU.
+        fits: how the checkpoint fits as stored, then after each optimisation (`fit_on_gpus`).
+    """
     requests = f"{settings.sequences} x {settings.context_len:,} tokens"
     where = f"{subject.name} with {requests} on {settings.gpus if settings.gpus > 1 else 'one'} {gpu.name}"
     first = fits[0]

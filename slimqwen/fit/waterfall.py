@@ -25,7 +25,7 @@ class WaterfallStep:
     """A decode step of one sequence with one more optimisation than the step before.
 
     Attributes:
-        optimisation: the last optimisation.
+        optimisation: the last optimisation, such as a stage of the recipe or "drafts, K = 4".
         num_speculative_tokens: drafted tokens of the step (K).
         part_bytes: memory traffic by part of `cost.PARTS`.
         seconds: shortest duration.
@@ -101,7 +101,12 @@ def _list_stages(variant: Variant) -> list[CheckpointStage]:
 
 
 def waterfall_table(subject: Subject, settings: ServerSettings, gpu: Gpu) -> Table:
-    """A row per optimisation: what a step reads by part, and its shortest time; errors as for `list_steps`."""
+    """A row per optimisation of a variant's recipe: what a decode step reads by part, and its shortest time.
+
+    Raises:
+        FitError: the subject is no variant, or has an unsupported checkpoint or dtype.
+        ShapeError: no checkpoint is here, and its dimensions are not known.
+    """
     context_len = min(SPEED_CONTEXT_LEN, settings.context_len)
     steps = list(list_steps(subject, settings, gpu, context_len))
     first = steps[0]

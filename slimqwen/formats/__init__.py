@@ -29,7 +29,7 @@ PART = re.compile(rf"(?P<module>.+)\.(?P<part>{'|'.join(sorted({*CARRIERS, *_PAR
 
 
 def find_format(settings: Mapping[str, Any]) -> Format:
-    """The format of a quantization_config; an empty one is `Unquantised`, an unknown one plain `Format`."""
+    """The format of a quantization_config; an empty one is `Unquantised`, an unknown one the base class `Format`."""
     method = str(settings.get("quant_method", "")).lower()
     known = next((kind for kind in FORMATS if method in kind.methods), Format)
     return known(settings)

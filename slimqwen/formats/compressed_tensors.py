@@ -48,10 +48,11 @@ class PackedIntegers(Layout):
     by_weight = optional
 
     def has_cpu_kernel(self, module: str) -> bool:
-        """Whether a CPU has a kernel: for 4 bits, 8 with one scale a row, and embeddings in symmetric 2, 4 or 8 bits.
+        """Whether vLLM's CPU build has a kernel for the weight of this module in this layout.
 
-        GPUs from compute capability 7.5 on take 2 to 8 bits: Marlin (on 9.0 Machete or Humming) 4, and 8 without zero
-        points, Humming the rest, which it compiles at its first use (`choose_mp_linear_kernel` of vLLM).
+        It has kernels for 4 bits, for symmetric 8 bits with one scale a row, and for embeddings in symmetric 2, 4 or 8
+        bits. GPUs from compute capability 7.5 on take 2 to 8 bits: Marlin (on 9.0 Machete or Humming) 4, and 8 without
+        zero points, Humming the rest, which it compiles at its first use (`choose_mp_linear_kernel` of vLLM).
         """
         if module.endswith("embed_tokens"):
             return self.symmetric and self.bits in (2, 4, 8)
@@ -205,6 +206,8 @@ def with_group(
     before: Mapping[str, Any], kind: str, group: Mapping[str, Any], modules: Collection[str]
 ) -> dict[str, Any]:
     """The quantization_config of a checkpoint after more of its weights were packed: a table's or the MTP head's.
+
+    A table is the embedding, lm_head or the draft head.
 
     Args:
         before: quantization_config before the packing; may be empty.

@@ -50,7 +50,7 @@ Stored = Mapping[str, StoredTensor]
 
 
 class Layout(ABC):
-    """How a weight of [rows, columns] is stored, in one or more tensors.
+    """How a weight of [rows, columns] is stored, in one or more tensors; base class of all layouts.
 
     Attributes:
         carrier: the part (tensor) that holds the numbers.
@@ -85,12 +85,12 @@ class Layout(ABC):
         return self.carrier in parts and parts[self.carrier].dtype in self.dtypes
 
     def count(self, elements: int) -> int:
-        """Number of weights in so many elements of the carrier."""
+        """Number of weights that so many elements of the carrier hold: eight of 4 bits in an int32."""
         return elements * self.word_bits // self.bits
 
     @abstractmethod
     def parts(self, rows: int, columns: int) -> Parts:
-        """Shapes and dtypes of the tensors (parts) of a weight of [rows, columns], with the usual optional ones."""
+        """Tensors (parts) that store a weight of [rows, columns]: end of the name -> shape and allowed dtypes."""
 
     @abstractmethod
     def shape(self, parts: Stored) -> tuple[int, ...]:
@@ -105,11 +105,18 @@ class Layout(ABC):
         """Rows from `first` to before `last` as an engine computes with them, float32 [rows, columns].
 
         Args:
+            parts: tensors of the weight, by the end of their names.
             first: a multiple of 32.
+            last: a multiple of 32, or the number of rows.
         """
 
     def blocks(self, parts: Stored, rows: int) -> Iterator["Tensor"]:
-        """The whole weight, at most `rows` rows at a time."""
+        """Yield the whole weight in float32 [at most `rows`, columns], from its first row on.
+
+        Args:
+            parts: tensors of the weight, by the end of their names.
+            rows: a multiple of 32.
+        """
         count = self.shape(parts)[0]
         for first in range(0, count, rows):
             yield self.read(parts, first, min(first + rows, count))
@@ -161,11 +168,17 @@ class Format:
         return ()
 
     def refused(self) -> str | None:
-        """Why vLLM does not load this checkpoint, and what to use instead; None if it does."""
+        """Why vLLM does not load this checkpoint, and what to use instead; None if it does.
+
+        The text continues a sentence whose subject is the checkpoint, such as "is quantised in …".
+        """
         return None
 
     def refused_addition(self) -> str | None:
-        """Why no further linears can be packed, and what to do; None if they can."""
+        """Why no further linears can be packed, and what to do; None if they can.
+
+        The text continues a sentence whose subject is the checkpoint, such as "is quantised in …".
+        """
         if self.takes_more:
             return None
         return (
@@ -198,5 +211,8 @@ ORDERED = (
 
 
 def is_named(module: str, entries: Sequence[str]) -> bool:
-    """Whether an entry of a list of 16-bit modules names a module: by consecutive parts of its dotted name."""
+    """Whether an entry of a list of 16-bit modules names a module, by consecutive parts of its dotted name.
+
+    The entry "mlp.gate" names model.layers.0.mlp.gate, but not model.layers.0.mlp.gate_proj.
+    """
     return any(f".{entry.strip('.')}." in f".{module}." for entry in entries)

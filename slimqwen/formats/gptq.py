@@ -22,7 +22,9 @@ _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
 
 @dataclass(frozen=True)
 class GptqWords(Layout):
-    """GPTQ's layout: words along the columns. Its first version stores zero points minus 1.
+    """GPTQ's layout: a word of 32 bits holds weights of neighbouring columns.
+
+    Its first version stores zero points minus 1.
 
     Attributes:
         bits: bits per weight.
@@ -89,7 +91,7 @@ class GptqWords(Layout):
 
 @dataclass(frozen=True)
 class AwqWords(GptqWords):
-    """AWQ's layout (AutoAWQ's `gemm`): words along the rows, each with eight interleaved weights of 4 bits."""
+    """AWQ's layout (AutoAWQ's `gemm`): a word holds eight 4-bit weights of neighbouring rows, interleaved."""
 
     zero_offset: int = 0
 
@@ -137,7 +139,7 @@ class Gptq(Format):
         return {}
 
     def layouts_of(self, module: str) -> list[GptqWords]:
-        """Words of the module's own bits and groups."""
+        """GPTQ's layout with the bits and group size of this module."""
         settings = {**self.settings, **(self._override(module) or {})}
         is_second = "gptq_v2" in (self.method, settings.get("checkpoint_format"))
         return [GptqWords(settings["bits"], settings.get("group_size", -1), 0 if is_second else 1)]
@@ -163,7 +165,7 @@ class AutoRound(Format):
         return changes
 
     def layouts_of(self, module: str) -> list[GptqWords]:
-        """Words of the module's own bits and groups."""
+        """GPTQ's or AWQ's layout, whichever the config names, with the bits and group size of this module."""
         settings = {**self.settings, **self._override(module)}
         is_awq = "auto_awq" in str(settings.get("packing_format"))
         return [(AwqWords if is_awq else GptqWords)(settings["bits"], settings["group_size"])]

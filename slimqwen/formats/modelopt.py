@@ -40,7 +40,7 @@ class ModelOpt(Format):
 
 
 def read_settings(content: Mapping[str, Any]) -> dict[str, Any]:
-    """Convert the content of ModelOpt's own settings file (`FILE`) to a quantization_config."""
+    """Convert the content of ModelOpt's own settings file, hf_quant_config.json, to a quantization_config."""
     form = content.get("quantization") or {}
     has_small_cache = form.get("kv_cache_quant_algo") == "FP8"
     return {

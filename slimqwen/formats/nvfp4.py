@@ -15,7 +15,7 @@ _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 @dataclass(frozen=True)
 class Nvfp4(Layout):
-    """ModelOpt's names: weight [rows, columns / 2], weight_scale [rows, columns / 16], weight_scale_2."""
+    """NVFP4 as ModelOpt stores it: weight [rows, columns / 2], weight_scale [rows, columns / 16], weight_scale_2."""
 
     carrier = "weight"
     dtypes = ("U8",)
@@ -63,7 +63,7 @@ class Nvfp4(Layout):
 
 @dataclass(frozen=True)
 class CompressedNvfp4(Nvfp4):
-    """compressed-tensors' names: weight_packed and weight_scale, and weight_global_scale, which divides."""
+    """NVFP4 as compressed-tensors stores it: weight_packed, weight_scale, and weight_global_scale, which divides."""
 
     carrier = "weight_packed"
     required = ("weight_scale", "weight_global_scale")

@@ -80,7 +80,7 @@ def is_of_machine(variable: str) -> bool:
 
 
 def decisive_flags(flags: Mapping[str, Any]) -> dict[str, str]:
-    """The flags on which a compiled graph or a plan may depend, each value as JSON."""
+    """The flags on which a compiled graph or a plan may depend: name -> value as JSON."""
     return {
         name: json.dumps(value, sort_keys=True, default=str)
         for name, value in sorted(affecting(Effect.GRAPHS, flags).items())

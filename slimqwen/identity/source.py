@@ -68,7 +68,7 @@ class ReachedSource:
         return digest_of(self.digests)
 
     def versions(self) -> dict[str, str]:
-        """Installed versions of `packages`, and of the packages that these leave the computing to."""
+        """Installed versions of `packages`, and of those that compute for them, such as torch for vllm."""
         names = self.packages.union(*(_BROUGHT.get(name, ()) for name in self.packages))
         versions = {name.replace("_", "-"): _version(name) for name in sorted(names)}
         return {name: version for name, version in versions.items() if version is not None}

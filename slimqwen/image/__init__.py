@@ -4,4 +4,4 @@ from slimqwen.errors import SlimqwenError
 
 
 class ImageError(SlimqwenError):
-    """An image that cannot be built, read or started."""
+    """A container image cannot be built, read or started."""

@@ -31,7 +31,7 @@ _ERROR = re.compile(r"(?:#\d+ [\d.]+ )?(?:error|Error|ERROR|E):? ")
 
 
 def tag_of(variant: str, platform: Platform) -> str:
-    """Default tag of a variant's image."""
+    """Default tag of a variant's image: localhost/slimqwen:<variant>-<platform>."""
     return f"localhost/slimqwen:{variant}-{platform}"
 
 
@@ -54,6 +54,11 @@ def check_base(base: str | None) -> str:
 
 def bootstrap_base(tool: Tool, log: Path, progress: Progress = silent) -> str:
     """Make a base image from Debian's archive, unless it exists, and return its name.
+
+    Args:
+        tool: container tool that stores the image.
+        log: file to which the output of the tools is appended.
+        progress: receives (activity, done, total).
 
     Raises:
         ImageError: debootstrap is missing or fails, or the user is not root.
@@ -88,7 +93,16 @@ def bootstrap_base(tool: Tool, log: Path, progress: Progress = silent) -> str:
 def build_command(
     tool: Tool, content: Content, *, folder: Path, base: str, tag: str, wheelhouse: Path
 ) -> list[str]:
-    """The command that builds an image from the context in `folder`; an empty wheelhouse means a package index."""
+    """The command that builds an image from a build context.
+
+    Args:
+        tool: container tool.
+        content: content of the image.
+        folder: the build context, as `lay_out` writes it.
+        base: image to build on.
+        tag: name of the image.
+        wheelhouse: folder of wheels, the only source of packages; if it is empty, a package index.
+    """
     command, git = content.command, git_state(installation_root())
     arguments = {
         "BASE_IMAGE": base,
@@ -121,9 +135,13 @@ def build_image(
     """Build the image of a variant.
 
     Args:
+        content: content of the image.
+        tool: container tool.
         base: image with its digest, local image, or BOOTSTRAP.
-        log: file that receives the output of the tools.
+        tag: name of the image.
+        log: file that receives the output of the tools; it is emptied first.
         wheelhouse: folder of the lock's wheels, the only source of packages; None: a package index.
+        progress: receives (activity, done, total) in build steps.
 
     Raises:
         ImageError: the base is not pinned, the wheelhouse is empty, or a step failed.

@@ -81,14 +81,18 @@ def gather(
     """Collect the content of a variant's image, and check that the variant can be served from it.
 
     Args:
+        variant: the variant.
         platform: platform of the image; None: the one on which this host would serve the variant.
         archive: compile_cache.tar.gz that was baked on another host; None: the one that the recipe baked on this host.
         needs_cache: whether to refuse a variant whose server compiles graphs but has no compile cache.
 
     Raises:
-        ImageError: the checkpoint lies outside the repository, or there is no compile cache that fits.
-        slimqwen.checkpoint.MissingCheckpointError, CorruptCheckpointError: no checkpoint, or a damaged one.
-        The errors of `ServerCommand.resolve`.
+        ImageError: the checkpoint lies outside the repository, there is no compile cache that fits, or the variant is
+            not served on `platform`.
+        MissingCheckpointError, CorruptCheckpointError: no checkpoint, or a damaged one.
+        ConfigError: vLLM would refuse a line of config.env.
+        ServingError: the manifest of the baked cache is unreadable, or config.env requires a cache although nothing is
+            compiled.
     """
     root, code = variant.root, installation_root()
     if variant.platform and platform and platform != variant.platform:
@@ -155,7 +159,7 @@ def lay_out(content: Content, folder: Path) -> None:
 
 
 def listening_everywhere(variant: Variant) -> Variant:
-    """The variant, listening on all interfaces, because nobody outside a container reaches its loopback address."""
+    """A copy of the variant whose server listens on all interfaces, as a server in a container has to."""
     return variant.with_lines({"VLLM_HOST": ALL_INTERFACES})
 
 

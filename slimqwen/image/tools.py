@@ -93,7 +93,7 @@ class Image:
 
     @contextlib.contextmanager
     def file_system(self) -> Iterator[IO[bytes]]:
-        """The root filesystem as a tar stream."""
+        """The image's root filesystem as a tar stream, which can be read during a `with` block."""
         words = [self.tool, "export", self.container]
         if self.tool == "buildah":
             folder = run_tool(["buildah", "mount", self.container])
@@ -125,7 +125,7 @@ class Image:
 
 @contextlib.contextmanager
 def open_image(tool: Tool, tag: str) -> Iterator[Image]:
-    """Make a container of an image for the length of a `with` block.
+    """Make a container of an image, yield both as an `Image`, and delete the container at the end of the `with` block.
 
     Raises:
         ImageError: there is no such image.

@@ -22,7 +22,12 @@ READY_S, END_S = 1800, 300
 
 
 def ask_server(url: str, body: dict[str, Any] | None = None) -> tuple[int, bytes]:
-    """Send a request, and return status and content of the response; status 0 if there is no response."""
+    """Send a request, and return status and content of the response; status 0 if there is no response.
+
+    Args:
+        url: URL of the endpoint.
+        body: content of a POST request as JSON; None for a GET request.
+    """
     data = None if body is None else json.dumps(body).encode()
     request = urllib.request.Request(url, data, {"Content-Type": "application/json"})
     try:
@@ -37,7 +42,7 @@ def ask_server(url: str, body: dict[str, Any] | None = None) -> tuple[int, bytes
 
 
 def main() -> None:
-    """Start, ask and end the server."""
+    """Start, ask and end the server; print a JSON line with the responses of /ping, the message and the exit code."""
     url, words = f"http://127.0.0.1:{sys.argv[1]}", sys.argv[2:]
     answers: list[int] = []
     seen: dict[str, Any] = {"answers_of_ping": answers, "message": {}, "exit_code": None}

@@ -28,7 +28,7 @@ _SECRET_NAMES = re.compile(
 
 @dataclass
 class Contents:
-    """What `verify_image` checks about an image's root filesystem.
+    """What was found in an image's root filesystem.
 
     Attributes:
         files: path -> SHA-256 of every regular file below the repository's folder, except .venv, .cache and bytecode.
@@ -53,7 +53,10 @@ def verify_image(
 
     Args:
         content: content of the image that this checkout would build now.
+        tool: container tool that has the image.
+        tag: name of the image.
         log: file that receives the server's output.
+        progress: receives (activity, done, total).
 
     Returns:
         Check -> its faults; a check without faults is passed.

@@ -20,10 +20,10 @@ Row = Mapping[str, Any]
 def summarise(
     rows: Sequence[Row], duration_s: float, service_level: ServiceLevel | None = None
 ) -> dict[str, Any]:
-    """Compute counts, rates and times of one class, as fields of `ClassFigures`.
+    """Compute counts, rates and times of one class, as fields of the record's `ClassFigures`.
 
     Args:
-        rows: all requests of the class.
+        rows: all requests of the class; those with an error count as failures and have no part in times and rates.
         duration_s: wall time over all rounds, seconds.
         service_level: limits for the goodput; None for no goodput.
 
@@ -47,7 +47,7 @@ def summarise(
 
 
 def acceptance(result: ClassResults) -> ServedAcceptance | None:
-    """Compute a class's acceptance length and rates from its counters; None if nothing was drafted."""
+    """Compute a class's acceptance length and rates from the server's counters; None if nothing was drafted."""
     if not result.drafts:
         return None
     return ServedAcceptance(

@@ -22,17 +22,17 @@ _PREFIX_QUERIES, PREFIX_HITS = (f"vllm:prefix_cache_{name}_total" for name in ("
 
 @dataclass
 class ClassResults:
-    """All results so far of one prompt class on one variant.
+    """All results so far of one prompt class on one variant; the counts are differences of the server's counters.
 
     Attributes:
         prompts: token IDs of the prompts sent, over all rounds.
-        rows: one item of the record for each request.
+        rows: a mapping for each request, which becomes an item of the record.
         durations_s: wall time of each round, seconds.
         rate_per_s: rate of the arrivals; None without an arrival process.
-        drafts: number of drafts, by the server's counters as the fields below.
+        drafts: number of drafts.
         draft_tokens: number of drafted tokens.
         accepted_tokens: number of accepted draft tokens.
-        accepted_by_position: accepted tokens at each draft position.
+        accepted_by_position: number of accepted tokens at each draft position.
         queried_tokens: prompt tokens that were looked up in the prefix cache.
         hit_tokens: prompt tokens that were found there.
     """
@@ -58,8 +58,10 @@ class ClassResults:
         """Add the results of one round; returns its rows, one for each request.
 
         Args:
-            number: number of the round.
-            answers: return value of `client.send_requests`.
+            c: the prompt class.
+            number: number of the round, from 0.
+            requests: token IDs of each prompt sent, and the wanted length of its response in tokens.
+            answers: return value of `client.send_requests` for them.
         """
         self.prompts += [prompt for prompt, _ in requests]
         self.durations_s.append(answers["duration"])
@@ -81,6 +83,7 @@ class SharedState:
     """State that all variants of a measurement share.
 
     Attributes:
+        workload: the workload that all variants get.
         max_num_seqs: largest number of sequences that a variant runs at once.
         rounds: number of rounds.
         progress: receives (activity, done, total) after each response.
@@ -97,7 +100,10 @@ class SharedState:
 
 
 class MeasuredVariant:
-    """One variant of a measurement, with its texts, its server in the present round, and its results."""
+    """One variant of a measurement, with its texts, its server in the present round, and its results.
+
+    `take_round` is called once for each round. `state` and `resume` carry the results over an interruption.
+    """
 
     def __init__(self, variant: Variant, shared: SharedState) -> None:
         self.variant, self.shared = variant, shared
@@ -117,7 +123,7 @@ class MeasuredVariant:
 
     @property
     def classes(self) -> list[PromptClass]:
-        """The prompt classes with the lengths that are sent to this variant's server."""
+        """The prompt classes with the lengths that are sent to this variant's server; only once a round has begun."""
         assert self.served is not None
         return self.shared.workload.scaled(
             self.served.max_model_len, self.shared.max_num_seqs, self.block_tokens
@@ -138,12 +144,14 @@ class MeasuredVariant:
         """Send one round of every class.
 
         Args:
-            number: number of the round.
+            number: number of the round, from 0.
+            served: the variant's server for this round.
             watch: receives the load of the host while requests are timed.
 
         Raises:
             ServerLostError: the server died.
-            BenchError: the workload does not fit the server.
+            BenchError: the workload does not fit the server, or the prefix cache did not have what the workload
+                repeats.
         """
         if self.served is not None and served.max_model_len != self.served.max_model_len:
             raise BenchError(
@@ -268,7 +276,10 @@ class MeasuredVariant:
 
 
 def own_prompts(workload: Workload, variant: Variant) -> list[tuple[Tokens, int]]:
-    """Read the prompts of an own evaluation as a variant's token ids, each with the number of tokens to generate.
+    """Read the prompts of the file that a workload names in its field `prompts`; the workload must have one.
+
+    Returns:
+        Token IDs of each prompt by the variant's tokenizer, and the number of tokens to generate.
 
     Raises:
         CorpusError: the file cannot be read, or a prompt cannot be used.
@@ -280,7 +291,7 @@ def own_prompts(workload: Workload, variant: Variant) -> list[tuple[Tokens, int]
 
 
 def block_tokens(served: SharedServer) -> int:
-    """Block size of a server's prefix cache, tokens; it is large for hybrid models.
+    """Block size of a server's prefix cache, tokens; hundreds for models with Gated DeltaNet layers.
 
     Raises:
         BenchError: the server has no prefix cache.

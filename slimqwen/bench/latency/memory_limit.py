@@ -24,9 +24,13 @@ _COPIES = 10
 
 
 def find_bandwidth(platform: Platform, root: Path) -> float | None:
-    """Memory bandwidth of the device that serves, bytes per second; None for a GPU that eval/devices.yaml lacks.
+    """Memory bandwidth of the device that serves, bytes per second.
 
-    A CPU's is the fastest ever measured on this kind of hardware, kept in .cache/, because other work only slows it.
+    For a GPU it is that of the data sheet. For a CPU it is measured by copying memory. Other work only slows that, so
+    the fastest measurement ever made on this kind of hardware counts, which is kept in .cache/ of the folder `root`.
+
+    Returns:
+        The bandwidth; None without a known GPU: eval/devices.yaml lacks it, or vLLM does not serve on it.
     """
     if platform == "cuda":
         try:
@@ -66,6 +70,7 @@ def shortest_tpot_ms(
         variant: the variant, whose checkpoint is on this machine.
         bandwidth: bytes per second.
         context_len: cached tokens of each sequence.
+        sequences: number of sequences that a step decodes together.
         acceptance_length: output tokens per step; None without drafts.
 
     Returns:

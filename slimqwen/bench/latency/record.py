@@ -185,7 +185,7 @@ class Latency(ServedRecord):
 
     @property
     def basis(self) -> dict[str, Any]:
-        """Properties that two records must share: also workload, lengths, arrivals and hardware."""
+        """Properties that two records must share to be compared: workload, lengths, arrivals, hardware, data files."""
         classes = self.classes.items()
         return {
             "workload": self.workload,
@@ -283,6 +283,6 @@ def name_workload(record: Latency) -> str:
 
 
 def list_config_notes(record: Latency) -> list[str]:
-    """A note with the config.env lines of the workload that replaced the variant's, if there are any."""
+    """A note with the config.env lines of the workload that replaced the variant's own; an empty list without any."""
     lines = ", ".join(f"{key}={value}" for key, value in record.config.items())
     return [f"{record.variant} served with {lines}."] if lines else []

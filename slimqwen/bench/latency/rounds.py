@@ -47,13 +47,20 @@ def measure_latency(
     even_if_busy: bool = False,
     progress: Progress = silent,
 ) -> list[Path]:
-    """Measure variants over a workload and write a latency record for each.
+    """Measure variants over a workload in turns and write a latency record for each.
 
-    Every round starts a fresh server, unless a variant's server already runs, which is then used for all rounds.
+    Every round starts a fresh server, unless a variant's server already runs, which is then used for all rounds. After
+    an interruption the same call continues with the first round that is missing.
 
     Args:
+        variants: the variants, in the order of their turns.
+        workload: prompts, lengths and arrivals.
+        command: command line that the records state as their origin.
         rounds: number of rounds instead of the workload's.
+        port: TCP port of the servers instead of the variants' own.
         records_folders: folders of the records instead of the variants' own, in the order of the variants.
+        even_if_busy: whether to measure on a busy host; the records are then marked, and never compared.
+        progress: receives (activity, done, total) in requests.
 
     Returns:
         Paths of the records, in the order of the variants.
@@ -62,7 +69,7 @@ def measure_latency(
         HostBusyError: the host was too busy in all attempts at a round; no record is written.
         ServerLostError: a server died; no record is written.
         BenchError, CorpusError: the workload does not fit the server, or has too little text.
-        MissingCheckpointError, CorruptCheckpointError: as `Variant.require_weights`.
+        MissingCheckpointError, CorruptCheckpointError: a variant's checkpoint is missing or damaged.
     """
     rounds = workload.rounds if rounds is None else rounds
     if rounds < 1:
@@ -170,7 +177,11 @@ def _with_settings(variant: Variant, workload: Workload) -> Variant:
 
 
 def max_num_seqs(variants: Sequence[Variant], workload: Workload) -> int:
-    """Largest max_num_seqs of the variants, for a workload that sweeps the concurrency up to it; else 1."""
+    """Largest VLLM_MAX_NUM_SEQS of the variants, for a workload that sweeps the concurrency up to it; else 1.
+
+    Raises:
+        BenchError: a variant does not set it, although the workload sweeps the concurrency.
+    """
     if not workload.sweeps_concurrency:
         return 1
     limits = []

@@ -69,6 +69,11 @@ class Speedup:
 def latency_pair(first: Path, second: Path, workload: str) -> tuple[Path, Path]:
     """Find the newest latency records of two variants that had the same requests on the same hardware.
 
+    Args:
+        first: folder of the first variant's records, experiments/<variant>.
+        second: folder of the second variant's records.
+        workload: name of the workload.
+
     Raises:
         MissingRecordError: a variant has no latency record of the workload.
         NotComparableError: lengths, arrivals or hardware differ in every pair.
@@ -82,6 +87,12 @@ def latency_pair(first: Path, second: Path, workload: str) -> tuple[Path, Path]:
 
 def shared_workloads(first: Path, second: Path) -> list[str]:
     """Names of the workloads for which both variants have latency records, `classes` first.
+
+    Records of a busy host do not count, because they are never compared.
+
+    Args:
+        first: folder of the first variant's records, experiments/<variant>.
+        second: folder of the second variant's records.
 
     Raises:
         MissingRecordError: a variant has no latency record.
@@ -109,12 +120,16 @@ def shared_workloads(first: Path, second: Path) -> list[str]:
 
 
 def compare_latency(first: Path, second: Path) -> list[Speedup]:
-    """Compute the speed-ups of `second` over `first`: median times and rates by class, and the time of all classes.
+    """Compute the speed-ups of one record over another: median times and rates by class, and the time of all classes.
 
-    The intervals of a timing in turns are wider the more often the same was timed before (`count_tries`).
+    Each further timing of the pair in turns widens the intervals, so that they hold for all its timings together.
+
+    Args:
+        first: file of the latency record that is the base of the ratios.
+        second: file of the record whose speed-up is computed.
 
     Raises:
-        NotComparableError: requests or hardware differ.
+        NotComparableError: requests or hardware differ, or the host was busy.
         RecordError: a record or its items are damaged.
     """
     a, b = store.read_record(first, Latency), store.read_record(second, Latency)
@@ -132,6 +147,9 @@ def count_tries(first: Path, second: Path) -> int:
 
     Settings are workload, lengths, hardware, flags of the second variant, and recipes of both checkpoints. Timings on a
     busy host do not count, because no speed-up is made from them; nor do deleted or damaged records.
+
+    Args:
+        first, second: files of the two latency records.
     """
     a, b = store.read_record(first, Latency), store.read_record(second, Latency)
     runs = {b.run}
@@ -161,8 +179,9 @@ def class_speedups(
     """Speed-ups of the second of two records over the first, for each class of which both have requests.
 
     Args:
+        records: the two records.
         sides: successful requests of each record, by class and round.
-        level: confidence level of the intervals.
+        level: confidence level of the intervals, such as 0.95.
     """
     a, b = records
     form = _Form(in_turns=a.run == b.run, level=level)
@@ -179,7 +198,7 @@ def class_speedups(
 
 
 def by_class_and_round(items: Sequence[Mapping[str, Any]]) -> dict[str, Rounds]:
-    """Group the successful requests among a latency record's items by class and round."""
+    """Group the successful requests among a latency record's items: class -> number of the round -> requests."""
     classes: dict[str, dict[int, list[Mapping[str, Any]]]] = {}
     for item in items:
         if item["error"] is None:

@@ -17,6 +17,9 @@ from slimqwen.stats.estimates import CONFIDENCE_LEVEL
 def comparison(first: Path, second: Path) -> Table:
     """Table of two latency records of the same requests: figures of both and their paired speed-up, by class.
 
+    Args:
+        first, second: files of the records; the speed-up is that of the second.
+
     Raises:
         NotComparableError: requests or hardware differ.
         RecordError: a record cannot be read.
@@ -66,7 +69,7 @@ def give_verdict(first: Path, second: Path) -> str | None:
     """One line: whether the second variant is faster over all classes, and what to do next; None without an interval.
 
     Args:
-        first, second: latency records of the same requests, as for `comparison`.
+        first, second: files of two latency records of the same requests.
     """
     a, b = (store.read_record(path, Latency).variant for path in (first, second))
     rows = speedups.compare_latency(first, second)
@@ -91,7 +94,12 @@ def _say_try(tries: int) -> str:
 
 
 def comparisons(first: Path, second: Path) -> list[Table]:
-    """Tables by `comparison`, one for each workload over which both variants were measured.
+    """Make tables of two variants' latencies and speed-ups, one for each workload over which both were measured.
+
+    A workload whose records cannot be compared is named in a note of the last table.
+
+    Args:
+        first, second: folders of the variants' records, experiments/<variant>.
 
     Raises:
         MissingRecordError: a variant has no latency record.

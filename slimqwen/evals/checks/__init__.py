@@ -46,7 +46,7 @@ class GateSettings(Settings):
         return cls(name=name, sections=tuple(check.settings_type._from_text(text, name) for check in CHECKS))
 
     def of(self, kind: type[Section]) -> Section:
-        """The settings of one check, by their class."""
+        """The settings of one check, selected by their class."""
         return next(each for each in self.sections if isinstance(each, kind))
 
     def suite(self, root: Path) -> Suite:
@@ -54,11 +54,11 @@ class GateSettings(Settings):
         return Suite.load(self.of(QualitySettings).suite, root)
 
     def split(self, side: Side | None, root: Path) -> Split | None:
-        """The named side of the suite's split of items; None for all items."""
+        """The named side of the split between search and proof; None, which means all items, for no side."""
         return self.suite(root).split(side) if side else None
 
     def input_readers(self, variant: Variant) -> list[Callable[[], object]]:
-        """Functions that read the input texts of all checks, as `Check.input_readers`."""
+        """Functions that read the input texts of all checks; each raises a SlimqwenError that names the faults."""
         each = zip(CHECKS, self.sections, strict=True)
         return [reader for check, own in each for reader in check.input_readers(own, variant)]
 

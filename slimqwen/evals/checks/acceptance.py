@@ -24,7 +24,7 @@ from slimqwen.variant import Variant
 
 @dataclass(frozen=True)
 class AcceptanceCheck(Check[AcceptanceSettings]):
-    """Detects damage to the MTP head; it applies if either checkpoint has an MTP head."""
+    """The check that detects damage to the MTP head; it applies if variant or baseline has an MTP head."""
 
     name = "acceptance"
     kind = Acceptance
@@ -55,7 +55,13 @@ class AcceptanceCheck(Check[AcceptanceSettings]):
         ]
 
     def require_measurable(self) -> None:
-        """Raise a CorpusError if the documents are too short for the prompts."""
+        """Check that the documents suffice for the prompts; passes at once where nothing is drafted.
+
+        Raises:
+            CorpusError: the documents are too short for the prompts.
+            EvalError: the variant has no MTP head although its baseline has one, or the context is too short for a
+                prompt.
+        """
         if self.sides:
             acceptance.cut_class_prompts(
                 self.pair.variant, self.settings, self.depth, self.pair.invocation.split
@@ -72,7 +78,7 @@ class AcceptanceCheck(Check[AcceptanceSettings]):
         )
 
     def changed_settings(self, record: Any, side: Variant, *, on_any_machine: bool = False) -> list[str]:
-        """As `Check.changed_settings`; the draft depth is a setting, too."""
+        """Names of what differs from a record: settings, K, and the baseline whose tokenizer cut the prompts."""
         changed = super().changed_settings(record, side, on_any_machine=on_any_machine)
         if record.gate_depth != self.depth:
             changed.append("drafted tokens (K)")
@@ -81,7 +87,10 @@ class AcceptanceCheck(Check[AcceptanceSettings]):
         )
 
     def findings(self, paths: Sequence[Path]) -> Iterator[Finding]:
-        """Yield one finding: the variant's acceptance length as a share of the baseline's."""
+        """Yield one figure with its verdict: the variant's acceptance length as a share of the baseline's.
+
+        Without an MTP head on both sides there are no records, and the figure passes.
+        """
         if not paths:
             figure = "no MTP head in variant and baseline, so nothing is drafted"
             yield Finding(gate=self.name, figure=figure, value=0, limit=0, verdict=Verdict.PASS)

@@ -1,4 +1,4 @@
-"""The check engine: whether the served flags give the same greedy tokens as a plain reference engine."""
+"""The check engine: whether the served flags give the same greedy tokens as the reference engine."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ from slimqwen.variant import Variant
 
 @dataclass(frozen=True)
 class EngineCheck(Check[EngineSettings]):
-    """Detects wrong tokens that come from the engine and its flags, not from the weights."""
+    """The check that detects wrong tokens which come from the engine and its flags, not from the weights."""
 
     name = "engine"
     kind = Engine
@@ -34,7 +34,11 @@ class EngineCheck(Check[EngineSettings]):
         return engine.measure_engine(side, self.settings, self.pair.invocation)
 
     def findings(self, paths: Sequence[Path]) -> Iterator[Finding]:
-        """Yield one finding, on the engine with the served flags; neighbouring flags are measured, but serve nobody."""
+        """Yield one figure with its verdict: the wrong responses of the served engine, or its breakdown.
+
+        Engines with drafts or prefix cache switched are measured too, but no server runs with their flags, so they
+        decide nothing.
+        """
         record = store.read_record(paths[0], Engine)
         served = record.served
         figure = (

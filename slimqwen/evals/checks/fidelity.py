@@ -19,7 +19,7 @@ from slimqwen.variant import Variant
 
 @dataclass(frozen=True)
 class FidelityCheck(Check[FidelitySettings]):
-    """Detects small damage to weights by comparing next-token distributions."""
+    """The check that detects small damage to weights, by comparing next-token distributions with the baseline's."""
 
     name = "fidelity"
     kind = Fidelity
@@ -37,13 +37,17 @@ class FidelityCheck(Check[FidelitySettings]):
         return fidelity.measure_fidelity(side, self.settings, self.pair.invocation)
 
     def changed_settings(self, record: Any, side: Variant, *, on_any_machine: bool = False) -> list[str]:
-        """As `Check.changed_settings`; the baseline that was compared with counts, too."""
+        """Names of what differs from a record: settings, and the baseline with which the variant was compared."""
         return super().changed_settings(record, side, on_any_machine=on_any_machine) or changed_reference(
             record.reference, side, on_any_machine=on_any_machine, progress=self.pair.invocation.progress
         )
 
     def findings(self, paths: Sequence[Path]) -> Iterator[Finding]:
-        """Yield a finding for each figure, its largest value over the modes; then those on tensors and settings."""
+        """Yield each figure of fidelity with its verdict, then the changes that no stage of the recipe explains.
+
+        A figure's value is the largest over the modes in which the variant was run (single, batched, served). A change
+        of a tensor, a setting or a file of the tokenizer that no stage explains fails.
+        """
         record = store.read_record(paths[0], Fidelity)
         for figure in FIGURE_NAMES:
             estimates = [getattr(figures, figure) for figures in record.modes.values()]

@@ -40,7 +40,7 @@ class QualitySettings(Settings):
 
 
 def find_response_limits(suite: str, root: Path) -> ResponseLimits | None:
-    """Limits of responses that run away, from the gate with the suite's name; None if there is no readable one."""
+    """Limits of responses that run away, from the gate's settings of the suite's name; None without a readable file."""
     try:
         return QualitySettings.load(suite, root).responses
     except SettingsError:
@@ -49,7 +49,7 @@ def find_response_limits(suite: str, root: Path) -> ResponseLimits | None:
 
 @dataclass(frozen=True)
 class QualityCheck(Check[QualitySettings]):
-    """Detects worse responses.
+    """The check that detects worse responses.
 
     First a sample of the items is scored; if it does not decide, all are. The verdict holds for both looks together: a
     variant that is worse by exactly the margin passes a task in at most 2.5 % of runs.
@@ -71,7 +71,10 @@ class QualityCheck(Check[QualitySettings]):
 
     @property
     def limit(self) -> Limit:
-        """Number of items to score of each task; None for all. A side of a split is small and always scored whole."""
+        """Number of items to score of each task: AUTO, the sample size by power analysis, or None for all.
+
+        The items on one side of a split are few, so all of them are scored.
+        """
         return None if self.all_items or self.pair.invocation.split else AUTO
 
     @staticmethod
@@ -80,7 +83,13 @@ class QualityCheck(Check[QualitySettings]):
         return [lambda: Suite.load(settings.suite, variant.root).require_questions(variant.root)]
 
     def require_measurable(self) -> None:
-        """Check that the suite can be run on the sides that have to be scored."""
+        """Check that the suite can be run on the sides that have to be scored.
+
+        Raises:
+            ServingError: a side's weights are random, or a flag sets its acceptance length.
+            EvalError: the suite's data are not fetched.
+            CorpusError: a question of an own evaluation cannot be used.
+        """
         complete = replace(self, all_items=True)
         for side in self.sides:
             if not (complete.find(side) or self.find(side)):
@@ -120,14 +129,14 @@ class QualityCheck(Check[QualitySettings]):
         )
 
     def changed_settings(self, record: Any, side: Variant, *, on_any_machine: bool = False) -> list[str]:
-        """As `Check.changed_settings`; with `on_any_machine` the number of items may differ, too."""
+        """Names of the suite's settings that differ from a record's; unless `on_any_machine`, number of items too."""
         changed: list[str] = record.changed_settings(self.suite, may_be_old=on_any_machine)
         if not on_any_machine and record.limit != self.limit:
             changed.append("number of items")
         return changed
 
     def findings(self, paths: Sequence[Path]) -> Iterator[Finding]:
-        """Yield a finding for each task, then those on responses that run away."""
+        """Yield a figure with its verdict for each task, then those on responses that run away."""
         first, second = paths
         for row in quality_comparison.compare_quality(first, second):
             yield Finding(
@@ -151,7 +160,7 @@ class QualityCheck(Check[QualitySettings]):
                 yield f"{task}: {looks}"
 
     def first_limits(self) -> Mapping[str, float]:
-        """The margins, by task, in the variant's oldest record of the suite."""
+        """Name of a task's figure -> its margin in the variant's oldest record of the suite."""
         limits: dict[str, float] = {}
         for path in store.records(self.pair.variant.folder, Quality):  # newest first: the oldest overrides
             record = store.read_record(path, Quality)

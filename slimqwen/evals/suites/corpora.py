@@ -36,7 +36,9 @@ class Part(BaseModel):
     """A data set in a mix.
 
     Attributes:
-        repository, revision, files: as in `HubDataset`.
+        repository: owner/name on the hub.
+        revision: commit of 40 hexadecimal digits; None for the newest commit of the branch main.
+        files: paths in the hub's repository, or patterns such as "*/test.parquet".
         licence: licence of the data set, by its card.
         share: share of the mix's tokens.
         fields: the data set's names of fields, with those of `chat_styles.COLUMNS` that they stand for.
@@ -76,14 +78,17 @@ def fetch_corpus(name: str, base: Variant, progress: Progress = silent) -> list[
     Args:
         name: file of eval/corpora/.
         base: variant whose checkpoint a recipe transforms; its tokenizer counts the tokens.
+        progress: receives (activity, done, total).
 
     Returns:
         A line for each data set, and one for the mix.
 
     Raises:
-        SettingsError, HubError, EvalError: as `Corpus.load` and `fetch_dataset`.
+        SettingsError: the file of the mix is missing or cannot be used.
+        HubError: the hub cannot be reached, or refuses or lacks a data set.
+        EvalError: a data set that is here is of another commit, or was changed.
         CorpusError: a data set has no row that can be used.
-        MissingCheckpointError: the base is not here.
+        MissingCheckpointError, CorruptCheckpointError: the base's checkpoint is missing or damaged.
     """
     root, weights = base.root, base.weights
     corpus = Corpus.load(name, root)
@@ -130,7 +135,11 @@ def fetch_corpus(name: str, base: Variant, progress: Progress = silent) -> list[
 
 
 def list_item_files(root: Path) -> tuple[list[Path], list[str]]:
-    """List the files with items or texts that judge models, and the names of suites whose data are not here."""
+    """List the files with items or texts that judge models, and the names of suites whose data are not here.
+
+    Args:
+        root: folder of the workspace or checkout.
+    """
     files: set[Path] = set(list_files("eval/texts/*.jsonl", root))
     missing: list[str] = []
     for settings in list_files("eval/suites/*.yaml", root):

@@ -31,11 +31,12 @@ class HubDataset(BaseModel):
     """Files of a dataset repository on the hub.
 
     Attributes:
+        repository: owner/name on the hub.
         revision: commit of 40 hexadecimal digits; None for the newest commit of the branch main.
         folder: destination relative to the repository root.
         files: paths in the hub's repository, or patterns such as "*/test.parquet".
         local_files: names under which a folder of the user's may hold the data instead of the hub (`take_datasets`).
-        optional: whether the suite runs without the tasks that read it if it is missing.
+        optional: whether missing data are no error; the tasks that read them are then left out.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -57,7 +58,9 @@ def take_datasets(datasets: Iterable[HubDataset], source: Path, root: Path) -> l
     """Copy the data of a suite from a folder of the user's, where it holds their `local_files`.
 
     Args:
+        datasets: the data sets of the suite; those that are here already are not copied.
         source: folder with the files.
+        root: folder of the workspace or checkout, which gets them.
 
     Returns:
         A line for each dataset that says what was copied, or what the folder lacks.
@@ -95,14 +98,17 @@ def fetch_datasets(
     """Fetch the data of a suite that are missing, and check those that are present.
 
     Args:
+        datasets: the data sets of the suite.
         resources: names of nltk resources.
+        root: folder of the workspace or checkout, whose data/ gets them.
+        progress: receives (activity, done, total) in bytes.
 
     Returns:
         A line for each dataset and resource that says whether it was fetched or present.
 
     Raises:
-        HubError: as `fetch_dataset` and `fetch_nltk`.
-        EvalError: as `fetch_dataset`.
+        HubError: the hub or nltk's server cannot be reached, or refuses or lacks what is asked.
+        EvalError: a local dataset is of another commit, or was changed.
     """
     lines = [fetch_dataset(dataset, root, progress) for dataset in datasets]
     return lines + [f"{archive.relative_to(root)} is present" for archive in fetch_nltk(resources, root)]
@@ -115,11 +121,14 @@ def fetch_dataset(dataset: HubDataset, root: Path, progress: Progress = silent, 
     environment variable HF_TOKEN opens gated repositories, HF_ENDPOINT names another hub.
 
     Args:
+        dataset: the dataset.
+        root: folder of the workspace or checkout, whose data/ gets it.
+        progress: receives (activity, done, total) in bytes.
         cure: the command that is to be run again after an error.
 
     Raises:
-        HubError: offline mode, no network, no such repository, commit or file, no right to read it, or a file that
-            does not match the hub's hash.
+        HubError: offline mode, no network, no such repository, commit or file, no right to read it, or a file that does
+            not match the hub's hash.
         EvalError: the local dataset is of another commit, or was changed.
     """
     state = "is present, every file as it was fetched"
@@ -180,7 +189,12 @@ def fetch_nltk(resources: Iterable[str], root: Path) -> list[Path]:
 
 
 def require_datasets(datasets: Sequence[HubDataset], resources: Iterable[str], root: Path) -> list[Path]:
-    """Check that all data of a suite are present.
+    """Check that all data of a suite are present; optional data sets may be missing.
+
+    Args:
+        datasets: the data sets of the suite.
+        resources: names of nltk resources.
+        root: folder of the workspace or checkout.
 
     Returns:
         Archives of the nltk resources, which affect scores as the datasets do.

@@ -44,7 +44,7 @@ _COMMA_DECIMAL = re.compile(r"\d+,\d+")
 
 
 class Tolerance(NamedTuple):
-    """How far a number may be from a right one, ends included.
+    """How far a number may be from a right one; a difference of exactly so much is allowed.
 
     Attributes:
         amount: absolute, or as a share of the right number.
@@ -81,7 +81,10 @@ def compatible(text: str) -> str:
 
 
 def normalised(text: str) -> str:
-    """The text in the form in which answers are compared; empty if it holds nothing but white space and full stops."""
+    """The text in the form in which answers are compared; empty if it holds nothing but white space and full stops.
+
+    Upper and lower case, markup and quotes around the whole, full stops at the end and forms of Unicode are evened out.
+    """
     text, before = " ".join(compatible(text).split()), ""
     while text != before:
         before = text
@@ -95,7 +98,13 @@ def normalised(text: str) -> str:
 
 
 def is_same(response: str, answer: str, tolerance: Tolerance | None = None) -> bool:
-    """Whether a response equals an answer: as numbers where both are, else as texts."""
+    """Whether a response equals an answer: as numbers with the same unit where both are numbers, else as texts.
+
+    Args:
+        response: the model's response.
+        answer: the right answer.
+        tolerance: how far a number may be from the right one; None for not at all.
+    """
     given, right = normalised(response), normalised(answer)
     number, right_number = _number(given), _number(right)
     if number is None or right_number is None:
@@ -108,9 +117,9 @@ def is_same(response: str, answer: str, tolerance: Tolerance | None = None) -> b
 
 
 def contains(response: str, answer: str) -> bool:
-    """Whether a response contains an answer: a number among its numbers, or a text that starts and ends at word limits.
+    """Whether a response contains an answer: a number among its numbers, or a text of whole words.
 
-    Scripts without spaces between words have no word limits.
+    In scripts without spaces between words, a text may be anywhere.
     """
     text, right = normalised(response), normalised(answer)
     number = _number(right)
@@ -126,7 +135,14 @@ def contains(response: str, answer: str) -> bool:
 def is_any(
     response: str, statements: Iterable[str], answers: Iterable[str], tolerance: Tolerance | None
 ) -> bool:
-    """Whether a response as a whole, or one of its statements, equals one of the answers."""
+    """Whether a response as a whole, or one of its statements, equals one of the answers.
+
+    Args:
+        response: the model's response.
+        statements: parts of the response that state an answer (`stated_choices.stated_texts`).
+        answers: texts that are each right.
+        tolerance: how far a number may be from a right one; None for not at all.
+    """
     answers = tuple(answers)
     return any(is_same(text, answer, tolerance) for text in (response, *statements) for answer in answers)
 

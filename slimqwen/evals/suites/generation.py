@@ -50,6 +50,8 @@ class Generation(str):
         """Read one choice of a response of /v1/completions or /v1/chat/completions.
 
         Args:
+            choice: element of the response's list `choices`.
+            usage: the response's `usage`; empty if the server reports none.
             thinking: whether the model thinks before it responds: thoughts are then removed, and a response with
                 unfinished thoughts is empty; None leaves the response as it is.
         """
@@ -64,5 +66,5 @@ class Generation(str):
         return cls(text, choice["finish_reason"], usage.get("completion_tokens"))
 
     def as_json(self) -> list[Any]:
-        """The constructor's arguments, as JSON: text, finish reason and number of tokens."""
+        """The generation as a JSON list: text, finish reason and number of tokens; `Generation(*list)` restores it."""
         return [str(self), self.finish_reason, self.tokens]

@@ -12,13 +12,16 @@ _LONGEST_TEXT = 2000
 
 
 def question(sample: Mapping[str, Any]) -> str | None:
-    """The prompt of an lm-eval sample, cut if long; for bits per byte, the scored text. None if the sample has none."""
+    """The prompt of an lm-eval sample, cut in its middle if it is long; None if the sample has none.
+
+    For bits per byte it is the scored text.
+    """
     arguments = sample.get("arguments")
     return cut(str(arguments[0][0]).removeprefix(CHAT_PREFIX)) if arguments else None
 
 
 def expected(sample: Mapping[str, Any]) -> str | None:
-    """The right response of an lm-eval sample, cut if long; None for bits per byte, which has no answer."""
+    """The right response of an lm-eval sample, cut in its middle if it is long; None for bits per byte."""
     target, doc, arguments = sample.get("target"), sample["doc"], sample.get("arguments")
     if isinstance(target, int) and arguments and len(arguments) > target:
         return cut(str(arguments[target][-1]).strip())
@@ -34,6 +37,6 @@ def right_answer(answer: Any) -> str:
 
 
 def cut(text: str) -> str:
-    """The text; the middle of a long one is left out, because questions stand at the beginning or the end."""
+    """Leave out the middle of a text of more than 2,000 characters: questions stand at the beginning or the end."""
     half = _LONGEST_TEXT // 2
     return text if len(text) <= _LONGEST_TEXT else f"{text[:half]} […] {text[-half:]}"

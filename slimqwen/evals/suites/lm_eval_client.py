@@ -21,7 +21,8 @@ from slimqwen.records.journal import Journal
 class ServedCompletions(LocalCompletionsAPI):  # type: ignore[misc]  # lm_eval is untyped
     """lm-eval's `local-completions` model with progress, a journal of responses, and finish reasons.
 
-    No request is sent after one that failed, because the server is probably gone.
+    Responses are read from the journal where an interrupted run has written them. No request is sent after one that
+    failed, because the server is probably gone.
 
     Attributes:
         thinking: enable_thinking of the chat template; thoughts are then removed from responses, and a response with
@@ -54,7 +55,7 @@ class ServedCompletions(LocalCompletionsAPI):  # type: ignore[misc]  # lm_eval i
 
         Args:
             name: name of the task.
-            thinking: as the attribute `thinking`.
+            thinking: enable_thinking of the chat template; None if prompts use no chat template.
             by_chat: whether requests go to the chat endpoint, which renders prompts and parses tool calls itself.
             too_long_is_wrong: whether a prompt beyond the served context counts as an empty response; else an error.
         """
@@ -168,7 +169,15 @@ def render(
     add_generation_prompt: bool = True,
     tools: list[dict[str, Any]] | None = None,
 ) -> str:
-    """Render messages with a chat template; `thinking` is its enable_thinking, None leaves the template's default."""
+    """Render messages with a chat template.
+
+    Args:
+        tokenizer: tokenizer of transformers, which has the template.
+        messages: the chat, as chat templates take it.
+        thinking: its enable_thinking; None leaves the template's default.
+        add_generation_prompt: whether the beginning of a response follows; if not, the last message is continued.
+        tools: functions that the chat offers; None for none.
+    """
     switch = {} if thinking is None else {"enable_thinking": thinking}
     return str(
         tokenizer.apply_chat_template(

@@ -46,15 +46,20 @@ def run_suite(
     """Send the items of a published suite to a running server and score its responses.
 
     Args:
+        suite: the tasks.
+        server: server that gets the requests.
         limit: number of items of each task; AUTO: by power analysis; None: all.
-        answers: journal of responses, with those of an interrupted run.
+        log: file for the output of lm-eval.
+        answers: journal of responses, with those of an interrupted run; None keeps none.
         split: side of the split whose items are used; None for both sides.
+        progress: receives (activity, done, total) in requests.
 
     Returns:
         Tasks in the suite's order, and the files that affect their scores.
 
     Raises:
-        EvalError: a task is missing or broken, the suite's data are not fetched, or as `resolve_thinking`.
+        EvalError: a task is missing or broken, the suite's data are not fetched, or the server has no chat template, or
+            one that ignores the thinking switch that the suite sets.
         ServerLostError: the server died or refused a request.
         PromptTooLongError: the served context cannot hold a prompt.
     """
@@ -122,14 +127,15 @@ def run_suite(
 def parse_samples(
     task: SuiteTask, sizes: Mapping[str, int], runs: Sequence[Mapping[str, Sequence[Mapping[str, Any]]]]
 ) -> list[Item]:
-    """Convert lm-eval's samples of one task to items.
+    """Convert lm-eval's samples of one task to items, sorted by their position in the task and by repeat.
 
     Args:
+        task: the suite's task.
         sizes: item count of each lm-eval task that `task` consists of, in order.
         runs: for each repeat, the "samples" of `lm_eval.evaluate`, by lm-eval task.
 
     Raises:
-        EvalError: an item has no score or several scores in the task's measure.
+        EvalError: an item has no score or several scores in the task's measure, or one that is no number.
     """
     offsets = dict(zip(sizes, itertools.accumulate(sizes.values(), initial=0), strict=False))
     items = [
@@ -253,10 +259,11 @@ def _load_tasks(manager: Any, suite: Suite, task: SuiteTask, root: Path) -> dict
 
 
 def score_stated_choice(document: Mapping[str, Any], responses: Sequence[str]) -> dict[str, float]:
-    """Score a response in the form of lm-eval's `process_results`: whether it states the right one of `choices`.
+    """Score a response in the form of lm-eval's `process_results`: 1 if it states the right one of `choices`, else 0.
 
     Args:
         document: item with the texts of the choices, and the letter of the right one as `answer`, such as "(A)".
+        responses: the responses, of which the first is scored.
     """
     stated = stated_choices.stated_choice(responses[0], document["choices"])
     return {questions.SCORE: float(stated == ord(document["answer"].strip("()")) - ord("A"))}

@@ -52,18 +52,21 @@ def ask_questions(
     """Ask the questions of an own evaluation and score the responses.
 
     Args:
+        suite: suite of the own evaluation.
+        server: server that gets the requests.
         limit: number of questions, from the beginning of the file; AUTO: by power analysis; None: all.
-        answers: journal of responses, with those of an interrupted run.
+        answers: journal of responses, with those of an interrupted run; None keeps none.
         split: side of the split whose questions are asked; None for both sides.
+        progress: receives (activity, done, total) in questions.
 
     Returns:
         The run of the suite's only task.
 
     Raises:
-        EvalError: as `resolve_thinking`.
+        EvalError: the server has no chat template, or one that ignores the thinking switch that the suite sets.
         ServerLostError: the server died.
         PromptTooLongError: the served context cannot hold a question.
-        CorpusError: as `Suite.read_questions`, or the server refuses a question.
+        CorpusError: the questions cannot be read or used, or the server refuses one.
     """
     (task,), own = suite.tasks, suite.questions
     assert own is not None

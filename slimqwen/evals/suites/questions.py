@@ -116,7 +116,7 @@ class Question(BaseModel):
 
     @property
     def form(self) -> Metric:
-        """The metric by which this question is scored if suite.yaml names none."""
+        """The metric by which this question is scored if suite.yaml names none: choice, tool_call or exact."""
         return scorer.form_of(self.answer, self.choices)
 
 
@@ -128,8 +128,13 @@ def _digits(value: Any) -> Any:
 def read_questions(file: Path, metric: Metric | None) -> list[Question]:
     """Read and check all questions of a file.
 
+    Args:
+        file: JSON lines or a table.
+        metric: metric of suite.yaml, which every question must fit; None for the metric of each question's form.
+
     Raises:
-        CorpusError: the file cannot be read, or rows cannot be used; the message lists all faults with their lines.
+        CorpusError: the file cannot be read, has fewer than two questions, or rows cannot be used; the message lists
+            all faults with their lines.
     """
     questions: list[Question] = []
     faults = Faults()
@@ -198,10 +203,10 @@ def messages_of(question: Question) -> list[dict[str, Any]]:
 
 
 def text_of(question: Question) -> str:
-    """The user's message that asks a question, or its whole chat as `chat_text` encodes it.
+    """The user's message that asks a question; for a question with `messages`, the whole chat encoded as one text.
 
     Raises:
-        ValueError: as `messages_of`.
+        ValueError: no server would accept a message of the chat.
     """
     messages = messages_of(question)
     if question.messages is None:
@@ -210,7 +215,7 @@ def text_of(question: Question) -> str:
 
 
 def question_text(item: Mapping[str, str]) -> str:
-    """`text_of` for a row of `item_rows`, as lm-eval's task files call it."""
+    """The prompt of a row of `item_rows`, as text; lm-eval's task files name this function."""
     return text_of(Question.model_validate_json(item["question"]))
 
 
@@ -220,7 +225,7 @@ def chat_text(messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None
 
 
 def chat_of(messages: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], list[dict[str, Any]] | None]:
-    """Messages and tools of lm-eval's messages, which may be a single one that `chat_text` encoded."""
+    """Messages and tools of lm-eval's messages; a single message that encodes a whole chat (`chat_text`) is decoded."""
     content = messages[0]["content"] if len(messages) == 1 else ""
     if not content.startswith(CHAT_PREFIX):
         return messages, None
@@ -243,8 +248,9 @@ def score(question: Question, response: str, metric: Metric | None) -> float:
     """Score a response: 1 if it is right, else 0.
 
     Args:
+        question: the question with its right answer.
         response: the model's response without thoughts.
-        metric: None for the metric of the question's form.
+        metric: exact, contains, choice or tool_call; None for the metric of the question's form.
     """
     return float(scorer.is_right(response, question.answer, question.choices, metric, question.allowed))
 
@@ -252,7 +258,13 @@ def score(question: Question, response: str, metric: Metric | None) -> float:
 def score_response(
     item: Mapping[str, str], responses: Sequence[str], metric: Metric | None
 ) -> dict[str, float]:
-    """Score the first response to an item by `score`, in the form of lm-eval's `process_results`."""
+    """Score the first response to an item in the form of lm-eval's `process_results`: {name of the score: 1 or 0}.
+
+    Args:
+        item: row of `item_rows`.
+        responses: the responses.
+        metric: exact, contains, choice or tool_call; None for the metric of the question's form.
+    """
     return {SCORE: score(Question.model_validate_json(item["question"]), responses[0], metric)}
 
 

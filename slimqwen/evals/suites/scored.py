@@ -14,6 +14,7 @@ class Item:
     """One scored response.
 
     Attributes:
+        task: name of the task.
         index: position in the task's fixed order.
         item: hash of the item, the same for every variant.
         value: score in the task's measure.
@@ -25,7 +26,7 @@ class Item:
         output_tokens: generated tokens with thoughts; None if nothing is generated or the server reports no usage.
         looping: whether the output loops (`loops.is_looping`); None if nothing is generated.
         question: the prompt, cut in its middle if it is long; None if the sample has none.
-        expected: the right response, cut likewise; None if the sample has none.
+        expected: the right response, cut in its middle if it is long; None if the sample has none.
     """
 
     task: str
@@ -48,9 +49,10 @@ class TaskRun:
     """All scored responses to one task.
 
     Attributes:
+        task: the task.
         items: one for each response, sorted by index and repeat.
         available_count: all items of the task, scored or not.
-        settings: what two records must share to be compared, beside measure and items (`Suite.settings_of`).
+        settings: settings of the suite that two records must share to be compared, beside measure and items.
     """
 
     task: SuiteTask
@@ -63,6 +65,11 @@ def score_endings(task: SuiteTask, run: TaskRun, settings: Mapping[str, Any]) ->
     """Score the responses of another task's run by ENDED: 1 if a response neither loops nor was cut, else 0.
 
     The new items do not repeat the outputs.
+
+    Args:
+        task: the task that gets the scores.
+        run: the other task's run.
+        settings: settings of `task` that two records must share.
     """
     items = [
         replace(

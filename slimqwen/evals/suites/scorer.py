@@ -32,7 +32,7 @@ def is_right(
         response: the model's response without thoughts; tool calls are in it as `response_text` writes them.
         answer: the right response, several that are each right, or a tool call.
         choices: options of a multiple-choice question, shown under the letters A, B, C, …
-        metric: None for the metric of the question's form.
+        metric: exact, contains, choice or tool_call; None for the one that fits answer and choices (`form_of`).
         tolerance: how far a number may be from a right one, by the metric exact.
     """
     metric = metric or form_of(answer, choices)
@@ -53,7 +53,7 @@ def response_text(text: str, calls: Sequence[Mapping[str, Any]]) -> str:
 
 
 def tool_calls(response: str) -> list[tuple[str, str]]:
-    """Name and normalised arguments of each tool call in a text by `response_text`."""
+    """Name and normalised arguments of each tool call that `response_text` joined to a response; empty without any."""
     _, _, calls = response.partition(_CALLS)
     return [_call(call) for call in json.loads(calls or "[]")]
 

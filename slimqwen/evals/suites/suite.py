@@ -107,7 +107,7 @@ class SuiteTask(BaseModel):
         return None
 
     def settings(self, *, rendered: bool) -> dict[str, Any]:
-        """Settings of this task that change responses or scores, as part of `Suite.settings_of`.
+        """Settings of this task that change responses or scores, by name; defaults are left out.
 
         Args:
             rendered: whether prompts go through a chat template.
@@ -118,7 +118,15 @@ class SuiteTask(BaseModel):
 
 
 class OwnQuestions(BaseModel):
-    """suite.yaml of an own evaluation: how questions.jsonl is asked and scored; eval/own.yaml explains each field."""
+    """suite.yaml of an own evaluation: how its questions are asked and scored.
+
+    Attributes:
+        metric: exact, contains, choice or tool_call; None for what fits each question.
+        non_inferiority_margin: largest loss of the share of right responses that counts as equal.
+        assumed_discordance: share of questions that only one of two equally good variants gets right.
+        max_gen_toks: longest response, tokens.
+        thinking: enable_thinking of the chat template; None leaves its default.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -179,8 +187,12 @@ class Suite(Settings):
     def load(cls, name: str, root: Path) -> Self:
         """Read a suite; tasks whose data are missing are left out and named in `left_out`.
 
+        Args:
+            name: file of eval/suites/ without its suffix, or folder of eval/own/ with an own evaluation.
+            root: folder of the workspace or checkout.
+
         Raises:
-            SettingsError: as `Settings.load`.
+            SettingsError: the file is missing, or fields are missing or wrong.
         """
         suite = super().load(name, root)
         present = [task for task in suite.tasks if task.data is None or is_fetched(task.data, root)]
@@ -211,7 +223,7 @@ class Suite(Settings):
         return cls(name=name, chat_template=True, sample="first", tasks=(task,), questions=own)
 
     def items_planned(self, task: SuiteTask) -> int | None:
-        """Number of items planned to decide a task and tasks that score its responses; None if the suite plans none."""
+        """Number of items planned to decide a task and those that score its responses; None without a plan."""
         scored = [each for each in self.tasks if task.name in (each.name, each.responses_of)]
         return max((each.items_to_decide for each in scored if each.items_to_decide), default=None)
 
@@ -259,10 +271,11 @@ class Suite(Settings):
         """Summarise an own evaluation's questions and how many a verdict needs, in words; None for other suites.
 
         Args:
+            root: folder of the workspace or checkout.
             for_runaways: number of questions needed to decide on responses that run away; None without such a limit.
 
         Raises:
-            CorpusError: as `require_questions`.
+            CorpusError: the file of questions cannot be read, or a question cannot be used.
         """
         if self.questions is None:
             return None
@@ -276,7 +289,7 @@ class Suite(Settings):
         """Check the questions of an own evaluation; does nothing for other suites.
 
         Raises:
-            CorpusError: as `questions.read_questions`.
+            CorpusError: the file cannot be read, has fewer than two questions, or rows cannot be used.
         """
         if self.questions is not None:
             self.read_questions(root)
@@ -285,17 +298,17 @@ class Suite(Settings):
         """Whether any question of the suite offers tools.
 
         Raises:
-            CorpusError: as `require_questions`.
+            CorpusError: the questions of an own evaluation cannot be read or used.
         """
         if self.questions is None:
             return any(task.tools for task in self.tasks)
         return any(question.tools for question in self.read_questions(root))
 
     def read_questions(self, root: Path) -> list[Question]:
-        """The questions of an own evaluation.
+        """Read and check the questions of an own evaluation; other suites have none.
 
         Raises:
-            CorpusError: as `questions.read_questions`.
+            CorpusError: the file cannot be read, has fewer than two questions, or rows cannot be used.
         """
         assert self.questions is not None
         with contextlib.chdir(root):  # so that messages have relative paths
