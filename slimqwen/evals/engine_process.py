@@ -90,7 +90,6 @@ class Response:
     """The greedy continuation of a prompt.
 
     Attributes:
-        tokens: token IDs.
         log_probabilities: for each position, natural log-probabilities of the likeliest tokens, by token id; empty
             unless requested.
         cached_tokens: tokens of the prompt that were found in the prefix cache.
@@ -188,8 +187,6 @@ def generate_responses(
     """Send requests to an engine at once, and return its greedy responses in their order.
 
     Args:
-        llm: vLLM's engine in this process (`vllm.LLM`).
-        requests: the requests.
         log_probabilities: whether responses carry the log-probabilities of the likeliest tokens.
     """
     sampling = [_greedy(request, _TOP_LOGPROBS if log_probabilities else None) for request in requests]
@@ -230,7 +227,6 @@ def run_reference(
     """Respond to each request with the reference engine.
 
     Args:
-        weights: folder of the checkpoint.
         task: flags of the engine, and the requests.
         progress: receives (activity, done, total) in requests.
 
@@ -259,7 +255,6 @@ def run_engine(
     """Start an engine and respond to prompts in each of the given ways that the engine supports.
 
     Args:
-        weights: folder of the checkpoint.
         task: settings, flags of the engine, ways of sending prompts, requests (None to choose them), and the
             repository.
         progress: receives (activity, done, total) in requests.
@@ -417,10 +412,7 @@ def measure_tie_noise(
     reread, 0.031 compiled, 0.027 with drafts and four requests at a time; all at most 0.19).
 
     Args:
-        llm: vLLM's engine in this process (`vllm.LLM`).
-        requests: the requests.
         responses: with log-probabilities, in the order of `requests`.
-        progress: receives (activity, done, total) in responses.
 
     Returns:
         The largest shift of a log-probability gap, nats.

@@ -85,7 +85,7 @@ def promote_variant(
     update = {"status": "promoted", "verdict": Verdict.PASS, "records": tuple(sorted(names))}
     if (promoted := claims.model_copy(update=update)) != claims:
         text = json.dumps(promoted.as_json(), indent=2, ensure_ascii=False) + "\n"
-        changed = _replace(variant.folder / "measurements.json", text)
+        changed |= _replace(variant.folder / "measurements.json", text)
     return Promotion(gate, card, changed)
 
 
