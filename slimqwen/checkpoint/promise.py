@@ -74,8 +74,8 @@ def _check_output_head(folder: Path, config: Mapping[str, Any], tensors: Iterabl
     if ties and packed:
         # vLLM's tie_weights takes the `weight` of the embedding, which a packed one does not have.
         raise UnsupportedFormatError(
-            f"{folder} ties its output head to a packed embedding ({packed[0]}), which vLLM cannot do; store "
-            "lm_head.weight and set tie_word_embeddings to false"
+            f"{folder} ties its output head to a packed embedding ({packed[0]}), which vLLM cannot do; make it "
+            "anew from the checkpoint in 16 bits with the stage quantise_embedding, which stores lm_head.weight, too"
         )
     if ties is stored and any(name.endswith("embed_tokens.weight") for name in tensors):
         flag = "false" if stored else "true"

@@ -30,7 +30,9 @@ def name_of(model: str) -> str:
     return variants.load(name).baseline or name if name in known else name
 
 
-def find_base(model: str, name: str, evaluation: str | None, disk: float | None, yes: bool) -> Variant:
+def find_base(
+    model: str, name: str, evaluation: str | None, disk: float | None, yes: bool
+) -> tuple[Variant, float]:
     """Find the baseline for MODEL; make it if it is missing, and download its checkpoint if a hub has that.
 
     Args:
@@ -39,6 +41,9 @@ def find_base(model: str, name: str, evaluation: str | None, disk: float | None,
         evaluation: evaluation of a new baseline; None for `core`.
         disk: most GB to download; None for no limit.
         yes: whether to download without asking.
+
+    Returns:
+        The baseline, and the GB that were downloaded.
 
     Raises:
         ModelError: a variant of that name has another checkpoint, or the download exceeds `disk`.
@@ -57,6 +62,7 @@ def find_base(model: str, name: str, evaluation: str | None, disk: float | None,
     again = f"`slimqwen optimise {model}`"
     is_here = (base.weights / "config.json").is_file() if base else Path(model).exists()
     source = base.settings.get("SOURCE") if base else None
+    size = 0.0
     if not is_here and (source or (base is None and re.fullmatch(r"[\w.-]+/[\w.-]+(/.+|@.+)?", model))):
         repository, _, revision = (source.value if source else model).partition("@")
         asked = hub.Repository(repository, "model", revision or None, again, "MODEL")
@@ -70,7 +76,7 @@ def find_base(model: str, name: str, evaluation: str | None, disk: float | None,
     elif not is_here and source:
         with progress_bar() as progress:
             hub.download_checkpoint(base, progress)
-    return variants.load(name, root)
+    return variants.load(name, root), size
 
 
 def _is_of(model: str, base: Variant) -> bool:

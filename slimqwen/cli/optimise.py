@@ -116,7 +116,8 @@ def optimise(
     ],
     hours: Annotated[float, typer.Option(min=0, help="begin no step after this many hours")] = 24,
     disk: Annotated[
-        float | None, typer.Option(min=0, metavar="GB", help="most disk that download and recipe may take")
+        float | None,
+        typer.Option(min=0, metavar="GB", help="most disk that download and recipe may take together"),
     ] = None,
     context: Annotated[
         int | None, typer.Option(min=1, help="longest request to serve, tokens (default: the baseline's)")
@@ -160,7 +161,7 @@ def optimise(
     if status:
         _say_status(Optimisation.find(root, name_served(name, context, sequences)), name)
         return
-    first = find_base(model, name, evaluation, disk, yes)
+    first, downloaded = find_base(model, name, evaluation, disk, yes)
     base = serve_with(first, context, sequences)
     judged_by = evaluation or base.evaluation
     text = name_text(corpus, base.folder)
@@ -169,7 +170,7 @@ def optimise(
             deciding = list_deciding(base, text, judged_by, goal, progress)
         journal = Optimisation.open(root, base.name, deciding)
         asked = _Asked(base, text, judged_by, goal, hours, journal, time.monotonic(), journal.seconds)
-        _announce(asked, gpu, disk)
+        _announce(asked, gpu, disk, downloaded)
         if not yes and not journal.step:
             typer.confirm("Begin?", abort=True)
         try:
@@ -179,8 +180,12 @@ def optimise(
     raise typer.Exit(0 if is_served else 1)
 
 
-def _announce(asked: _Asked, gpu: str | None, disk: float | None) -> None:
-    """Say what will be done: whether it fits, the recipe, its time and disk, what will judge it."""
+def _announce(asked: _Asked, gpu: str | None, disk: float | None, downloaded: float) -> None:
+    """Say what will be done: whether it fits, the recipe, its time and disk, what will judge it.
+
+    Args:
+        disk: most GB for the recipe and the `downloaded` GB together; None for no limit.
+    """
     from slimqwen.evals.suites.suite import Suite
     from slimqwen.fit import verdict
     from slimqwen.fit.memory import ServerSettings
@@ -219,8 +224,11 @@ def _announce(asked: _Asked, gpu: str | None, disk: float | None) -> None:
     say(f"judged by: {asked.evaluation}; text: {asked.text}; for {asked.goal}; time: {asked.hours:g} hours")
     if lacking := variant_recipe.lacking_space(costs, base.root / "weights" / "store"):
         raise OptimiseError(*lacking)
-    if disk is not None and needed > disk:
-        raise OptimiseError(f"the recipe takes {needed:.1f} GB, more than --disk {disk:g}; raise --disk")
+    if disk is not None and needed + downloaded > disk:
+        beside = f" beside {downloaded:.2f} GB of download" if downloaded else ""
+        raise OptimiseError(
+            f"the recipe takes {needed:.1f} GB{beside}, more than --disk {disk:g}; raise --disk"
+        )
     if hours > asked.hours:
         raise OptimiseError(
             f"the recipe alone takes {hours:.1f} of {asked.hours:g} hours here; raise --hours, or use a GPU"

@@ -123,7 +123,12 @@ class EngineProcesses:
         death = death_cause(exit_code)
         if exit_code == -signal.SIGKILL or not activity:
             place = activity or "before its first report"
-            raise EvalError(f"{title}: the process ended {place} ({death}); read why in its log: {self.log}")
+            cure = (
+                "free memory and run the command again; its log"
+                if exit_code == -signal.SIGKILL
+                else "read why in its log"
+            )
+            raise EvalError(f"{title}: the process ended {place} ({death}); {cure}: {self.log}")
         return f"{activity}: the process died ({death})"
 
 

@@ -159,9 +159,10 @@ class Figures(Block):
 
 
 class NoiseRatio(Block):
-    """A figure of a variant with unchanged weights in one mode, divided by the same figure of the plain engine.
+    """How far a mode is from the baseline in float32, divided by how far the plain engine (mode single) is from it.
 
-    The ratio of the joined text has neither an interval nor a p-value, because it is a single text.
+    Only for a variant with its baseline's weights, so that both distances are rounding noise. For the joined text there
+    is neither an interval nor a p-value, because it is a single text.
     """
 
     mode: str

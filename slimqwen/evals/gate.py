@@ -26,7 +26,10 @@ from slimqwen.variant import Variant
 
 
 class Gate(SplitRecord):
-    """Whether a variant is as good as its baseline: checks, joined in one verdict. The record's items are findings."""
+    """One verdict of all checks: is a variant as good as its baseline, and does its engine serve it correctly?
+
+    The record's items are the findings of the checks, one for each figure.
+    """
 
     kind = "gate"
     verb = "gate"

@@ -72,7 +72,7 @@ class Origin(NamedTuple):
         return self.parents[0] if len(self.parents) == 1 else self.parents
 
     def describe(self) -> str:
-        """Name the checkpoint in words, with what it was made from."""
+        """Name the checkpoint and what it was made from; the text may end in a comma, so another has to follow it."""
         if self.is_on_hub or not self.parents:
             return self.name
         return f"{self.name}, which was made from {' and '.join(self.parents)} by its own model card,"

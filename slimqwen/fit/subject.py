@@ -16,7 +16,7 @@ from slimqwen.checkpoint.tensors import INDEX, list_tensors, tensor_bytes
 from slimqwen.checkpoint.weights import holds_mtp_head
 from slimqwen.errors import SlimqwenError, suggest_name
 from slimqwen.formats import PART, find_format, modelopt
-from slimqwen.hub import HubError, Repository, download_files
+from slimqwen.hub import HubError, Repository, UnavailableError, download_files
 from slimqwen.models.families import Family, find_family
 from slimqwen.models.published import published_tensors
 from slimqwen.models.shape import Shape, Tensors, with_first_experts
@@ -31,6 +31,7 @@ _LAYERS_ALONE = (
 
 
 _EXPERT = re.compile(r"\.experts\.\d+\.")
+_REPOSITORY = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 _OTHER_FORMATS = {
     ".gguf": "GGUF",
     ".bin": "PyTorch's own format",
@@ -125,7 +126,8 @@ def find_subject(model: str, root: Path) -> Subject:
         root: folder of the workspace or checkout.
 
     Raises:
-        SubjectError: `model` names no checkpoint, or weights that are no safetensors.
+        SubjectError: `model` names no checkpoint, or weights that are no safetensors. Qwen/Qwen3.5-4B beside a folder
+            Qwen that lacks it is a checkpoint if the hub has it.
         HubError: the hub cannot be reached, hides the repository, or the repository has no safetensors checkpoint.
         FamilyError, UnsupportedFormatError, CorruptCheckpointError, ShapeError, ConfigError: variant, folder or shape
             cannot be read.
@@ -146,7 +148,13 @@ def find_subject(model: str, root: Path) -> Subject:
         return replace(read(), namesakes=f"{taken}; {paths} takes the other" if others else "")
     if "/" in model and path.parent.is_dir():
         hint = suggest_name(model, list(map(str, path.parent.iterdir())), "name one that is there")
-        raise SubjectError(f"there is no {path.name} in the folder {path.parent}; {hint}")
+        missing = f"there is no {path.name} in the folder {path.parent}; {hint}"
+        if not _REPOSITORY.fullmatch(model):
+            raise SubjectError(missing)
+        try:
+            return _of_hub(model)
+        except UnavailableError as error:
+            raise SubjectError(f"{missing} (on the hub: {error})") from None
     if model.count("/") == 1:
         return _of_hub(model)
     known = ", ".join(sorted(file.stem for file in list_files(f"{shapes.FOLDER}/*.json", root)))

@@ -85,6 +85,7 @@ def read_embeddings(folder: Path, ids: Tensor, out: Tensor | None = None) -> Ten
     """The embeddings of token ids, which are the hidden states before the first layer: [...] -> [..., hidden].
 
     Args:
+        ids: token ids, each below the number of stored rows; the embeddings of others stay undefined.
         out: tensor to write the embeddings to; None for a new one in float32.
 
     Raises:

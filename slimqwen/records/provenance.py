@@ -102,7 +102,12 @@ def describe(
 
 
 def of_variant(variant: Variant, command: Sequence[str], started: str, **inputs: Any) -> Provenance:
-    """Provenance of a measurement of a variant's checkpoint that has just ended; arguments as `circumstances`."""
+    """Provenance of a measurement that read a variant's checkpoint and has just ended.
+
+    Args:
+        variant: its checkpoint is stated, its flags are not (`of_served_variant` states both).
+        command, started, inputs: as `circumstances`.
+    """
     files = checkpoint_files(variant.weights, variant.root)
     return circumstances(variant.root, command, started, checkpoint=files, **inputs)
 

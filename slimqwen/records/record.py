@@ -78,7 +78,10 @@ class Items(Block):
 
 
 class Git(Block):
-    """State of the checkout."""
+    """The git state of a checkout or workspace when the record was written: `dirty` compares its files with `commit`.
+
+    Charts of records do not count either. Both are null outside a git checkout; an installed package is never dirty.
+    """
 
     commit: Annotated[str, Field(pattern=r"^[0-9a-f]{40}$")] | None = Field(
         description="null outside a git checkout"

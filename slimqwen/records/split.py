@@ -36,7 +36,10 @@ class Split(Block):
 
 
 class SplitRecord(ServedRecord):
-    """A record of all items, or of one side of the split; the two are never compared."""
+    """A record that a search can measure on one side of its split of the items.
+
+    Only records of the same side are compared with each other, and those of all items with those of all items.
+    """
 
     split: Split | None = Field(
         default=None, description="Side of the split that was measured; null or absent for all items."

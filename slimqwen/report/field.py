@@ -65,10 +65,13 @@ def write_report(root: Path) -> tuple[Path, FieldReport, list[Problem]]:
 
 
 def list_rows(records: Collection, left_out: list[Problem]) -> Iterator[tuple[Device, FieldRow]]:
-    """Yield a row for each prompt class of the newest timing of each variant, shipped workload and device.
+    """Yield the rows of a field report, each with its device: one for each class of requests of a timing.
+
+    Of the timings of a variant, workload and device only the newest is taken; own workloads are left out.
 
     Args:
-        left_out: list to which timings are added whose figures contradict each other.
+        records: the records of the repository.
+        left_out: list to which this adds each row whose figures contradict each other.
     """
     seen: set[tuple[str, str, Device]] = set()
     workloads = _shipped_workloads(records.root)

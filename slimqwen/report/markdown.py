@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 
-from slimqwen.errors import SlimqwenError
+from slimqwen.errors import SlimqwenError, suggest_name
 from slimqwen.fit.step_bytes import step_bytes_table
 from slimqwen.fit.tables import shapes_table
 from slimqwen.plan.record import overview_table
@@ -49,7 +49,7 @@ TABLES: Mapping[str, tuple[str, Callable[..., Sequence[Table]]]] = MappingProxyT
 
 
 class MarkdownError(SlimqwenError):
-    """A Markdown file names an unknown table, or does not close a table block."""
+    """A Markdown file names an unknown table or gives it other arguments, or does not close a table block."""
 
 
 def files(root: Path) -> list[Path]:
@@ -69,7 +69,7 @@ def update_tables(root: Path, pages: Iterable[Path] | None = None, *, newest: bo
         newest: whether newer records replace those that a table names.
 
     Raises:
-        MarkdownError: a block names an unknown table or is not closed; the message names the file.
+        MarkdownError: a block names an unknown table, has other arguments or is not closed; the message names the file.
         RecordError: a record is damaged.
     """
     changed = []
@@ -85,7 +85,7 @@ def render_tables(root: Path, file: Path, *, newest: bool = False) -> str:
     """The content of a Markdown file with its tables made again from their records; arguments as `update_tables`.
 
     Raises:
-        MarkdownError: a block names an unknown table or is not closed; the message names the file.
+        MarkdownError: a block names an unknown table, has other arguments or is not closed; the message names the file.
         RecordError: a record is damaged.
     """
     text = file.read_text(encoding="utf-8")
@@ -112,12 +112,13 @@ def _exist(root: Path, named: Sequence[str]) -> bool:
 def _content(root: Path, name: str, words: Sequence[str]) -> str:
     """Text of one block: its tables, or the command that makes the missing record."""
     arguments, build = TABLES.get(name, ("VARIANT", lambda root, variant: _newest(root, name, variant)))
-    is_known = name in TABLES or name.replace("-", "_") in registry.kinds()
-    if not is_known or len(words) != len(arguments.split()):
-        known = [f"{table} {usage}".strip() for table, (usage, _) in TABLES.items()]
-        kinds = ", ".join(kind.replace("_", "-") for kind in registry.kinds())
+    known = [*TABLES, *(kind.replace("_", "-") for kind in registry.kinds())]
+    if name not in known:
+        raise MarkdownError(f"there is no table {name!r}; {suggest_name(name, known)}")
+    if len(words) != len(arguments.split()):
         raise MarkdownError(
-            f"there is no table {' '.join([name, *words])!r}; use {', '.join(known)}, or KIND VARIANT with {kinds}"
+            f"the table {name} does not take {' '.join(words) or 'nothing'}; write "
+            f"<!-- {' '.join(filter(None, (f'table:{name}', arguments)))} -->"
         )
     try:
         return "\n".join(table.as_markdown() for table in build(root, *words))

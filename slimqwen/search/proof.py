@@ -86,15 +86,19 @@ class Climb:
 def climb(
     names: Sequence[str], checks: Sequence[str], executor: Executor, settings: RecordSettings, root: Path
 ) -> dict[str, Climb]:
-    """Make the checkpoints of variants and run the checks in order; a variant that fails one gets no further check.
+    """Make the checkpoint of each variant, then run one check after the other on the variants that failed none so far.
+
+    A variant drops out when its recipe or a measurement breaks down, or when a check's verdict is fail.
 
     Args:
         names: variants of the repository, each with a baseline and an EVALUATION.
         checks: names of the checks, in the order in which they run.
         executor: runs the measurements; the caller has entered it.
+        settings: command, folder and side of the split of the records that the checks write.
+        root: the repository.
 
     Returns:
-        The result of each variant, by its name.
+        How far each variant came, by its name.
     """
     climbs = {name: Climb() for name in names}
     climbing = [variants.load(name, root) for name in climbs]

@@ -156,7 +156,11 @@ def _render(template: ChatTemplate, form: str, variables: Mapping[str, Any]) -> 
     except Exception as error:
         line = getattr(error, "lineno", None)
         location = f"{template.file}, line {line}" if line else str(template.file)
-        raise ServingError(f"chat template {location} does not render: {error}; correct it") from None
+        raise ServingError(
+            f"chat template {location} does not render a chat of user, assistant and user with enable_thinking="
+            f"{variables.get('enable_thinking', 'unset')}: {error}; correct the template, or in config.env "
+            "VLLM_CHAT_TEMPLATE or VLLM_DEFAULT_CHAT_TEMPLATE_KWARGS"
+        ) from None
     missing = [message for message in _MESSAGES if message not in text]
     if missing:
         raise ServingError(

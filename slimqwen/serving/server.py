@@ -216,7 +216,10 @@ def _send_job(connection: socket.socket, job: Mapping[str, Any]) -> int:
         connection.sendall(json.dumps(job).encode() + b"\n")
         line = lines.readline()
     if not line:
-        raise ServingError("the process that forks servers has died; run the command again")
+        raise ServingError(
+            "the helper process that has imported vLLM and of which servers are forks has died, as when memory runs "
+            "out; free memory and run the command again"
+        )
     return int(line)
 
 

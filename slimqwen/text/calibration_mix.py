@@ -11,6 +11,7 @@ import json
 import random
 import tempfile
 from array import array
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -90,9 +91,12 @@ def build_calibration_text(
         CorpusError: a source is missing, malformed or empty, or an argument is wrong; nothing is written. The
             message lists all faults of a source's documents.
     """
-    if not sources or len({source.name for source in sources}) < len(sources):
+    if not sources:
+        raise CorpusError("there is no source; give at least one, as by --source NAME=FILE")
+    name, count = Counter(source.name for source in sources).most_common(1)[0]
+    if count > 1:
         raise CorpusError(
-            "no source, or two with the same name; give at least one, each with a name of its own"
+            f"{count} sources have the name {name}; give each a name of its own, as by --source NAME=FILE"
         )
     if tokens < 1:
         raise CorpusError(f"{tokens} tokens were asked for; ask for at least 1")

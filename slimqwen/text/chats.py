@@ -66,7 +66,12 @@ def read_chat_templates(weights: Path) -> dict[str, ChatTemplate]:
             legacy = json.loads(file.read_text(encoding="utf-8"))["chat_template"]
             templates = {"default": ChatTemplate(legacy, file)} | ({"tool_use": own} if own else {})
     except (OSError, ValueError, AttributeError, LookupError, TypeError) as error:
-        raise CorpusError(f"{file} cannot be read ({error}); make or download the checkpoint anew") from None
+        raise CorpusError(
+            f"{file} has no key chat_template; take the file of the original checkpoint, or delete it, if "
+            "tokenizer_config.json or chat_template.jinja has the template"
+            if file.name == "chat_template.json" and isinstance(error, LookupError | TypeError)
+            else f"{file} cannot be read ({error}); make or download the checkpoint anew"
+        ) from None
     return templates
 
 

@@ -100,7 +100,14 @@ class TextSource(BaseModel):
         return folder / OWN_TEXT if self.is_own else self.path
 
     def digests(self, name: str) -> dict[str, str]:
-        """Digest of the text by the `name` that a recipe gives it; empty for text that the model itself writes."""
+        """What `Stage.data` says of this text: {name: SHA-256}; empty if the model itself writes the text.
+
+        Args:
+            name: the stage's parameter that names the text, such as corpus.
+
+        Raises:
+            CorpusError: the text cannot be read.
+        """
         return {} if self.is_own else {name: file_digest(self.path, name)}
 
 

@@ -3,7 +3,7 @@
 import hashlib
 import json
 import random
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -156,8 +156,8 @@ def parse_own_prompts(file: Path) -> list[OwnPrompt]:
     """Read the prompts of an own evaluation: rows of a table, or texts of a JSON list.
 
     Raises:
-        CorpusError: the file cannot be read, rows have neither `prompt` nor `messages`, each of which it names, or
-            there are fewer than two.
+        CorpusError: the file cannot be read, rows have neither `prompt` nor `messages`, of which it names the first 20,
+            or there are fewer than two.
     """
     parsed: list[OwnPrompt] = []
     faults: list[str] = []
@@ -172,7 +172,7 @@ def parse_own_prompts(file: Path) -> list[OwnPrompt]:
     if found < 2:
         faults.append(f"{file}: {found} prompts are too few for an interval; write 2 or more")
     if faults:
-        raise CorpusError(*faults[:_MOST_FAULTS])
+        raise _unusable_prompts(file, faults)
     return parsed
 
 
@@ -198,7 +198,7 @@ def read_own_prompts(file: Path, weights: Path) -> list[tuple[Tokens, int | None
     The checkpoint's chat template renders messages.
 
     Raises:
-        CorpusError: as `parse_own_prompts`, or chats cannot be rendered, each of which it names.
+        CorpusError: as `parse_own_prompts`, or chats cannot be rendered, of which it names the first 20.
     """
     renderer = ChatRenderer(weights)
     prompts: list[tuple[Tokens, int | None]] = []
@@ -213,13 +213,18 @@ def read_own_prompts(file: Path, weights: Path) -> list[tuple[Tokens, int | None
         tokens = list(renderer.tokenizer(text, add_special_tokens=False)["input_ids"])
         prompts.append((tokens, own.output_tokens))
     if faults:
-        raise CorpusError(*faults[:_MOST_FAULTS])
+        raise _unusable_prompts(file, faults)
     return prompts
 
 
 def _unusable_prompt(place: str, error: Exception) -> CorpusError:
     reason = " ".join(str(error).split())[:200]
     return CorpusError(f"{place}: unusable prompt ({reason}); correct or remove it")
+
+
+def _unusable_prompts(file: Path, faults: Sequence[str]) -> CorpusError:
+    total = f"{file}: {len(faults):,} faults in all, of which these are the first {_MOST_FAULTS}"
+    return CorpusError(*faults[:_MOST_FAULTS], *([total] if len(faults) > _MOST_FAULTS else []))
 
 
 def digest(prompts: list[Tokens]) -> str:

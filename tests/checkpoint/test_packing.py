@@ -107,7 +107,10 @@ def test_another_rounding_gets_rows_and_scales_and_keeps_the_scales(stored, monk
 def test_a_weight_that_is_no_number_is_refused(stored):
     weight = torch.zeros(2, 64)
     weight[1, 5] = float("nan")
-    with pytest.raises(CorruptCheckpointError, match="NaN or infinity"):
+    with pytest.raises(
+        CorruptCheckpointError,
+        match=r"of 2 rows and 64 columns, has NaN or infinity in rows 0 to 1; .*of your own training",
+    ):
         list(packing.quantised_blocks(stored(weight), 32, 4))
 
 

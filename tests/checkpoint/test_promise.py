@@ -105,7 +105,9 @@ CACHE_ALONE = {"quant_method": "compressed-tensors", "format": "dense", "config_
 def test_scales_of_a_kv_cache_that_nothing_announces_are_refused(
     tmp_path: Path, form: dict[str, Any] | None
 ) -> None:
-    with pytest.raises(UnsupportedFormatError, match=r"k_scale.*without kv_cache_scheme.*add that"):
+    with pytest.raises(
+        UnsupportedFormatError, match=r"k_scale.*without kv_cache_scheme.*copy kv_cache_scheme"
+    ):
         check_form(with_cache_scales(tmp_path / "copy", form))
 
 

@@ -1,5 +1,6 @@
 """From a name on a hub to a served variant; what a hub refuses, and what is left of a download, are one line."""
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -84,3 +85,11 @@ def test_a_download_is_asked_for_with_its_size(hub: Hub, steps: Steps) -> None:
     code, said = optimise("owner/name", "--evaluation tinyworld")
     assert (code, hub.fetched()) == (1, [])
     assert "name" not in variant.names()
+
+
+def test_download_and_recipe_together_stay_within_the_disk(hub: Hub, steps: Steps) -> None:
+    code, said = optimise("owner/name", "--disk 0.02 --yes --evaluation tinyworld")
+    assert code == 3, said
+    assert re.search(
+        r"the recipe takes 0\.\d GB beside 0\.01 GB of download, more than --disk 0\.02; raise", said
+    )

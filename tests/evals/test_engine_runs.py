@@ -52,7 +52,7 @@ def test_a_breakdown_is_one_line_that_names_the_activity(
         (
             engine_jobs.end_by_signal,
             "SIGKILL",
-            r"served: the process ended cached \(SIGKILL, as when memory runs",
+            r"served: the process ended cached \(SIGKILL, as when memory runs out\); free memory and run .*; its log: ",
         ),
         (engine_jobs.end_before_it_begins, None, r"ended before its first report \(exit code 3\)"),
     ],

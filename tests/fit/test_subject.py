@@ -176,6 +176,23 @@ def test_a_gated_repository_and_a_missing_network_are_one_line(hub: Hub, monkeyp
         find_subject(hub_server.REPOSITORY, ROOT)
 
 
+def test_a_folder_with_the_name_of_an_owner_does_not_hide_the_hub(
+    hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    (tmp_path / "owner" / "nome").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    assert find_subject(hub_server.REPOSITORY, ROOT).source.endswith("index of owner/name")
+    with pytest.raises(
+        SubjectError,
+        match=r"no nime in the folder owner; did you mean owner/nome\? \(on the hub: .* has no owner/nime at main",
+    ):
+        find_subject("owner/nime", ROOT)
+    hub.requests.clear()
+    with pytest.raises(SubjectError, match=r"there is no owner/nime|no nime in the folder owner"):
+        find_subject("./owner/nime", ROOT)
+    assert hub.requests == []
+
+
 def test_a_folder_without_weights_is_what_its_config_json_promises(tmp_path: Path):
     shutil.copy(TINY / "config.json", tmp_path)
     subject = find_subject(str(tmp_path), ROOT)

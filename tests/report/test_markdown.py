@@ -75,8 +75,10 @@ def test_text_outside_the_blocks_is_left_alone(repository, readme):
     [
         ("<!-- table:variants -->\n", "has no <!-- end --> after it"),
         ("<!-- table:variants -->\n<!-- table:results a -->\n<!-- end -->\n", "has no <!-- end --> after it"),
-        ("<!-- table:comparison a -->\n<!-- end -->\n", "there is no table 'comparison a'"),
-        ("<!-- table:nonsense -->\n<!-- end -->\n", "there is no table 'nonsense'"),
+        ("<!-- table:comparison a -->\n<!-- end -->\n", "write <!-- table:comparison BASELINE VARIANT -->"),
+        ("<!-- table:plans a -->\n<!-- end -->\n", "plans does not take a; write <!-- table:plans -->"),
+        ("<!-- table:qualty a -->\n<!-- end -->\n", "there is no table 'qualty'; did you mean quality?"),
+        ("<!-- table:nonsense -->\n<!-- end -->\n", "there is no table 'nonsense'; known are "),
     ],
 )
 def test_a_bad_block_is_named_with_its_file(repository, text, cause):

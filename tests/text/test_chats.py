@@ -319,6 +319,14 @@ def test_a_damaged_tokenizer_config_is_told(weights, content):
         read_chat_templates(weights)
 
 
+@pytest.mark.parametrize("content", ["{}", "[]"])
+def test_a_file_for_a_chat_template_without_one_is_told(weights, content):
+    (weights / "preprocessor_config.json").write_text("{}")
+    (weights / "chat_template.json").write_text(content)
+    with pytest.raises(CorpusError, match=r"chat_template\.json has no key chat_template; take the file of"):
+        read_chat_templates(weights)
+
+
 def write_rows(file: Path, *rows: object) -> Path:
     # As an editor on Windows saves them.
     file.write_text("".join(f"{json.dumps(row, ensure_ascii=False)}\r\n" for row in rows), newline="")

@@ -151,3 +151,13 @@ def test_an_own_prompt_that_cannot_be_sent_is_named(tmp_path: Path, row: object,
     file.write_text(json.dumps({"prompt": "Once"}))
     with pytest.raises(CorpusError, match="1 prompts are too few"):
         prompts.read_own_prompts(file, repository_root() / "weights" / "tiny")
+
+
+def test_of_many_own_prompts_that_cannot_be_sent_the_first_are_named_and_all_counted(tmp_path: Path) -> None:
+    file = tmp_path / "prompts.jsonl"
+    file.write_text('{"text": "?"}\n' * 500)
+    with pytest.raises(CorpusError) as caught:
+        prompts.parse_own_prompts(file)
+    *named, total = caught.value.faults
+    assert len(named) == 20
+    assert total == f"{file}: 500 faults in all, of which these are the first 20"

@@ -62,10 +62,14 @@ class PlainResponses(BaseModel):
     def generate(
         cls, processes: EngineProcesses, settings: EngineSettings, progress: Progress
     ) -> "PlainResponses":
-        """Generate the responses of the plain engine for the server command of `processes`.
+        """Choose prompts and generate the responses of the plain engine: eager, without drafts, one request at a time.
+
+        Args:
+            processes: runs the engine in a process; its server's variant, flags and context length are used.
+            settings: lengths and texts of the prompts, output tokens, and the factor of the near ties.
 
         Raises:
-            EvalError: the plain engine fails.
+            EvalError: the plain engine fails, or its process is killed.
         """
         server = processes.server
         variant, context_len = server.variant, server.max_model_len

@@ -24,7 +24,7 @@ _BLOCK_ID_BYTES = 4
 
 
 def install() -> bool:
-    """Make vLLM copy states in Python; False if it does already."""
+    """Make vLLM copy states in Python; False if it is installed already in this process."""
     from vllm.v1.worker import mamba_utils
 
     context = getattr(mamba_utils, "MambaSpecDecodeGPUContext", None)

@@ -67,7 +67,7 @@ def leave_out_unlikely(
 
 
 def install() -> bool:
-    """Make vLLM honour min_p and logit_bias beside drafts; False if it does already."""
+    """Make vLLM honour min_p and logit_bias beside drafts; False if it is installed already in this process."""
     from vllm.sampling_params import SamplingParams
     from vllm.v1.sample import logits_processor, rejection_sampler
     from vllm.v1.worker import gpu_model_runner

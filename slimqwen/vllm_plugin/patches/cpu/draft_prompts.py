@@ -46,7 +46,11 @@ def last_rows(starts: torch.Tensor, kept: int) -> tuple[torch.Tensor, torch.Tens
 
 
 def install() -> bool:
-    """Make vLLM's attention on a CPU compute the last rows of an MTP head alone; False if it does."""
+    """Make vLLM's attention on a CPU compute the last rows of an MTP head alone.
+
+    Returns:
+        False if it is installed already in this process.
+    """
     from vllm import _custom_ops, envs
     from vllm.forward_context import get_forward_context
     from vllm.v1.attention.backends import cpu_attn

@@ -16,7 +16,7 @@ _FIX = "eager_ranks"
 
 
 def install() -> bool:
-    """Make vLLM's sampler count ranks with torch's own operators; False if it does already."""
+    """Make vLLM's sampler count ranks with torch's own operators; False if it is installed already in this process."""
     from vllm.v1.sample import sampler
 
     count: Any = getattr(sampler.batched_count_greater_than, "_torchdynamo_orig_callable", None)

@@ -44,7 +44,7 @@ def is_needed() -> bool:
 
 
 def install() -> bool:
-    """Make vLLM fork its engine and its workers; False if it does already."""
+    """Make vLLM fork its engine and its workers; False if it is installed already in this process."""
     from vllm.platforms.cpu import CpuPlatform
     from vllm.v1.engine.core import EngineCoreProc
     from vllm.v1.executor.multiproc_executor import WorkerProc

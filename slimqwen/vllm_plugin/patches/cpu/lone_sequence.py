@@ -25,7 +25,11 @@ _PARAMETERS = (
 
 
 def install() -> bool:
-    """Pass a single state index to vLLM's kernel with the stride that the kernel needs; False if done already."""
+    """Pass a single state index to vLLM's kernel with the stride that the kernel needs.
+
+    Returns:
+        False if it is installed already in this process.
+    """
     from vllm import _custom_ops
 
     def update_states(

@@ -23,7 +23,11 @@ _PARAMETERS = (
 
 
 def install() -> bool:
-    """Make vLLM's CPU attention give a single token the stride that its kernel needs; False if it does already."""
+    """Make vLLM's CPU attention give a single token the stride that its kernel needs.
+
+    Returns:
+        False if it is installed already in this process.
+    """
     from vllm.model_executor.layers.mamba.ops.cpu import gdn_attention
 
     def convolve(stock: Callable[..., torch.Tensor], *, x: torch.Tensor, **others: Any) -> torch.Tensor:

@@ -13,7 +13,7 @@ _FIX = "model_inspection"
 
 
 def install() -> bool:
-    """Make vLLM inspect model classes in this process; False if it does already."""
+    """Make vLLM inspect model classes in this process; False if it is installed already in this process."""
     from vllm.model_executor.models import registry
 
     return replace(_FIX, registry, "_run_in_subprocess", lambda stock, fn: fn())

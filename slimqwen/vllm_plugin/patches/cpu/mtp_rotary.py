@@ -29,7 +29,11 @@ def without_mrope(model_config: Any) -> None:
 
 
 def install() -> bool:
-    """Extend vLLM's configuration hook of the text-only architectures; False if that was done before."""
+    """Extend vLLM's configuration hook of the text-only architectures.
+
+    Returns:
+        False if it is installed already in this process.
+    """
     from vllm.model_executor.models import config as upstream
 
     stock = getattr(upstream, "Qwen3_5ForCausalLMConfig", None)

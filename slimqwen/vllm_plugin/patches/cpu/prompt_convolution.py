@@ -25,7 +25,11 @@ def is_needed() -> bool:
 
 
 def install() -> bool:
-    """Make vLLM's torch convolution of prompts call the native kernel; False if it does."""
+    """Make vLLM's torch convolution of prompts call the native kernel.
+
+    Returns:
+        False if it is installed already in this process.
+    """
     from vllm import _custom_ops
     from vllm.model_executor.layers.mamba.ops.cpu import gdn_attention
 

@@ -22,7 +22,11 @@ _ROWS = 256
 
 
 def install() -> bool:
-    """Make vLLM's first model runner divide the logits of a prompt; False if it does already."""
+    """Make vLLM's first model runner divide the logits of a prompt.
+
+    Returns:
+        False if it is installed already in this process.
+    """
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
     return replace(_FIX, GPUModelRunner, "_get_prompt_logprobs_dict", _divide)

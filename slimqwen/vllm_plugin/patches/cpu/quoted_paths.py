@@ -26,7 +26,7 @@ def is_needed() -> bool:
 
 
 def install() -> bool:
-    """Make torch quote all paths; False if it does already."""
+    """Make torch quote all paths; False if it is installed already in this process."""
     from torch._inductor import cpp_builder
 
     def build(

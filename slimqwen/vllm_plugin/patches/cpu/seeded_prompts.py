@@ -19,7 +19,11 @@ _FIX = "seeded_prompts"
 
 
 def install() -> bool:
-    """Make vLLM draw tokens that it discards without generators of requests; False if it does already."""
+    """Make vLLM draw tokens that it discards without generators of requests.
+
+    Returns:
+        False if it is installed already in this process.
+    """
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
     def sample_tokens(stock: Callable[..., Any], self: Any, grammar_output: Any) -> Any:

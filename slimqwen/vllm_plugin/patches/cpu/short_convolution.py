@@ -56,7 +56,11 @@ def is_needed() -> bool:
 
 
 def install() -> bool:
-    """Make vLLM's CPU kernels of Gated DeltaNet use `conv1d` of this module; False if they do already."""
+    """Make vLLM's CPU kernels of Gated DeltaNet use `conv1d` of this module.
+
+    Returns:
+        False if it is installed already in this process.
+    """
     from vllm.model_executor.layers.mamba.ops.cpu import causal_conv1d, gdn_attention
 
     functionals = [getattr(module, "F", None) for module in (causal_conv1d, gdn_attention)]

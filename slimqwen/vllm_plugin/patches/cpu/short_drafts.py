@@ -47,7 +47,11 @@ def roll(row: torch.Tensor, new: torch.Tensor, accepted: int, width: int) -> tor
 
 
 def install() -> bool:
-    """Replace vLLM's steps in which a sequence has fewer than K drafted tokens; False if that is done already."""
+    """Replace vLLM's steps in which a sequence has fewer than K drafted tokens.
+
+    Returns:
+        False if it is installed already in this process.
+    """
     from vllm.model_executor.layers.mamba.ops.cpu import gdn_attention as upstream
 
     for name in ("_unpacked_conv_weight", "ops", "F"):

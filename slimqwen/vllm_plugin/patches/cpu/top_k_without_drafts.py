@@ -20,7 +20,7 @@ is_needed = lacks_triton
 
 
 def install() -> bool:
-    """Make vLLM return logits without rows unchanged; False if it does already."""
+    """Make vLLM return logits without rows unchanged; False if it is installed already in this process."""
     from vllm.v1.sample.ops import topk_topp_sampler
 
     def apply_top_k_only(

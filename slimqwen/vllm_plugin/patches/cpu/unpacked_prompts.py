@@ -53,7 +53,11 @@ def is_needed() -> bool:
 
 
 def install() -> bool:
-    """Replace vLLM's packed kernels for the CPU by subclasses that also unpack; False if that is done already."""
+    """Replace vLLM's packed kernels for the CPU by subclasses that also unpack.
+
+    Returns:
+        False if it is installed already in this process.
+    """
     from vllm import _custom_ops
 
     expect(_FIX, hasattr(_custom_ops, "create_onednn_mm"), "vLLM has no oneDNN product")

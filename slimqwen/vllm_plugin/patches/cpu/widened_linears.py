@@ -78,7 +78,11 @@ _LIBRARY.impl("widened_linear", _shape, "Meta")
 
 
 def install() -> bool:
-    """Make vLLM keep the weights of 16-bit linears in float32, too, and multiply with these; False if it does."""
+    """Make vLLM keep the weights of 16-bit linears in float32, too, and multiply with these.
+
+    Returns:
+        False if it is installed already in this process.
+    """
     from vllm import _custom_ops
 
     def create_onednn_mm(stock: Callable[..., Any], weight: Any, primitive_cache_size: int = 128) -> Any:

@@ -20,7 +20,7 @@ _PATCH = "embedding_config"
 
 
 def install() -> bool:
-    """Pass config and name to token embeddings; False if that is done already."""
+    """Pass config and name to token embeddings; False if it is installed already in this process."""
     from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 
     def init(

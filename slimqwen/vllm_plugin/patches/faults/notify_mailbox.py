@@ -21,7 +21,11 @@ READS = 256
 
 
 def install() -> bool:
-    """Make readers of vLLM's shared memory empty their mailbox at every 256th message; False if they do already."""
+    """Make readers of vLLM's shared memory empty their mailbox at every 256th message.
+
+    Returns:
+        False if it is installed already in this process.
+    """
     import zmq
     from vllm.distributed.device_communicators.shm_broadcast import SpinCondition
 

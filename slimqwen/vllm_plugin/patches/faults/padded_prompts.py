@@ -25,7 +25,11 @@ _FIX = "padded_prompts"
 
 
 def install() -> bool:
-    """Remove placeholder drafts from requests without computed tokens; False if that is done already."""
+    """Remove placeholder drafts from requests without computed tokens.
+
+    Returns:
+        False if it is installed already in this process.
+    """
     from vllm.v1.core.sched.scheduler import Scheduler
 
     def update_after_schedule(stock: Callable[..., None], self: Any, scheduler_output: Any) -> None:
