@@ -23,9 +23,16 @@ __all__ = ["Judged", "judge", "load_variant", "run_recipe"]
 
 
 class Judged(NamedTuple):
-    """The verdict on a variant.
+    """The verdict of `judge` on a variant, with its evidence.
 
-    `record.verdict` is pass, fail or inconclusive, `record.verdicts` has that of each check.
+    `record.verdict` is pass, fail or inconclusive; `record.verdicts` has the verdict of each check.
+
+    Attributes:
+        path: file of the gate record.
+        record: the gate record.
+        findings: every figure with its value, interval, limit and verdict.
+        suite: the suite by which quality was judged.
+        log: file with the output of the libraries.
     """
 
     path: Path  # of the record; its items are in a file beside it
@@ -46,8 +53,8 @@ def run_recipe(variant: Variant, *, until: str | None = None, progress: Progress
         An outcome for each stage, in their order.
 
     Raises:
-        RecipeError: the recipe or the own evaluation of the variant has faults, all of which are named before anything
-            runs; or a stage failed.
+        RecipeError: the recipe, or the evaluation in eval/own/ that the variant names, has faults (all are named before
+            anything runs); or a stage failed.
         MissingCheckpointError, CorruptCheckpointError: the base's weights are missing or damaged.
     """
     from slimqwen.recipe import variant_recipe
@@ -57,7 +64,11 @@ def run_recipe(variant: Variant, *, until: str | None = None, progress: Progress
 
 
 def list_evaluation_faults(variant: Variant) -> list[str]:
-    """Faults, a line each, of the own evaluation by which the recipe's result will be judged and timed."""
+    """Find the faults of the own evaluation (a folder of eval/own/) by which the variant will be judged and timed.
+
+    Returns:
+        A line for each fault; empty if there is none, or if the variant's EVALUATION names no such folder.
+    """
     from slimqwen.records.settings import find_own_evaluation
 
     folder = find_own_evaluation(variant)
@@ -78,15 +89,20 @@ def judge(
     progress: Progress = silent,
     warn: Callable[[str], None] = warnings.warn,
 ) -> Judged:
-    """Judge a variant by the checks of the gate; a check whose record still holds is not measured again.
+    """Judge a variant by the checks of the gate, and write its gate record.
+
+    A check is not measured again if it has a record whose inputs are all unchanged. A check that fails or stays
+    inconclusive raises nothing: the verdict of the result says so.
 
     Args:
-        settings_name: name of a file of eval/gates/ or of an own evaluation; None for the variant's EVALUATION.
+        settings_name: a file of eval/gates/ without its suffix, or a folder of eval/own/; None for the variant's
+            EVALUATION.
         progress: is called with (activity, done, total).
         warn: is called with each known trouble of vLLM that costs time or memory.
 
     Raises:
         EvalError: the variant has no baseline, a folder for records cannot be written, or data are not fetched.
+        SettingsError: there are no such settings, or they cannot be used.
         MissingCheckpointError, CorruptCheckpointError: weights are missing or damaged.
         ServingError: the start is known to die, or the variant's weights are random.
     """

@@ -11,7 +11,7 @@ from slimqwen.cli.installed import become_installer
 
 
 def main() -> NoReturn:
-    """Run the command line, or the installation; this process ends."""
+    """Run the command line; before the packages are installed, run `slimqwen install` alone. This process ends."""
     if importlib.util.find_spec("typer") is not None:
         from slimqwen.cli.app import main as run
 

@@ -39,7 +39,8 @@ class SlimqwenError(Exception):
     """An expected failure in one line: the cause, then the cure.
 
     The command line prints the message without a traceback and exits with code 2 (3 for a verb that gives a verdict).
-    Any other exception is a defect: it prints the cause and the log that has the traceback, and exits with code 1 (3).
+    Any other exception is a defect: the command line prints the cause and the name of the log with the traceback, and
+    exits with code 1 (3 for a verb that gives a verdict).
     """
 
     def __init__(self, *faults: str) -> None:
@@ -58,9 +59,12 @@ class SlimqwenError(Exception):
 
 
 def suggest_name(unknown: str, names: Collection[str], otherwise: str | None = None) -> str:
-    """Suggest known names as the end of a message about an unknown one: the nearest, or two that are equally near.
+    """Suggest a known name for an unknown one, as the end of an error message: "did you mean tiny?".
 
-    If none is near, it is `otherwise`, or a list of all names.
+    Args:
+        unknown: the name that is not known.
+        names: the known names. The nearest is suggested, or two that are equally near.
+        otherwise: text to return if no name is near; None for a list of all names.
     """
     near = difflib.get_close_matches(unknown, names, n=2)
     ratios = [difflib.SequenceMatcher(None, each, unknown).ratio() for each in near]
@@ -90,7 +94,10 @@ def explain_os_error(error: BaseException) -> str | None:
 
 
 def is_full(folder: Path) -> bool:
-    """Whether the disk of a folder is full, which errors of libraries do not always say."""
+    """Whether the disk of a folder has less than 1 MiB free, which errors of libraries do not always say.
+
+    False if the folder is gone.
+    """
     with contextlib.suppress(OSError):  # the folder is gone
         return shutil.disk_usage(folder).free < _FULL_BYTES
     return False

@@ -49,6 +49,7 @@ def take_lock(stream: IO[Any], file: Path, *, shared: bool = False, wait: bool =
     Args:
         stream: the file, open for reading and writing.
         file: path of `stream`, for the error message.
+        shared: whether other processes that ask for a shared lock may hold it at the same time.
         wait: whether to wait until the other process releases the lock.
 
     Raises:
@@ -72,7 +73,9 @@ class Lock(NamedTuple):
     """A lock that a process of this host holds or waits for.
 
     Attributes:
+        pid: the process.
         file: device and inode of the locked file.
+        is_waiting: whether the process waits for the lock; if not, it holds it.
     """
 
     pid: int

@@ -71,13 +71,13 @@ def available_memory() -> int:
 
 
 def user_variables(environment: Mapping[str, str], root: Path) -> dict[str, str]:
-    """HOME and USER for a user without a writable home or without a name; empty for other users.
+    """Return HOME and USER for a user without a writable home or without a name; empty for other users.
 
     Libraries need both, but containers often run under a user id without an account (`docker run --user`, OpenShift).
 
     Args:
-        environment: environment to which the result is added.
-        root: the repository, in which such a user gets a home.
+        environment: environment of the process that will get the variables; what it has already is left out.
+        root: the repository; such a user's home is its folder .cache/home.
     """
     variables = {}
     try:
@@ -115,5 +115,8 @@ def preloaded_libraries(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def is_stray(key: str) -> bool:
-    """Whether a variable of the shell must not reach a server; `ServerCommand.process_environment` says why."""
+    """Whether a variable of the caller's shell must not reach a server, because it would change what is measured.
+
+    It is so for VLLM_* and TORCHINDUCTOR_*, except VLLM_API_KEY.
+    """
     return key.startswith(("VLLM_", "TORCHINDUCTOR_")) and key != "VLLM_API_KEY"

@@ -42,7 +42,13 @@ class HostBusyError(SlimqwenError):
 
 @dataclass(frozen=True)
 class LoadLimits:
-    """Largest load of a host at which measured times are valid; the fields are those of `HostLoad`."""
+    """Largest load of a host at which measured times are valid.
+
+    Attributes:
+        other_share: share of CPU time that other processes take, 0 to 1.
+        client_delay_ms: mean delay of a timer in the client's event loop, ms.
+        server_delay_ms: mean delay of a timer in the server's event loop, ms.
+    """
 
     other_share: float
     client_delay_ms: float
@@ -165,7 +171,10 @@ async def timer_delays() -> AsyncIterator[float]:
 
 
 class Watch:
-    """Meter of the host's load during the timed sections of a round."""
+    """Meter of the host's load during the timed sections of one round.
+
+    `retry_until_idle` makes one for each attempt. The round wraps its timed work in `section`.
+    """
 
     def __init__(self) -> None:
         self._seconds = self._cpu_s = self._others_s = 0.0

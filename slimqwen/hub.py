@@ -84,7 +84,9 @@ def download_checkpoint(variant: Variant, progress: Progress = silent) -> Manife
         Manifest of the copy; its `facts` include `repository` and `revision` (the commit).
 
     Raises:
-        HubError: as `download_files`; or there is no SOURCE, or weights/<name> is not a copy of it.
+        HubError: there is no SOURCE, weights/<name> is not a copy of it, the hub cannot be reached or has no such
+            repository or commit, the disk is too small, another process is downloading the same, or a file differs
+            from the hub's listing.
         CorruptCheckpointError: the files are as listed, but are not a checkpoint.
     """
     source, revision = variant.settings.get("SOURCE"), variant.settings.get("REVISION")
@@ -106,10 +108,20 @@ def download_copy(
     progress: Progress = silent,
     check: Callable[[Path, str], None] = checkpoint.check_folder,
 ) -> Manifest:
-    """Download a checkpoint to a folder, or check the copy that is already there, as `download_checkpoint` does.
+    """Download a checkpoint to a folder; if the folder exists, only check that it is a copy of the repository.
 
     Args:
+        target: path of the folder.
         check: function of the folder and the end of an error message, which raises if the files are no checkpoint.
+
+    Returns:
+        Manifest of the copy; its `facts` include `repository` and `revision` (the commit).
+
+    Raises:
+        HubError: `target` is something else, the hub cannot be reached or has no such repository or commit, the disk is
+            too small, or a file differs from the hub's listing.
+        CorruptCheckpointError: by the default `check`: the files are not a checkpoint.
+        GgufError: the repository is a GGUF file, which cannot be converted.
     """
     if os.path.lexists(target):
         return _check_copy(target, repository, f"move {target} away and run {repository.command}", check)
@@ -134,7 +146,11 @@ def download_copy(
 
 
 def count_bytes(repository: Repository) -> int:
-    """Bytes of the files that `download_copy` fetches, by the hub's listing; raises as `explained_errors`."""
+    """Count the bytes of the files that `download_copy` fetches, by the hub's listing.
+
+    Raises:
+        HubError: the hub cannot be reached, or has no such repository or commit.
+    """
     owner, name, *file = repository.name.split("/", 2)
     _, listed = _list_files(repository._replace(name=f"{owner}/{name}"), repository.revision)
     chosen = [each for each in file if each in listed] if file else _select_checkpoint(list(listed))
@@ -210,8 +226,8 @@ def download_files(
         The folder, the commit, and the downloaded files by their paths in the folder.
 
     Raises:
-        HubError: as `explained_errors`; or the disk is too small, another process is downloading to `target`, or a
-            file differs from the hub's listing (the file is deleted).
+        HubError: the hub cannot be reached or has no such repository or commit, the disk is too small, another process
+            is downloading to `target`, or a file differs from the hub's listing (the file is deleted).
     """
     from huggingface_hub.utils.sha import git_hash
 
@@ -307,7 +323,10 @@ class _Bar(contextlib.AbstractContextManager["_Bar"]):
 
 @contextlib.contextmanager
 def explained_errors(repository: Repository) -> Iterator[None]:
-    """Turn the exceptions of the hub's client into an UnavailableError of one line.
+    """Turn the exceptions of the hub's client in a `with` block into an UnavailableError of one line: cause and cure.
+
+    Args:
+        repository: what the client is asked for; the message has its texts.
 
     Raises:
         UnavailableError: offline mode, no network, an unusable proxy, no such repository or commit, no permission, or

@@ -26,7 +26,12 @@ def _exit() -> None:
 
 
 def watch(*descriptors: int, end: Callable[[], object] = _exit) -> None:
-    """Call `end` in a thread as soon as the other end of a descriptor is closed; nothing is read from it."""
+    """Call `end` in a thread as soon as the other end of one of the descriptors is closed.
+
+    Args:
+        descriptors: open pipes or sockets; nothing is read from them.
+        end: what to call; by default this process exits at once.
+    """
     closed = select.poll()
     for descriptor in descriptors:
         closed.register(descriptor, select.POLLRDHUP)  # POLLHUP, which a pipe reports, needs no registration

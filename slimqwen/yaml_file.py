@@ -75,8 +75,12 @@ class YamlText:
     def validate(self, form: type[Content], content: Any) -> Content:
         """Validate content of this text with pydantic, and return it as an object of `form`.
 
+        Args:
+            form: the type to validate against, such as a pydantic model or dict[str, int].
+            content: the content as Python values, usually `self.content`.
+
         Raises:
-            SlimqwenError: of the class `error`; the message names all faults.
+            SlimqwenError: of the class `error`; the message names all faults with their lines.
         """
         try:
             return TypeAdapter(form).validate_python(content)
@@ -87,6 +91,8 @@ class YamlText:
         """A line with location and cure for each problem that pydantic found in the value at `path`.
 
         Args:
+            error: the problems.
+            path: keys and list indices that lead from the text's top to the value.
             form: type against which the value was validated; its keys are suggested for unknown ones.
         """
         problems = error.errors()

@@ -52,7 +52,7 @@ def describe_quantisation(model: Any, settings: Any, stored: Mapping[str, Tensor
 def with_quantisation(
     config: Mapping[str, Any], quantization: dict[str, Any], stored: Mapping[str, TensorInfo]
 ) -> dict[str, Any]:
-    """Add the layers' quantisation to a config; that of the KV cache and of linears packed before is kept.
+    """Return a config with the layers' quantisation added; that of the KV cache and of linears packed before is kept.
 
     Args:
         config: config.json before calibration.
@@ -70,6 +70,10 @@ def with_quantisation(
 
 def pack_layer(layer: Any, stored: Mapping[str, TensorInfo]) -> dict[str, dict[str, NewTensor]]:
     """Pack the rounded weights of a calibrated layer in place, and return the tensors that replace stored ones.
+
+    Args:
+        layer: a layer from `load_layer` that llmcompressor has calibrated.
+        stored: tensors of the checkpoint by name.
 
     Returns:
         Name of a stored tensor of this layer -> its replacements by name; empty if no weight of the layer is rounded.

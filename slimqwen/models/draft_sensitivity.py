@@ -51,12 +51,17 @@ def measure_draft_rates(
     folder: Path,
     progress: Progress,
 ) -> list[list[float]]:
-    """Measure, for each change alone, the share of drafts accepted up to each position 1..depth and at it.
+    """Measure the acceptance rates of drafts with each change alone.
 
     Args:
         source: checkpoint with an MTP head in 16 bits, in which nothing is quantised.
+        texts: token ids of a prompt and of the target's greedy continuation, for each text.
         depth: tokens drafted at a time (K).
         folder: an empty folder, for the texts' hidden states.
+
+    Returns:
+        For each change, a rate at each position 1..K: the share of verify steps that accept the draft's tokens up to
+        and including that position.
 
     Raises:
         MtpHeadError: the texts are too short for a single draft.

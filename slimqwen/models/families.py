@@ -71,6 +71,9 @@ class Family:
     def layer_types(self, text: Mapping[str, Any]) -> tuple[str, ...]:
         """The type of attention of each layer, as config.json lists it, or else from its interval of full attention.
 
+        Args:
+            text: the language model's part of config.json.
+
         Raises:
             FamilyError: a layer has an unknown type.
         """
@@ -162,5 +165,5 @@ def unshared_heads(text: Mapping[str, Any], gpus: int) -> str | None:
 
 
 def find_kind(tensor: str) -> str:
-    """The kind of a tensor (MLP, attention, …) by its name, for tables of weights."""
+    """The kind of a tensor by its name, for tables of weights: MLP, attention, …; norms if no other fits."""
     return next((kind for pattern, kind in _KINDS.items() if re.search(pattern, tensor)), "norms")

@@ -58,6 +58,9 @@ class GgufError(SlimqwenError):
 class GgufFile:
     """A GGUF file: its settings and tensors, without their content.
 
+    Args:
+        path: the file.
+
     Raises:
         GgufError: it is no GGUF file, or one of several parts.
     """
@@ -75,7 +78,7 @@ class GgufFile:
             raise GgufError(f"{path} is one part of several; merge them with llama.cpp's gguf-split --merge")
 
     def get(self, key: str, default: Any = None) -> Any:
-        """The value of a key; `{arch}` in it stands for the architecture's name."""
+        """The value of a key of the file's metadata, else `default`; `{arch}` in a key is the architecture's name."""
         field = self._reader.fields.get(key.replace("{arch}", self.architecture) if "{" in key else key)
         return default if field is None else field.contents()
 
@@ -270,7 +273,14 @@ class GgufFile:
 
 
 def make_checkpoint(file: GgufFile, target: Path, progress: Progress = silent) -> Manifest:
-    """Make a new folder with the 16-bit checkpoint of a GGUF file; raises as `convert_gguf`."""
+    """Make a new folder with the 16-bit checkpoint of a GGUF file, and return its manifest.
+
+    Args:
+        target: the folder; nothing may be there yet.
+
+    Raises:
+        GgufError: `target` exists, the file cannot be converted, or the disk is too small.
+    """
     if os.path.lexists(target):
         raise GgufError(f"{target} exists already; move it away")
     started = time.monotonic()
@@ -282,7 +292,13 @@ def make_checkpoint(file: GgufFile, target: Path, progress: Progress = silent) -
 def write_manifest(
     folder: Path, stage: str, facts: Mapping[str, str | bool], wall_seconds: float
 ) -> Manifest:
-    """Write the manifest of a folder that was made of a GGUF file; `stage` says how the folder came here."""
+    """Write and return the manifest of a folder that holds a converted GGUF file.
+
+    Args:
+        stage: how the folder came here, such as convert_gguf.
+        facts: facts about the GGUF file, from `convert_gguf`.
+        wall_seconds: time that it took.
+    """
     manifest = Manifest(
         stage=stage,
         files=file_records(folder),
@@ -296,7 +312,7 @@ def write_manifest(
 
 
 def convert_gguf(file: GgufFile, folder: Path, progress: Progress = silent) -> dict[str, str | bool]:
-    """Write the 16-bit checkpoint of a GGUF file into a folder, as a model hub has it.
+    """Write the 16-bit checkpoint of a GGUF file into a folder: config.json, tokenizer files and safetensors.
 
     Args:
         progress: receives (activity, done, total) in bytes.

@@ -19,7 +19,7 @@ _CONTROL, _USER_DEFINED, _UNUSED = 3, 4, 5
 
 
 class TokenizerError(SlimqwenError):
-    """A tokenizer that cannot be made again, as the end of a sentence about the file."""
+    """The tokenizer of a GGUF file cannot be converted; the message is the end of a sentence about the file."""
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,8 @@ class GptqError(SlimqwenError):
 class GptqRounding:
     """Rounds the rows of a weight, block by block, so that its products with calibration inputs change little.
 
+    A call with a block of rows and their scales returns the rounded integers.
+
     Args:
         second_moments: float32 [inputs, inputs], the sum of x x^T over the calibration inputs x of the weight.
         group_size: number of neighbouring weights of a row that share a scale.

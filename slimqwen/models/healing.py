@@ -1,10 +1,11 @@
 """Healing: trains a rounded decoder layer, alone and in its quantised format, to give the 16-bit layer's outputs.
 
 The integers, their scales and the norms of one layer are trained together, on the inputs that the rounded model gives
-it. An integer is the one nearest to a real number, its place. Signed gradients move a place by half a step of the grid,
-as in AutoRound (Cheng et al., arXiv 2309.05516), or by a whole one after GPTQ; they pass the rounding as if it were
-none. llmcompressor's AutoRound leaves norms alone and gives back scales without their zero points, and what it keeps
-from one layer for the next is lost where each layer is a model of its own.
+it. Each integer is a real number (its place), rounded. Signed gradients move a place by half a step of the grid, as in
+AutoRound (Cheng et al., arXiv 2309.05516), or by a whole step after GPTQ; gradients ignore the rounding.
+
+Why not llmcompressor's AutoRound: it does not train norms, it returns scales without their zero points, and it keeps
+state from one layer for the next, which is lost where each layer is a model of its own.
 """
 
 from collections.abc import Sequence
@@ -94,15 +95,15 @@ def heal_layer(
 
     Args:
         layer: a layer from `load_layer` in which llmcompressor has given linears their scales.
-        inputs: float32 [sequences, tokens, hidden].
-        wanted: outputs of the same shape.
+        inputs: float32 [sequences, tokens, hidden], what the rounded layer gets.
+        wanted: outputs of the 16-bit layer, of the same shape.
         steps: training steps.
         batch: sequences of a step.
         dtype: dtype in which scales and norms are stored.
 
     Returns:
-        Error of the output before and after: root of the mean over tokens of the squared deviation as a share of the
-        output's own square.
+        Error of the output before and after training, equal if the layer stays as it was: the root of the mean over
+        tokens of the squared deviation, as a share of the output's own square.
     """
     from compressed_tensors.quantization import disable_quantization
 

@@ -14,13 +14,16 @@ from slimqwen.progress import Progress
 def store_hidden_states(
     checkpoint: Path, texts: Sequence[Sequence[int]], folder: Path, dtype: torch.dtype, progress: Progress
 ) -> list[Tensor]:
-    """Compute the language model's output after its final norm: per text [1, tokens, hidden], mapped from a file.
+    """Compute the language model's output after its final norm for each text, layer by layer.
 
     A killed run continues with the layer at which it stopped; in a finished folder nothing is computed.
 
     Args:
         texts: token ids of each text.
         folder: folder of the states, for this checkpoint, these texts and this dtype only.
+
+    Returns:
+        For each text [1, tokens, hidden], mapped from a file of `folder`, so that the states take no memory.
 
     Raises:
         OSError: the disk is full.

@@ -35,7 +35,10 @@ def load_language_model(folder: Path, dtype: torch.dtype = torch.float32) -> Any
 
 
 def load_without_layers(folder: Path, dtype: torch.dtype = torch.float32) -> Any:
-    """Load the model without its decoder layers (embedding, final norm, output head) as `load_language_model` does."""
+    """Load the model without its decoder layers: embedding, final norm and output head, on the CPU.
+
+    It is otherwise loaded as by `load_language_model`, with the same exceptions.
+    """
     weights = _read_text_weights(folder)
     around = {name: weight for name, weight in weights.items() if not name.startswith(_LAYERS)}
     return _load_part(folder, _with_layers(read_text_config(folder), 0, 0), around, dtype)
@@ -44,7 +47,7 @@ def load_without_layers(folder: Path, dtype: torch.dtype = torch.float32) -> Any
 def load_layer(
     folder: Path, number: int, dtype: torch.dtype = torch.float32, *, final_norm: bool = False
 ) -> Any:
-    """Load one decoder layer as a language model of one layer, on the CPU. Raises as `load_language_model`.
+    """Load one decoder layer as a language model of one layer, on the CPU.
 
     Its input and output are hidden states (`run_layer`), and its vocabulary has one token. The modules have the same
     names as in the whole model.
@@ -52,6 +55,10 @@ def load_layer(
     Args:
         number: index of the layer, from 0.
         final_norm: whether the model's final norm follows the layer.
+
+    Raises:
+        CorruptCheckpointError: transformers has no such model, or a tensor is missing or has another shape.
+        UnsupportedFormatError: a weight is quantised in a form that `Weight` does not read.
     """
     config = _with_layers(read_text_config(folder), number, 1)
     config.vocab_size, config.pad_token_id = 1, None
@@ -133,7 +140,12 @@ def read_text_config(folder: Path) -> Any:
 
 
 def load_in_float32(folder: Path) -> Any:
-    """Load a checkpoint's language model as `load_language_model` does, in float32 and onto the GPU if there is one."""
+    """Load a checkpoint's language model in float32, onto the GPU if there is one.
+
+    Raises:
+        CorruptCheckpointError: transformers has no such model, or a tensor is missing or has another shape.
+        UnsupportedFormatError: a weight is quantised in a form that `Weight` does not read.
+    """
     return load_language_model(folder).to(compute_device())
 
 
@@ -147,7 +159,7 @@ def read_plain(weight: Weight) -> Tensor:
 
 @contextlib.contextmanager
 def quiet_loading() -> Iterator[None]:
-    """Disable transformers' own progress bars and reports."""
+    """Disable transformers' own progress bars and warnings for the length of a `with` block."""
     shown, verbosity = transformers_logging.is_progress_bar_enabled(), transformers_logging.get_verbosity()
     transformers_logging.disable_progress_bar()
     transformers_logging.set_verbosity_error()

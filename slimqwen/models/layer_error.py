@@ -98,15 +98,18 @@ def measure_layer_errors(quantised: Path, original: Path, texts: Sequence[Sequen
 def measure_kind_divergences(
     original: Path, forms: Mapping[Name, tuple[str, PackedIntegers]], ids: Sequence[int]
 ) -> dict[Name, float]:
-    """Measure the divergence of next-token distributions, nats a token, if one kind of linears alone is rounded.
+    """Measure how next-token distributions change if one kind of linears alone is rounded to nearest.
 
-    The error of a layer does not show what it does to the distributions: Gated DeltaNet of the small model, with the
-    largest error of a layer, cost a fiftieth of the divergence, and the output head has no layer.
+    The error of a layer does not show this: Gated DeltaNet of the embedded model has the largest error of a layer, but
+    cost a fiftieth of the divergence. The output head has no layer at all.
 
     Args:
         original: checkpoint that is not quantised.
-        forms: kind of linears (`packing.LINEARS`, not the MTP head) and layout to round to, by the name of the result.
-        ids: tokens of a text.
+        forms: name of a result -> kind of linears (`packing.LINEARS`, not the MTP head) and layout to round it to.
+        ids: token ids of a text.
+
+    Returns:
+        Name of a result -> mean Kullback-Leibler divergence from the original, nats a token.
     """
     text = torch.tensor([list(ids)])
     exact = read_embeddings(original, text)

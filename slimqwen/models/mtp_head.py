@@ -39,7 +39,11 @@ class MtpHeadError(SlimqwenError):
 
 
 class MtpHead(nn.Module):  # type: ignore[misc]  # torch is not followed by the type checker
-    """The MTP head, which makes one draft step; its dimensions are in the `Qwen3_5TextConfig` of the backbone."""
+    """The MTP head, which makes one draft step.
+
+    Args:
+        config: the backbone's `Qwen3_5TextConfig`, which has the dimensions; weights are drawn at random.
+    """
 
     def __init__(self, config: Any) -> None:
         super().__init__()
@@ -90,7 +94,12 @@ class MtpHead(nn.Module):  # type: ignore[misc]  # torch is not followed by the 
 
 
 class DraftHead(nn.Module):  # type: ignore[misc]  # torch is not followed by the type checker
-    """The output head of a trimmed draft vocabulary: weight [rows, hidden], and token_ids [rows] of the rows."""
+    """The output head of a trimmed draft vocabulary.
+
+    Args:
+        weight: [rows, hidden].
+        token_ids: [rows], the token id of each row.
+    """
 
     def __init__(self, weight: Tensor, token_ids: Tensor) -> None:
         super().__init__()
@@ -151,6 +160,7 @@ class DraftUnroller:
     costs one pass of the head.
 
     Args:
+        model: the model whose head drafts.
         hidden: [batch, length, hidden], the backbone's output after its final norm for the whole text.
     """
 
@@ -186,7 +196,15 @@ class DraftUnroller:
 
 @dataclass(frozen=True)
 class DraftAcceptance:
-    """Numbers of drafted tokens that the target accepts, counted as in a server."""
+    """Numbers of drafted tokens that the target accepts, counted as in a server.
+
+    Attributes:
+        depth: tokens drafted per verify step (K).
+        drafts: number of drafts, which is that of verify steps.
+        accepted_per_position: number of accepted tokens at each position 1..K.
+        mean_length: acceptance length, tokens.
+        standard_error: standard error of `mean_length`, with texts as clusters; 0 for a single text.
+    """
 
     depth: int
     """Tokens drafted per verify step (K)."""
@@ -293,7 +311,8 @@ def count_served_steps(
         model: model in evaluation mode.
         texts: token ids of (prompt, greedy continuation by the same backbone).
         depth: drafted tokens per verify step (K).
-        hidden: `hidden` of `drafts_accepted` for each text.
+        hidden: for each text [1, tokens, hidden], the backbone's output after its final norm for all but the last
+            `depth` + 1 tokens; None to compute it.
 
     Returns:
         For each text, the accepted tokens of each of its verify steps.
@@ -308,8 +327,11 @@ def gain_interval(before: Sequence[Sequence[int]], after: Sequence[Sequence[int]
     """The 95 % interval of the gain in acceptance length from one head to another, with texts as clusters.
 
     Args:
-        before: for each text, the accepted tokens of each of its verify steps.
-        after: the same texts with the other head.
+        before: for each text, the accepted tokens of each of its verify steps, with the first head.
+        after: the same for the same texts with the other head.
+
+    Returns:
+        Lower and upper end, tokens; a negative gain is a loss.
     """
     influences = np.zeros(len(before))
     gain = 0.0
@@ -335,7 +357,8 @@ def load_drafting_model(
 
     Raises:
         MtpHeadError: `mtp.*` is absent, incomplete or of another shape.
-        CorruptCheckpointError: as `load_language_model` and `draft_head.read_token_ids`.
+        CorruptCheckpointError: transformers has no such model, a tensor is missing or has another shape, or the token
+            ids of the draft head cannot be used.
     """
     head_tensors = read_head_tensors(folder)
     backbone = (load_language_model if with_layers else load_without_layers)(folder, dtype)

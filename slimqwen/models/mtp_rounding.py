@@ -84,7 +84,17 @@ def round_head(
 def measure_moments(
     source: Path, texts: Sequence[Sequence[int]], depth: int, folder: Path, progress: Progress
 ) -> Mapping[str, Tensor]:
-    """Sum x x^T over the inputs x of each linear of the head; returns float32 [inputs, inputs] by the linear's name."""
+    """Sum x x^T over the inputs x that each linear of the MTP head gets while it drafts on texts.
+
+    Args:
+        source: checkpoint with an MTP head.
+        texts: token ids of outputs of the checkpoint, each with its prompt.
+        depth: tokens drafted at a time (K).
+        folder: an empty folder, for the texts' hidden states.
+
+    Returns:
+        Name of a linear -> float32 [inputs, inputs]; inputs of later steps are weighted by the drafts per position.
+    """
     model = load_drafting_model(source, torch.float32, with_layers=False)
     # The last position of a draft needs the tokens that follow.
     states = store_hidden_states(

@@ -42,10 +42,13 @@ def measure_costs(
 
     Args:
         source: checkpoint that is not quantised.
-        units: names (as in the text-only class) of the linears that are rounded together, by unit.
-        forms: layouts to try, by unit.
+        units: unit -> names (as in the text-only class) of its linears, which are rounded together.
+        forms: unit -> layouts to try.
         texts: token ids of texts of equal length.
-        draws: how often all next tokens are drawn.
+        draws: how often all next tokens are drawn; more draws give a smaller error.
+
+    Returns:
+        Unit -> estimated divergence of each of its layouts, in the order of `forms`.
     """
     states = list(_states(source, texts, progress))
     gradients = _head_gradients(source, states.pop(), draws)
@@ -65,7 +68,13 @@ def measure_costs(
 
 
 def measure_divergence(original: Path, changed: Path, texts: Sequence[Sequence[int]]) -> float:
-    """Mean divergence of a checkpoint's next-token distributions from those of the original, nats a token."""
+    """Measure the mean divergence of a checkpoint's next-token distributions from those of another, nats a token.
+
+    Args:
+        original: folder of the checkpoint to compare with.
+        changed: folder of the checkpoint; it must have the same vocabulary.
+        texts: token ids of each text.
+    """
     outputs = [deque(_states(folder, texts), 1)[0] for folder in (original, changed)]
     heads = [load_without_layers(folder).lm_head for folder in (original, changed)]
     total = 0.0

@@ -188,7 +188,13 @@ def with_single_experts(tensors: Tensors) -> Tensors:
 
 
 def parts_of(weight: str, dimensions: tuple[int, ...], layout: Layout) -> Tensors:
-    """The tensors that store a quantised weight, from its name and dimensions; all experts may be one weight."""
+    """The tensors that store a quantised weight: name -> dtype and dimensions.
+
+    Args:
+        weight: name of the weight in 16 bits.
+        dimensions: its dimensions; three if it holds all experts of a layer.
+        layout: how it is packed.
+    """
     *experts, rows, columns = dimensions
     module, parts = weight.removesuffix(".weight"), layout.parts(rows, columns).items()
     return {f"{module}.{part}": (dtypes[0], (*experts, *size)) for part, (size, dtypes) in parts}

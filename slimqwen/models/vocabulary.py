@@ -79,7 +79,7 @@ def read_tokenizer(file: Path) -> Tokenizer:
 
     Raises:
         VocabularyError: the file is missing or broken.
-        CorruptCheckpointError: as `read_vocabulary`.
+        CorruptCheckpointError: it is a git-lfs pointer, or begins with a byte order mark.
     """
     return _parse_tokenizer(_read_text(file), str(file))
 
@@ -112,7 +112,7 @@ def parse_vocabulary(text: str, name: str) -> Vocabulary:
     """Read the content of a tokenizer.json; `name` names the file in errors.
 
     Raises:
-        VocabularyError: as `read_vocabulary`.
+        VocabularyError: the content is broken, or not a byte-level BPE.
     """
     tokenizer = _parse_tokenizer(text, name)
     # The library's own form has every section, and merges are pairs even if the file has "a b".

@@ -69,7 +69,7 @@ class Peaks(Block):
 
 
 class Driver(Block):
-    """Figures of a GPU that its driver states."""
+    """What the driver of a GPU states about it."""
 
     memory_gib: PositiveFloat | None = Field(
         default=None, description="what CUDA can allocate in all, in 2^30 bytes; None where no report says"
@@ -78,7 +78,7 @@ class Driver(Block):
 
 
 class Gpu(Block):
-    """A GPU: its data sheet and its driver; the first lines of eval/devices.yaml explain the figures."""
+    """A GPU: the figures of its data sheet and of its driver, as the first lines of eval/devices.yaml explain them."""
 
     name: str
     nvidia_smi: tuple[str, ...] = Field(min_length=1, description="product names that nvidia-smi prints")
@@ -115,7 +115,7 @@ class Gpu(Block):
 
     @property
     def cuda_memory_gib(self) -> float:
-        """Memory that CUDA can allocate, in 2^30 bytes: by the driver, else `_DRIVER_SHARE` of the data sheet's."""
+        """Memory that CUDA can allocate, in 2^30 bytes: as its driver states it, else 96 % of the data sheet's."""
         return self.driver.memory_gib or round(_DRIVER_SHARE * self.memory_gib, 2)
 
     @property
@@ -134,7 +134,7 @@ class Gpu(Block):
         return self.capability >= _LEAST_CAPABILITY
 
     def with_memory(self, memory_gib: float) -> "Gpu":
-        """The same GPU with this much memory that CUDA can allocate, in 2^30 bytes, as its driver states it."""
+        """The same GPU, of which CUDA can allocate this much memory, in 2^30 bytes."""
         return self.model_copy(
             update={"driver": self.driver.model_copy(update={"memory_gib": round(memory_gib, 2)})}
         )
@@ -165,11 +165,11 @@ def read_gpu(name: str, root: Path) -> Gpu:
     """Find a GPU by its name, or make one from a description.
 
     Args:
-        name: a short name of the file, nvidia-smi's product name, either of them without what all GPUs share ("RTX 3060
-            Laptop"), or a description such as `DESCRIPTION`.
+        name: a short name in eval/devices.yaml, nvidia-smi's product name, either of them without what all GPUs share
+            ("RTX 3060 Laptop"), or a description: memory=16,bandwidth=448,capability=8.9 (GiB, GB/s).
 
     Raises:
-        SettingsError: as `read_gpus`.
+        SettingsError: eval/devices.yaml is missing or breaks the schema.
         UnknownGpuError: no GPU has the name, several have it and differ in memory, or the description is malformed.
         UnservedGpuError: vLLM has no kernels for the GPU: it is not by NVIDIA, or too old.
     """
@@ -203,10 +203,11 @@ def find_gpu(shown: str, root: Path, memory_gib: float | None = None) -> Gpu | N
     """Find the GPU that nvidia-smi calls `shown`; None if eval/devices.yaml does not list it.
 
     Args:
-        memory_gib: memory that the driver states: of several GPUs with the name, the one nearest to it is taken.
+        memory_gib: memory that the driver states, in 2^30 bytes. Of several GPUs with the name the one whose memory is
+            nearest is taken; with None, the smallest.
 
     Raises:
-        SettingsError: as `read_gpus`.
+        SettingsError: eval/devices.yaml is missing or breaks the schema.
     """
     found = [gpu for gpu in read_gpus(root).values() if shown in gpu.nvidia_smi]
     return min(found, key=lambda gpu: abs(gpu.memory_gib - (memory_gib or 0)), default=None)

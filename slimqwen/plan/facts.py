@@ -6,7 +6,7 @@ from slimqwen.vllm_plugin.engine_facts import AttentionLayers
 
 
 class Facts(BaseModel):
-    """Base class of the parts of a plan."""
+    """Base class of a plan and of its parts; they are frozen, and unknown fields are errors."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 

@@ -39,15 +39,17 @@ def choose_gpu(name: str | None, root: Path) -> ChosenGpu | None:
     For a GPU of this host, the memory that CUDA can allocate is nvidia-smi's total less what the driver reserves.
 
     Args:
-        name: name or description, as for `read_gpu`; None for a GPU of this host.
+        name: a name, or a description such as memory=16,bandwidth=448,capability=8.9 (`read_gpu` says which are known);
+            None for a GPU of this host.
 
     Returns:
         None where no name is given and the host shows no NVIDIA GPU.
 
     Raises:
-        UnknownGpuError: as `read_gpu`, or eval/devices.yaml does not list the host's GPU; the message has a description
-            to pass instead.
-        UnservedGpuError: as `read_gpu`.
+        SettingsError: eval/devices.yaml is missing or breaks the schema.
+        UnknownGpuError: no GPU or several have the name, or the description is malformed; without a name,
+            eval/devices.yaml does not list the host's GPU, and the message has a description to pass instead.
+        UnservedGpuError: vLLM has no kernels for the GPU.
     """
     shown = [row for row in _ask_driver() if row.is_visible]
     found = [None if row.is_split else find_gpu(row.name, root, row.memory_gib) for row in shown]

@@ -56,12 +56,18 @@ class PlanRecord(Record):
 def make_plans(variant: Variant, gpus: Sequence[Gpu | None], *, progress: Progress = silent) -> list[Plan]:
     """Plan a variant on simulated GPUs, or on this machine's CPU.
 
+    If vLLM refuses the variant, its plan is made all the same, and the plan's `error` says why.
+
     Args:
         gpus: the GPUs to simulate; None in the sequence stands for this machine's CPU.
         progress: receives (activity, devices done, number of devices).
 
+    Returns:
+        A plan for each device, in their order.
+
     Raises:
-        RehearsalError: as `rehearsal.rehearse_variant`.
+        RehearsalError: the process that plans ended without an answer, for instance because the installed torch is
+            built for the other kind of device.
     """
     devices = {gpu.name if gpu else CPU: gpu for gpu in gpus}
     plans: list[Plan] = []
@@ -73,7 +79,16 @@ def make_plans(variant: Variant, gpus: Sequence[Gpu | None], *, progress: Progre
 
 
 def write_plans(variant: Variant, plans: Sequence[Plan], *, command: Sequence[str], started: str) -> Path:
-    """Write a record of new plans of a variant; plans for other devices are copied from the last record."""
+    """Write a record of new plans of a variant; plans for other devices are copied from the last record.
+
+    Args:
+        plans: the new plans; each replaces the last record's plan for the same device.
+        command: command line that the record states as its origin.
+        started: `provenance.utc_now()` before the plans were made.
+
+    Returns:
+        File of the record, in the variant's folder.
+    """
     by_gpu = {plan.gpu: plan for plan in (*list_recorded_plans(variant.root, variant.name), *plans)}
     record = PlanRecord(
         variant=variant.name,

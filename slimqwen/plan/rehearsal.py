@@ -81,9 +81,21 @@ def rehearse_variant(variant: Variant, gpu: Gpu | None, *, log: Path) -> Plan:
 
 
 def rehearse_variants(variants: Sequence[Variant], gpu: Gpu | None, *, log: Path) -> Iterator[Plan]:
-    """Make the plans of several variants on a device, one after the other; arguments and errors as `rehearse_variant`.
+    """Make the plans of several variants on a device, one after the other.
 
-    Each variant gets a fork of one process, so vLLM is imported only once.
+    Each variant gets a fork of one process, so vLLM is imported only once. If vLLM refuses a variant, `error` of its
+    plan says why, and the next variant follows.
+
+    Args:
+        variants: the variants, all to be served by the same number of GPUs; their lines in memory count.
+        gpu: GPU to simulate; None to rehearse on the CPU of this host.
+        log: file that receives vLLM's output.
+
+    Yields:
+        A plan for each variant, in their order.
+
+    Raises:
+        RehearsalError: the process ended without an answer to some variant.
     """
     settings = [each.settings for each in variants]
     shared = {lines[SHARED_BY].value if SHARED_BY in lines else "" for lines in settings}
@@ -134,7 +146,10 @@ def decisive_flags(command: ServerCommand) -> dict[str, str]:
 
 
 def digest_inputs(variant: Variant, gpu: Gpu | None) -> dict[str, str]:
-    """Digests of a plan's inputs beside flags: the checkpoint's config.json, if it is here, and the data sheet."""
+    """Digests, by name, of the inputs of a plan that are no flags: "config.json" of the checkpoint and "data sheet".
+
+    The first is left out if the checkpoint is not here, the second for a CPU (`gpu` None).
+    """
     config = variant.weights / "config.json"
     inputs = {"config.json": sha256(config)} if config.is_file() else {}
     if gpu is not None:

@@ -86,7 +86,7 @@ def shape_by_stage(variant: Variant) -> list[tuple[str, Shape]]:
     """List the tensor dimensions along a recipe: name and dimensions of the base, then of the output of each stage.
 
     Raises:
-        ShapeError: as for `variant_shape`.
+        ShapeError: the checkpoint is neither published nor on this machine, and no recipe makes it from one that is.
     """
     name = variant.weights.name
     shape = published_shape(variant.root, name)
@@ -137,8 +137,11 @@ def write_variant_shape(variant: Variant, progress: Progress = silent) -> Path:
 
     An old one is replaced. Checks refuse its responses by the key `checkpoint.RANDOM_WEIGHTS` of its config.json.
 
+    Returns:
+        The folder.
+
     Raises:
-        ShapeError: as for `variant_shape`.
+        ShapeError: the checkpoint is neither published nor on this machine, and no recipe makes it from one that is.
     """
     started = time.monotonic()
     shape = variant_shape(variant)

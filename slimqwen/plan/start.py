@@ -27,7 +27,12 @@ class MissingPlanError(SlimqwenError):
 
 @dataclass(frozen=True)
 class StartTrouble:
-    """Known trouble that a start will meet."""
+    """Known trouble that a start will meet.
+
+    Attributes:
+        dies: trouble for which the start is refused, because the server would die or give wrong tokens.
+        costs: trouble that only costs time or memory, a line each with what to do instead.
+    """
 
     dies: tuple[checks.Trouble, ...]  # trouble that would end the server or change its tokens
     costs: tuple[str, ...]  # one line for each trouble with a cost: the effect, then the cure
@@ -130,9 +135,10 @@ def match_flag_trouble(command: ServerCommand) -> StartTrouble:
 
 
 def match_start_trouble(plan: Plan, command: ServerCommand, *, compiles: bool) -> StartTrouble:
-    """Find the known trouble of a start by its plan; a start from a baked compile cache needs no compiler.
+    """Find the known trouble of a start by its plan.
 
     Args:
+        command: the server's command; if it has a baked compile cache that it may load, it needs no compiler.
         compiles: whether the host of the start has nvcc, ninja and a C++ compiler.
     """
     # FlashInfer compiles with nvcc, Humming with the NVRTC of the lock. A cache is baked only after a start from it in
@@ -157,7 +163,13 @@ def match_start_trouble(plan: Plan, command: ServerCommand, *, compiles: bool) -
 
 
 def expect_facts(plan: Plan, *, required: bool) -> engine_facts.PlanExpectation:
-    """The facts that a server compares with its plan when it starts; if `required`, a difference ends the server."""
+    """Collect the facts of a plan with which a server compares its engine when it starts.
+
+    Facts of a step that the plan did not reach are left out.
+
+    Args:
+        required: whether a difference ends the server; otherwise it is logged.
+    """
     facts: dict[str, object] = {}
     tolerances: dict[str, float] = {}
     if plan.engine is not None:

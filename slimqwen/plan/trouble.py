@@ -76,7 +76,11 @@ class KnownTrouble(BaseModel):
 
 
 def meets(plan: Plan, when: Mapping[str, Value | list[Value]]) -> bool:
-    """Whether conditions on `FACTS` and on vLLM's flags all hold for a plan."""
+    """Whether all conditions hold for a plan.
+
+    Args:
+        when: name of a fact in `FACTS`, or of a flag of vLLM -> the value that it must have, or several of which one.
+    """
     return all(_holds(_fact(plan, name), condition) for name, condition in when.items())
 
 

@@ -50,6 +50,7 @@ class NodeReport:
     Attributes:
         name: host name and the first digits of the node's Ray id.
         sees_folder: whether the node could read the driver's test file in the repository and write one beside it.
+        kind: package versions and hardware, which have to equal the driver's.
     """
 
     name: str

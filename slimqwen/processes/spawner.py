@@ -65,7 +65,14 @@ def share_spawner() -> Iterator[None]:
 
 
 def find_spawner(argv: Sequence[str]) -> socket.socket | None:
-    """Find the socket on which to request a server from the spawner; None if the server must be a new process."""
+    """Find the socket on which to request a server from the spawner, which is started if the block has none yet.
+
+    Args:
+        argv: command line of the server.
+
+    Returns:
+        None if the server must be a new process: no block shares a spawner, or the command is not the API server's.
+    """
     if tuple(argv[1:3]) != ("-m", _API_SERVER):
         return None
     if _block is not None and _requests is None and host.detect() == "cpu":
@@ -115,7 +122,11 @@ def main() -> None:
 
 
 def drop_strays() -> dict[str, str]:
-    """Delete the environment variables that servers must not get, before an import reads them; returns the others."""
+    """Delete this process's environment variables that servers must not get, before an import reads them.
+
+    Returns:
+        A copy of the variables that are left.
+    """
     for name in filter(host.is_stray, [*os.environ]):
         del os.environ[name]
     return dict(os.environ)

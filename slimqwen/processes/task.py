@@ -85,7 +85,10 @@ Outcome = Result | Failure
 
 
 class Executor(Protocol):
-    """Interface of an executor, which runs tasks; its `with` block stops unfinished tasks at its end."""
+    """Interface of an executor, which runs tasks: `LocalExecutor` and `RayExecutor` implement it.
+
+    It is used as a context manager. The end of the `with` block stops unfinished tasks.
+    """
 
     def __enter__(self) -> Self: ...
 
@@ -107,7 +110,7 @@ class Executor(Protocol):
 
 
 def run_tasks(tasks: Sequence[Task], executor: Executor) -> dict[str, Outcome]:
-    """Run tasks to their end and return their outcomes by key.
+    """Run tasks to their end and return their outcomes by key; a task that failed gives a `Failure`, no exception.
 
     Args:
         executor: an executor inside its `with` block, without other tasks.

@@ -111,7 +111,7 @@ class TaskProcess:
 
 
 def run_task(task: Task, root: Path, progress: Progress) -> Outcome:
-    """Run a task to its end in a process of its own, and return its outcome."""
+    """Run a task to its end in a process of its own, and return its outcome: a `Failure` if it raised or died."""
     process = TaskProcess(root)
     try:
         process.begin(task, progress)

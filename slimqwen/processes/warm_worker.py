@@ -2,7 +2,7 @@
 
 The arguments are the descriptor for its messages and, if its jobs start servers, `--spawner`; with `--cold` it imports
 nothing in advance. A job runs as in `worker`, in a process of its own that may crash or hang, but need not import
-anything. Messages are those of `worker`, between ("started", process id) and ("ended", exit code).
+anything. For each job it sends ("started", process id), then the messages of `worker`, then ("ended", exit code).
 """
 
 import gc
@@ -37,7 +37,12 @@ class WarmWorker:
     def give(
         self, environment: Mapping[str, str], folder: Path, function: Callable[..., Any], *arguments: Any
     ) -> int:
-        """Start a job and wait until its process runs; arguments as `send`.
+        """Start a job and wait until its process runs; the previous job must have ended.
+
+        Args:
+            environment: variables of the job's process; those that torch and vLLM read at import have no effect.
+            folder: folder in which the job writes; whether its disk is full decides how a failure is explained.
+            function: function(*arguments, progress), importable by name.
 
         Returns:
             The process id of the job.
@@ -53,10 +58,12 @@ class WarmWorker:
     def send(
         self, environment: Mapping[str, str], folder: Path, function: Callable[..., Any], *arguments: Any
     ) -> None:
-        """Send a job, as described at `worker.give`, without waiting; the previous job must have ended.
+        """Send a job without waiting until it starts; the previous job must have ended.
 
         Args:
             environment: variables of the job's process; those that torch and vLLM read at import have no effect.
+            folder: folder in which the job writes; whether its disk is full decides how a failure is explained.
+            function: function(*arguments, progress), importable by name.
 
         Raises:
             BrokenPipeError: the warm worker has died.

@@ -117,7 +117,12 @@ def main() -> None:
 
 
 def perform(job: Any, runner: Connection) -> None:
-    """Run a job (folder, function, arguments) and send its messages to the process that gave it."""
+    """Run a job in this process, and send its messages to the process that gave it; an exception becomes a message.
+
+    Args:
+        job: (folder, function, arguments), as `give` sends it.
+        runner: connection to the process that gave the job.
+    """
     folder, function, arguments = job
     try:
         value = function(*arguments, lambda *message: runner.send(("progress", *message)))

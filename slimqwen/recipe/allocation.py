@@ -43,7 +43,7 @@ class Allocation:
 
     @property
     def targets(self) -> list[tuple[PackedIntegers, list[str]]]:
-        """Each layout with the `targets` of compressed-tensors' config that match its linears."""
+        """Each chosen layout, with the patterns that match the names of its linears (compressed-tensors' `targets`)."""
         targets: dict[PackedIntegers, list[str]] = defaultdict(list)
         for (layer, modules), form in self.chosen.items():
             names = "|".join(map(re.escape, modules))
@@ -73,8 +73,10 @@ def allocate_widths(
     """Choose the layouts of linears within a budget so that the estimated divergence is least.
 
     Args:
+        source: checkpoint that is not quantised.
         linears: name of a weight -> its tensor.
-        budget: stored bits a weight.
+        budget: stored bits a weight, scales and zero points included.
+        group_size: number of neighbouring weights of a row that share a scale.
         texts: token ids of texts of equal length, on which the costs are estimated.
 
     Raises:
@@ -119,6 +121,8 @@ def allocate_widths(
 
 def choose_widths(costs: Sequence[Sequence[float]], bits: Sequence[Sequence[int]], limit: float) -> list[int]:
     """Choose one option for each unit so that the bits are at most `limit` together and the cost is least.
+
+    The caller makes sure that the options of fewest bits fit the limit.
 
     Args:
         costs: for each unit, the cost of each option.

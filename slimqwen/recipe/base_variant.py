@@ -77,10 +77,11 @@ class CheckpointFacts:
 
     @classmethod
     def read(cls, folder: Path) -> "CheckpointFacts":
-        """Read the properties from settings and headers, without weights.
+        """Read the properties of a checkpoint from settings and headers, without weights.
 
         Raises:
-            MissingCheckpointError, CorruptCheckpointError: as `checkpoint.check_folder`.
+            MissingCheckpointError: the folder does not exist or is empty.
+            CorruptCheckpointError: a file is missing, unreadable, too short, too long or not in the index.
         """
         checkpoint.check_folder(folder, "give the folder of a checkpoint with the files that a model hub has")
         outline = Outline.read(folder)
@@ -101,7 +102,7 @@ class CheckpointFacts:
 
     @property
     def context(self) -> int:
-        """Initial context length to serve, tokens."""
+        """Context length to serve at first, tokens: what the model supports, at most 16,384."""
         return min(_LONGEST_CONTEXT, int(self.text.get("max_position_embeddings", _LONGEST_CONTEXT)))
 
     def lines(self) -> Iterator[tuple[str, str]]:

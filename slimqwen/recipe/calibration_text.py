@@ -29,19 +29,34 @@ class CalibrationText(TextSource):
 
 
 def unread(corpus: Any) -> Any:
-    """Fill in a missing path among the fields of a text that a stage will not read, so that they are valid."""
+    """Make the fields of a text valid although a recipe names no path, for a stage that will not read the text.
+
+    Args:
+        corpus: the fields as a mapping. It gets the path "unread" if it has none; anything else is returned unchanged.
+    """
     return {**corpus, "path": corpus.get("path") or "unread"} if isinstance(corpus, dict) else corpus
 
 
 def calibration_documents(corpus: CalibrationText, source: Path) -> list[str]:
-    """Documents of the calibration text, in a seeded random order; raises as `read_texts`."""
+    """Documents of the calibration text, in a seeded random order, each with the end-of-text token behind it.
+
+    Args:
+        source: checkpoint whose templates render chats, and beside which the model's own text lies.
+
+    Raises:
+        CorpusError: the file cannot be read, a document is neither text nor chat, or a chat cannot be rendered.
+    """
     documents = [text + END_OF_TEXT for text in read_texts(corpus.file(source), source)]
     random.Random(corpus.seed).shuffle(documents)
     return documents
 
 
 def calibration_sequences(corpus: CalibrationText, source: Path, tokenizer: Any) -> list[list[int]]:
-    """The documents joined and cut into sequences of equal length.
+    """The calibration text's documents, joined and cut into sequences of equal length: token ids of each.
+
+    Args:
+        source: checkpoint whose templates render chats, and beside which the model's own text lies.
+        tokenizer: the checkpoint's tokenizer.
 
     Raises:
         CorpusError: the text is missing, malformed or too short.

@@ -30,11 +30,12 @@ def round_head(
     """Prepare GPTQ for each linear of the MTP head; returns the roundings by the name of the weight.
 
     Args:
+        source: checkpoint with an MTP head, and with outputs by `sample_outputs` beside it.
         packed: bits and groups to round the head to.
         folder: folder in which a subfolder `head` is made for hidden states.
 
     Raises:
-        CorpusError: source has no `OUTPUTS` beside it.
+        CorpusError: source has no sampled_outputs.jsonl beside it.
     """
     from slimqwen.models.mtp_rounding import round_head
 
@@ -53,7 +54,13 @@ def errors(rounded: Mapping[str, "GptqRounding"]) -> Facts:
 
 
 def needs(outline: Outline, imports_bytes: int) -> Needs:
-    """Needs: disk for hidden states of the texts; memory for embedding, output head, a layer and the moments."""
+    """Estimate the needs of GPTQ of the MTP head.
+
+    Disk holds the hidden states of the texts; memory holds embedding, output head, a layer and the second moments.
+
+    Args:
+        imports_bytes: memory that the imported libraries take, bytes.
+    """
     hidden, inner, outputs = outline.text["hidden_size"], outline.text["intermediate_size"], outline.outputs
     tokens = _TEXTS * (outputs.prompt + outputs.continuation if outputs else _LONGEST)
     numbers = outline.num_table_weights + 2 * outline.num_layer_weights + 3 * (8 * hidden**2 + inner**2)

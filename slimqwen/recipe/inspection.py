@@ -38,7 +38,7 @@ class Processor:
     bandwidth: float
 
     def seconds(self, needs: Needs) -> float:
-        """Approximate time of a stage on this processor, seconds, at the share `_SHARE` of both speeds."""
+        """Approximate time of a stage on this processor, seconds, at 40 % of both speeds."""
         computed = needs.operations / (_SHARE * self.operations)
         read = needs.read_bytes / (_SHARE * self.bandwidth)
         return needs.fixed_seconds + needs.disk_bytes / _WRITTEN_BYTES_PER_SECOND + max(computed, read)
@@ -68,6 +68,9 @@ def inspect_steps(
         base: outline of the first step's input.
         store: folder with the outputs and manifests of earlier runs.
         to_fetch: list that gets the lines about missing texts that a command fetches; None makes them faults.
+
+    Returns:
+        The faults, and the costs; a step that does not fit its input has no cost.
     """
     manifests = [Manifest.read(file.parent) for file in manifest_files(store)]
     faults: list[str] = []
@@ -93,7 +96,12 @@ def inspect_steps(
 
 
 def lacking_space(costs: Sequence[StageCost], store: Path) -> list[str]:
-    """A line for each stage that lacks memory, or disk space after the outputs of the stages before it."""
+    """List a line for each stage that lacks memory, or disk space after the outputs of the stages before it.
+
+    Args:
+        costs: costs of the stages, in their order.
+        store: folder whose disk the outputs take.
+    """
     existing = next(folder for folder in (store, *store.parents) if folder.exists())
     memory, disk = host.available_memory(), shutil.disk_usage(existing).free
     lines = []

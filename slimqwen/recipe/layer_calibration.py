@@ -30,9 +30,12 @@ def calibrate_layers(
     """Calibrate and pack the named weights, layer by layer, into files of a folder.
 
     Args:
-        groups: config groups of llmcompressor.
-        sequences: token ids of the calibration text.
-        changeable: tensors of source that may change.
+        source: checkpoint that is not quantised.
+        names: names of the weights.
+        groups: config groups of llmcompressor, from `schemes.config_groups`.
+        sequences: token ids of the calibration text, in sequences of equal length.
+        changeable: tensors of source that may change, by name.
+        folder: folder for the packed layers.
 
     Returns:
         The quantization_config, the tensors to write instead of each changed tensor, and what healing did.

@@ -34,12 +34,12 @@ _KINDS = ("seed", "seed", "question", "text")
 
 
 def seeds_file() -> Path:
-    """The file of seeds."""
+    """Path of eval/texts/seed_prompts.jsonl: questions to which a model with a chat template responds."""
     return resolve_text("seed_prompts", Path())
 
 
 def seeds_digest() -> str:
-    """SHA-256 of the file of seeds."""
+    """SHA-256 of the file of `seeds_file`."""
     return file_digest(seeds_file(), "seed prompts")
 
 
@@ -63,7 +63,14 @@ class OwnPrompts:
         self._ends = {tokenizer.eos_token_id, *tokenizer.all_special_ids}
 
     def write(self, engine: Any, first: int, count: int) -> list[Tokens]:
-        """Make `count` prompts from number `first` on; the engine writes the parts that come from the model itself."""
+        """Make `count` prompts from number `first` on; the engine writes the parts that come from the model itself.
+
+        Args:
+            engine: a `vllm.LLM` on the checkpoint.
+
+        Returns:
+            Token ids of each prompt, in the order of their numbers.
+        """
         kinds = {number: self._kind(number) for number in range(first, first + count)}
         begun = {number: self._begin(number, kind) for number, kind in kinds.items() if kind != "seed"}
         self._continue(engine, begun)

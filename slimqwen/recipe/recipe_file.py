@@ -96,7 +96,8 @@ def read_recipe(file: Path, stages: Mapping[str, Stage] = STAGES) -> Recipe:
     """Read and validate a recipe.yaml, in which paths are relative to its folder.
 
     Raises:
-        RecipeError: as `parse_recipe`; or the recipe has faults.
+        RecipeError: the file cannot be read, is not YAML, lacks one of a recipe's three keys, or has faults such as
+            unknown keys; the message has a line for each.
     """
     recipe = parse_recipe(file, stages)
     if recipe.faults:

@@ -86,7 +86,12 @@ def plan_removal(name: str, root: Path) -> Removal:
 
 
 def list_users(name: str, root: Path) -> dict[str, str]:
-    """Find the variants of a workspace that need `name`, and how each refers to it; unreadable files are skipped."""
+    """Find the variants of a workspace that need `name`; unreadable files are skipped.
+
+    Returns:
+        Name of such a variant -> how it refers to `name`: "BASE", "the baseline", "the recipe's base" or "a line with
+        weights/<name>".
+    """
     weights, users = f"weights/{name}", {}
     for other in variants.local_names(root):
         folder = root / "experiments" / other

@@ -146,6 +146,10 @@ def run_recipe(
 def forecast_recipe(recipe: Recipe, weights: Path, resolve: Callable[[str], Path]) -> list[StageForecast]:
     """Forecast for each stage whether a run would reuse its stored output, and which ingredients have changed.
 
+    Args:
+        weights: the folder weights/, which has the store.
+        resolve: function from a recipe's base to its checkpoint folder, which it checks.
+
     Raises:
         SlimqwenError: the base, the data of a stage or a manifest of the store is missing or damaged.
     """
@@ -322,7 +326,12 @@ def _recipe_key(step: Step, source: Path) -> str:
 
 
 def add_facts(entry: Path, facts: Facts) -> Manifest:
-    """Add facts to the manifest of a stored output, for instance measured after the stage; returns the manifest."""
+    """Add facts to the manifest of a stored output, for instance measured after the stage; returns the new manifest.
+
+    Args:
+        entry: folder of the output in the store.
+        facts: facts by name; they replace facts of the same names.
+    """
     manifest = Manifest.read(entry)
     manifest = manifest.model_copy(update={"facts": {**manifest.facts, **facts}})
     times = (entry / MANIFEST).stat()  # kept, because `digest` trusts it

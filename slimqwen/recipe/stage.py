@@ -93,7 +93,7 @@ class Fault:
 
 
 class Dimensions(Protocol):
-    """Dimensions of a checkpoint that a stage can change: a `Shape` or an `Outline`."""
+    """Interface of `Shape` and `Outline`: the dimensions of a checkpoint, which the `reshape` of a stage changes."""
 
     @property
     def text(self) -> Mapping[str, Any]:

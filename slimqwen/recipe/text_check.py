@@ -24,11 +24,12 @@ def inspect_text(
     least_documents: int = 1,
     or_prompt: bool = False,
 ) -> Iterator[Fault]:
-    """Find the faults of a stage's text; yields nothing if its beginning is sound.
+    """Find the faults of a stage's text; yields nothing if its beginning is sound, or if the model itself writes it.
 
     Args:
         outline: outline of the stage's input, whose templates render chats.
         field: dotted name of the text among the stage's parameters.
+        source: the text.
         least_bytes: least size of the file, bytes; a token has at least one.
         least_documents: least number of documents.
         or_prompt: whether the text may hold prompts.

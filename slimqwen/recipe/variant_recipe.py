@@ -50,14 +50,19 @@ def run_recipe(
     *,
     other_faults: Sequence[str] = (),
 ) -> list[runner.Outcome]:
-    """Run a variant's recipe.
+    """Run a variant's recipe, and link weights/<name> to its result.
 
     Args:
         stages: number of stages to run, from the first; None for all.
         other_faults: further faults, a line each, for which the recipe is refused, such as those of its evaluation.
 
+    Returns:
+        One outcome per stage, in order.
+
     Raises:
-        RecipeError: the recipe has faults, all of which are named before anything runs; or as `runner.run_recipe`.
+        RecipeError: before any stage starts: the recipe has faults, all of which are named, weights/<name> is not or
+            cannot be a link, or disk or memory are too small. Later: a stage failed.
+        SlimqwenError: the base's weights are missing or damaged, or a stage refuses its input.
     """
     recipe = recipe_file.parse_recipe(variant.recipe_file)
     recipe = replace(recipe, faults=(*recipe.faults, *other_faults))
@@ -73,6 +78,9 @@ def inspect_recipe(
 
     Args:
         to_fetch: list that gets the lines about missing texts that a command fetches; None makes them faults.
+
+    Returns:
+        The faults, a line each, and the costs; a stage that does not fit its input has no cost.
 
     Raises:
         RecipeError: the recipe cannot be read.
@@ -137,7 +145,11 @@ def stages_until(variant: Variant, name: str) -> int:
 
 
 def forecast_recipe(variant: Variant) -> list[runner.StageForecast]:
-    """Forecast for each stage whether a run would reuse its stored output; raises as `runner.forecast_recipe`."""
+    """Forecast for each stage whether a run would reuse its stored output, and which ingredients have changed.
+
+    Raises:
+        SlimqwenError: the recipe, the base, the data of a stage or a manifest of the store is missing or damaged.
+    """
     return runner.forecast_recipe(
         read_recipe(variant), variant.root / "weights", partial(base_folder, root=variant.root)
     )
@@ -217,6 +229,11 @@ def unexplained_changes(variant: Variant) -> list[str]:
 
 def unexplained_by(steps: Sequence[Step], base: Path, weights: Path) -> list[str]:
     """Names of tensors that differ between a checkpoint and its base, though no step may change them.
+
+    Args:
+        steps: steps of the recipe that made the checkpoint.
+        base: folder of the base.
+        weights: folder of the checkpoint.
 
     Raises:
         CorruptCheckpointError: a checkpoint cannot be read.

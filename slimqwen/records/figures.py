@@ -31,8 +31,8 @@ class Figure:
         unit: unit of the value; empty if the ending of the figure's name gives none.
         standard_error: standard error of the value, in `unit`; None if the record has none.
         low: lower end of the 95 % interval; None if the record has none.
-        high: upper end of the interval; likewise.
-        count: number of observations behind the value; likewise.
+        high: upper end of the 95 % interval; None if the record has none.
+        count: number of observations behind the value; None if the record has none.
     """
 
     value: float

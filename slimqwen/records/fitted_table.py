@@ -13,8 +13,8 @@ _WORD_WIDTH = 24  # a longer word of text, such as a path, may be folded
 class FittedTable(rich.table.Table):
     """A rich table that breaks cells only between words, and is split into blocks of columns where it is too wide.
 
-    Every block repeats the first column. Folded are only words of left-aligned text: in the first column those above
-    half of the console's width, in others those above 24 characters.
+    Every block repeats the first column. Only words of left-aligned text are folded: in the first column those longer
+    than half of the console's width, in others those of more than 24 characters.
     """
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:

@@ -16,9 +16,9 @@ _NOT_CODE = (
 
 
 def git_state(root: Path) -> Git:
-    """The commit, and whether files other than records and Markdown differ from it; both None outside a checkout.
+    """The commit of a repository, and whether files other than records and Markdown differ from it.
 
-    For an installed package it is the commit from which the package was built.
+    Both are None outside a checkout. For an installed package it is the commit from which the package was built.
     """
     if (made_of := root / MADE_OF).is_file():
         return Git(commit=made_of.read_text(encoding="utf-8").strip() or None, dirty=False)

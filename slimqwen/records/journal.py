@@ -25,7 +25,8 @@ class RunInProgressError(SlimqwenError):
 class Journal:
     """Results of an unfinished measurement ("answers") by what was measured ("request").
 
-    Each answer is appended to a file at once, so that a later run reuses it. `locked` opens a journal.
+    Each answer is appended to a file at once, so that a later run reuses it. Use `locked` to open a journal; the
+    constructor is for `locked` alone.
     """
 
     def __init__(self, file: Path, stream: io.FileIO, answers: Mapping[str, Any]) -> None:

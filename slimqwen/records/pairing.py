@@ -24,15 +24,23 @@ def newest_pair(
 ) -> tuple[Path, Path]:
     """Find the newest records of two variants that can be compared; records measured in turns take precedence.
 
+    Two records can be compared if they have the same `basis`: the properties that their kind requires to be equal, such
+    as the digests of the data files.
+
     Args:
         first: folder of the first variant's records, experiments/<variant>.
         second: folder of the second variant's records.
-        command: function from a variant and a record to the command that measures the variant in the same way.
+        kind: the record kind.
+        command: function from a variant and a record to the command that measures the variant in the same way, for the
+            error message.
         condition: whether a record may be used.
 
+    Returns:
+        The files of the first and of the second variant's record.
+
     Raises:
-        MissingRecordError: a variant has no record of the kind.
-        NotComparableError: no two records have the same basis.
+        MissingRecordError: a variant has no record of the kind that meets the condition.
+        NotComparableError: no two records can be compared.
     """
     newest = store.latest(first, kind, condition), store.latest(second, kind, condition)
     candidates, others = (
@@ -73,6 +81,7 @@ def require_same(
     """Check that two records can be compared.
 
     Args:
+        first, second: files of the records, for the message.
         first_basis: properties of the first record, by name, that the second record must share.
         second_basis: the same properties of the second record.
         cure: command that makes a comparable record; empty if both must be measured again.

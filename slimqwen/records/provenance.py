@@ -83,6 +83,7 @@ def describe(
         command: program and arguments of the measurement; paths become relative to the repository.
         started: `utc_now()` at the beginning of the measurement.
         datasets: files of the items, and the parts of settings files.
+        seeds: seeds that the measurement used, by name.
         already_running: whether the server ran before; if not, it was started for this measurement.
         host_load: load of the host while requests were timed; None if nothing was timed.
 
@@ -113,12 +114,18 @@ def of_variant(variant: Variant, command: Sequence[str], started: str, **inputs:
 
 
 def of_served_variant(variant: Variant, command: Sequence[str], started: str, **inputs: Any) -> Provenance:
-    """Provenance of a measurement that has just ended of a variant with its flags; arguments as `circumstances`."""
+    """Collect the provenance of a measurement that has just ended, of a variant's checkpoint served with its flags.
+
+    Args:
+        command: program and arguments of the measurement; paths become relative to the repository.
+        started: `utc_now()` at the beginning of the measurement.
+        inputs: further fields of `Provenance` by name, such as datasets.
+    """
     return of_variant(variant, command, started, **of_server(ServerCommand.resolve(variant)), **inputs)
 
 
 def circumstances(root: Path, command: Sequence[str], started: str, **inputs: Any) -> Provenance:
-    """Provenance of any measurement that has just ended.
+    """Collect the provenance of any measurement that has just ended.
 
     Args:
         root: the repository.
@@ -130,7 +137,13 @@ def circumstances(root: Path, command: Sequence[str], started: str, **inputs: An
 
 
 def checkpoint_files(weights: Path, root: Path, progress: Progress = silent) -> MeasuredCheckpoint:
-    """Describe the checkpoint in a folder for a provenance; `progress` as `checkpoint.digest` takes it."""
+    """Describe the checkpoint in a folder for a provenance: path, digest, size and the key of its recipe.
+
+    Args:
+        weights: folder of the checkpoint.
+        root: the repository, to which the path becomes relative.
+        progress: receives (activity, done, total) where files have to be hashed.
+    """
     digest = checkpoint.digest(weights, progress)
     return MeasuredCheckpoint(
         path=portable(str(weights), root),
@@ -153,7 +166,16 @@ def _circumstances(root: Path, command: Sequence[str], started: str) -> dict[str
 
 
 def of_present(command: ServerCommand, progress: Progress = silent) -> dict[str, Any]:
-    """Present values of the provenance fields that figures of a server depend on, without data files."""
+    """Collect the provenance fields that a new measurement of a server would have now, except those of data files.
+
+    Args:
+        command: command of the server.
+        progress: receives (activity, done, total) where the checkpoint has to be hashed.
+
+    Returns:
+        Fields of `Provenance` by name: checkpoint, flags and the files that they name, environment, threads, packages,
+        hardware.
+    """
     return {
         "files": {},
         **of_server(command),
@@ -249,7 +271,7 @@ def _threads(environment: Mapping[str, str]) -> int | None:
 
 
 def redacted(environment: Mapping[str, str]) -> dict[str, str]:
-    """The variables with secrets, and credentials in addresses, replaced by a placeholder."""
+    """Copy environment variables; values with secrets, and credentials in addresses, are replaced by a placeholder."""
     return {
         name: redaction.REDACTED if redaction.names_variable(name) else redaction.text(value)
         for name, value in environment.items()
@@ -330,12 +352,15 @@ def hardware_name(machine: Hardware) -> str:
 
 
 def source_note(record: Record, path: Path) -> str:
-    """Note that names a record's file, and the command, commit, vLLM version and hardware that made it."""
+    """Write a table's note about a record: its file, and the command, commit, vLLM and hardware that made it."""
     return shared_source_notes([record], [path])[0]
 
 
 def shared_source_notes(records: Sequence[Record], paths: Sequence[Path]) -> list[str]:
-    """Notes as by `source_note`; records with the same command, commit, vLLM and hardware share a note."""
+    """Write a table's notes about records: their files, then the command, commit, vLLM version and hardware.
+
+    Records that share all of these share a note. `paths` are the files of `records`, in the same order.
+    """
     files: dict[str, list[str]] = {}
     for record, path in zip(records, paths, strict=True):
         block = record.provenance
@@ -350,12 +375,12 @@ def shared_source_notes(records: Sequence[Record], paths: Sequence[Path]) -> lis
 
 
 def source_notes(record: Record, path: Path) -> tuple[str, ...]:
-    """Notes of a record for its table: what `cpu_notes` and `source_note` give."""
+    """Notes of a record for its table: a warning if it was measured on a CPU, then its file, command and hardware."""
     return (*cpu_notes(record), source_note(record, path))
 
 
 def cpu_notes(*records: Record) -> tuple[str, ...]:
-    """`CPU_NOTE` if any of the records was made without a GPU."""
+    """The note that CPU figures are no evidence about a GPU; empty if all records were made with a GPU."""
     return () if all(record.provenance.hardware.gpus for record in records) else (CPU_NOTE,)
 
 

@@ -33,7 +33,7 @@ Share = Annotated[float, Field(ge=0, le=1)]
 
 
 class Block(BaseModel):
-    """A part of a record."""
+    """Base class of a record and of its parts: frozen; an unknown key or a number that is not finite is an error."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, populate_by_name=True)
 
@@ -48,7 +48,7 @@ class Block(BaseModel):
 
 
 class Finding(Block):
-    """One figure of a gate's check."""
+    """One figure of a check: its value and interval, the limit with which it is compared, and the verdict."""
 
     gate: str = Field(min_length=1)
     figure: str = Field(min_length=1, description="Name of the figure, with its unit.")
@@ -133,7 +133,12 @@ class MeasuredCheckpoint(Block):
     )
 
     def compare_build(self, present: "MeasuredCheckpoint") -> Build:
-        """Compare with the present checkpoint: same bytes, another build of its recipe, another recipe, or unknown."""
+        """Compare with the checkpoint that is present.
+
+        Returns:
+            "same": the same bytes. "another build": other bytes by the same recipe. "unknown build": other bytes, and
+            only the recipe of the present one is known. "another recipe": all else.
+        """
         if self.digest == present.digest:
             return "same"
         if self.recipe_key == present.recipe_key:
@@ -215,7 +220,7 @@ class ServedProvenance(Provenance):
 
 
 class VersionedFile(Block):
-    """A file with a kind and a schema version.
+    """Base class of JSON files with a kind and a schema version: records, measurements.json, field reports.
 
     Attributes:
         kind: name of the schema, with which file names begin, such as start_up.
@@ -287,7 +292,7 @@ class Measurements(VersionedFile):
 
 
 class Record(VersionedFile):
-    """One measurement: its figures, and everything needed to repeat it.
+    """One measurement: its figures, and everything needed to repeat it. Each record kind is a subclass.
 
     Methods that may need the items have a parameter `path`, the file of the record: the items are in a file beside it.
 
@@ -326,7 +331,10 @@ class Record(VersionedFile):
 
     @property
     def topic(self) -> str:
-        """What the record is about within its kind, such as a workload: a newer one replaces only the same topic."""
+        """What the record is about within its kind, such as a workload.
+
+        A page shows the newest record of each topic. It is empty for a kind without topics.
+        """
         return ""
 
     @property
@@ -350,7 +358,11 @@ class Record(VersionedFile):
         return ()
 
     def tables(self, path: Path) -> list[Table]:
-        """Tables of the record for terminal, Markdown and page; by default one table with a row per figure."""
+        """Tables of the record for terminal, Markdown and page; by default one table with a row per figure.
+
+        Args:
+            path: file of the record, beside which its items are.
+        """
         rows = tuple(
             (name, f"{figure.value:.4g}", _interval(figure), figure.unit)
             for name, figure in self.figures().items()

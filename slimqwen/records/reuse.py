@@ -26,14 +26,18 @@ def find_reusable(
     files: Iterable[Path | YamlPart] = (),
     progress: Progress = silent,
 ) -> Path | None:
-    """Find the newest record of a variant that still holds: a new measurement would only repeat it. None without one.
+    """Find the newest record of a variant whose inputs are all unchanged; a new measurement would only repeat it.
 
     Args:
+        kind: the record kind.
         folder: folder of the variant's records.
         split: side of the split that was measured; None for all items.
         condition: whether a record was made with the wanted settings.
         files: data files that a new measurement would read.
-        progress: as `checkpoint.digest` takes it.
+        progress: receives (activity, done, total) where the checkpoint has to be hashed.
+
+    Returns:
+        File of the record; None without one.
     """
     files = list(files)
     for path in store.records(folder, kind):
@@ -56,7 +60,7 @@ def changed_inputs(
     on_any_machine: bool = False,
     progress: Progress = silent,
 ) -> list[str]:
-    """Names of the inputs of a measurement that have changed since its record was made.
+    """Names of the inputs of a measurement that have changed since its record was made; empty if none has.
 
     Args:
         block: provenance of the record.
@@ -64,7 +68,7 @@ def changed_inputs(
         deciding_flags: the only flags to compare, and then no environment; None to compare all flags and environment.
         files: data files that a measurement would read now; one that the record lacks counts as changed.
         on_any_machine: whether to ignore differences in hardware, threads, cache folders and checkpoint build.
-        progress: as `checkpoint.digest` takes it.
+        progress: receives (activity, done, total) where the checkpoint has to be hashed.
     """
     root = command.variant.root
     fields = provenance.of_present(command, progress)
@@ -81,7 +85,13 @@ def changed_inputs(
 def inputs_of(
     block: Provenance, deciding_flags: Collection[str] | None = None, *, on_any_machine: bool = False
 ) -> dict[str, object]:
-    """The inputs of a record's figures, without data files, by name; arguments as `changed_inputs`."""
+    """The inputs on which a record's figures depend, without data files: name of an input -> its value.
+
+    Args:
+        block: provenance of the record.
+        deciding_flags: the only flags to include, and then no environment; None for all flags and the environment.
+        on_any_machine: whether to leave out what differs between machines: hardware, threads, cache folders.
+    """
     flags = affecting(Effect.FIGURES, block.flags)
     inputs: dict[str, object] = {"checkpoint": block.checkpoint_digest, "package versions": block.packages}
     if not on_any_machine:

@@ -33,7 +33,7 @@ class SettingsError(SlimqwenError):
 
 
 class Settings(BaseModel):
-    """Base class of the settings of all measurements.
+    """Base class of the settings of all measurements, one subclass for each section or file of eval/.
 
     Attributes:
         folder: folder of eval/ with the files of these settings.
@@ -96,7 +96,7 @@ class Settings(BaseModel):
 
     @classmethod
     def top_keys(cls) -> dict[str, Any]:
-        """The top-level keys of a file that these settings read, with their types as `create_model` takes them."""
+        """The top-level keys of a file that these settings read, each with its type and field for a pydantic model."""
         if cls.section:
             return {cls.section: (cls, ...)}
         own = ((name, field) for name, field in cls.model_fields.items() if name != "name")

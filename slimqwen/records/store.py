@@ -181,11 +181,12 @@ def write_record(folder: Path, record: Record, items: Iterable[Mapping[str, Any]
         items: per-item results; None for a kind without items.
 
     Returns:
-        Path of the record.
+        Path of the record, whose name is its kind and the present time in UTC, to the second.
 
     Raises:
-        RecordError: a figure is not a number, or a record of this kind and second exists (nothing is written); or the
-            folder is not writable (the record is kept in another folder, which the message names).
+        RecordError: there is not a single item, a figure is not a number, or a record of this kind and second exists
+            (nothing is written); or the folder is not writable (the record is kept in another folder, which the message
+            names).
     """
     stem = f"{record.kind}_{_stamp()}"
     if items is None:
@@ -226,7 +227,10 @@ def _publish_together(files: Mapping[Path, bytes]) -> None:
 
 
 def serialise(record: Record, location: str) -> str:
-    """The text of a record's file, validated as by `read_record`.
+    """The text of a record's file, after validation of its fields by its model.
+
+    Args:
+        location: name of the record in messages.
 
     Raises:
         RecordError: the record is invalid; the message names location and fault.
@@ -238,7 +242,9 @@ def serialise(record: Record, location: str) -> str:
 
 @contextlib.contextmanager
 def list_only(names: Iterable[str]) -> Iterator[None]:
-    """Make `records` list only these records, for a `with` block, as for a table that names its records.
+    """Hide all other records from `records` for a `with` block.
+
+    A generated table is made again with it from the records that the table names.
 
     Args:
         names: folder and file name of each record, such as tiny/quality_2026-01-01T000000Z.json.
@@ -291,7 +297,13 @@ def comparable(
 def latest(
     folder: Path, kind: type[AnyRecord], condition: Callable[[AnyRecord], bool] = lambda record: True
 ) -> Path:
-    """Find the newest of the `comparable` records of a kind in `folder`, experiments/<variant>.
+    """Find the newest record of a kind in `folder`, experiments/<variant>, that meets a condition.
+
+    Records of a busy host and of one side of the split are left out.
+
+    Args:
+        kind: the record kind.
+        condition: whether a record may be used; by default any.
 
     Raises:
         MissingRecordError: there is none; the message names the command that makes one.

@@ -16,12 +16,16 @@ from slimqwen.records.record import Build, MeasuredCheckpoint, Record
 
 
 def relate(measured: MeasuredCheckpoint | None, present: MeasuredCheckpoint | None) -> Build | None:
-    """Compare a measured checkpoint with the present one, such as "another build"; None if either is missing."""
+    """Say how a measured checkpoint is related to the present one, such as "another build"; None if one is missing."""
     return measured.compare_build(present) if measured and present else None
 
 
 def fits(entry: StoredRecord[Record], scored: MeasuredCheckpoint | None) -> bool:
-    """Whether a record measured some build of the checkpoint that quality scored; True if nothing was scored."""
+    """Whether a record measured the given checkpoint, or another build of its recipe.
+
+    Args:
+        scored: the checkpoint of the newest quality record; None for none, so that every record fits.
+    """
     return scored is None or relate(entry.record.provenance.checkpoint, scored) in ("same", "another build")
 
 
@@ -44,7 +48,9 @@ def describe_builds(
     """Yield phrases that name the record kinds last measured on another build than the present checkpoint.
 
     Args:
+        variant: name of the variant, for the phrases.
         records: records of the variant, newest first.
+        present: the checkpoint on this machine; None if there is none, so that nothing is yielded.
     """
     newest: dict[str, StoredRecord[Record]] = {}
     for entry in records:

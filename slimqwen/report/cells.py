@@ -37,6 +37,8 @@ _NOTES = (
 def cells_table(records: Collection) -> Table:
     """A row for each variant and card that was planned, measured or reported.
 
+    A card is a GPU or CPU. Measured are only timings that a variant's measurements.json cites.
+
     Raises:
         SlimqwenError: a variant or a record cannot be read.
     """

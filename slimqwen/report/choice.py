@@ -89,7 +89,7 @@ def decide(case: Case) -> Decision:
 
 
 def case_of(row: Row) -> Case:
-    """The evidence on a variant on one hardware; its verdict is a person's, else that of the newest gate record."""
+    """Collect the evidence on a variant on one hardware; the verdict is a person's, else the newest gate record's."""
     verdict = Verdict.PASS if row.status == "promoted" else None
     if verdict is None and row.verdict:
         verdict = Verdict(row.verdict)
@@ -169,7 +169,12 @@ def _missing_evidence(row: Row) -> tuple[str, str] | None:
 
 
 def measuring_command(row: Row, kind: str) -> str:
-    """The command that measures a variant comparably with its baseline: on the same suite, or timed in turns."""
+    """The command that measures a variant comparably with its baseline: on the same suite, or timed in turns.
+
+    Args:
+        row: the variant's row.
+        kind: record kind to measure, such as quality or latency.
+    """
     command = registry.kinds()[kind].making_command(row.variant)
     if kind == Latency.kind and row.baseline:
         return f"{command} --baseline"
@@ -179,20 +184,32 @@ def measuring_command(row: Row, kind: str) -> str:
 
 
 def collect_choices(root: Path) -> list[Choice]:
-    """Apply `choose_variants` to the records of a repository; the user's own variants come first."""
+    """Decide what to serve, for every baseline and hardware in the records of a repository and of the demo.
+
+    The user's own variants and baselines come first.
+    """
     records = collection.collect(root, demo=DEMO)
     rows = [row for name in variants.local_names(root) for row in rows_of(records, name)[0]]
     return put_own_first(choose_variants(rows), rows, provenance.own_variants(root))
 
 
 def put_own_first(choices: Sequence[Choice], rows: Sequence[Row], own: Set[str]) -> list[Choice]:
-    """Sort the choices so that those among the user's own variants or baselines come before those of shipped ones."""
+    """Sort the choices so that those about the user's own variants or baselines come before those of shipped ones.
+
+    Args:
+        choices: the choices; their order is otherwise kept.
+        rows: rows of all variants, which say what baseline a variant has.
+        own: names of the user's own variants.
+    """
     baselines = {row.baseline for row in rows if row.variant in own} | own
     return sorted(choices, key=lambda each: each.baseline not in baselines)
 
 
 def advise_here(root: Path, baseline: str) -> list[str]:
-    """Sentences about which variant of a baseline to serve on this machine, and what evidence is missing."""
+    """Sentences about which variant of a baseline to serve on this machine, and what evidence is missing.
+
+    If no variant of it was measured on this hardware, the advice is to serve the baseline.
+    """
     here = provenance.hardware_name(provenance.hardware())
     choices = [each for each in collect_choices(root) if (each.baseline, each.hardware) == (baseline, here)]
     return [sentence for each in choices for sentence in each.advice] or [
@@ -241,7 +258,17 @@ def list_unjudged(root: Path) -> list[str]:
 
 
 def choose_variants(rows: Sequence[Row]) -> list[Choice]:
-    """Decide what to serve, for every baseline and hardware with a measured variant."""
+    """Decide what to serve, for every baseline and hardware with a measured variant.
+
+    Of several variants that pass every check and are surely faster, a promoted one is chosen, else the fastest. If none
+    does, `Choice.serve` is None, and the baseline stays.
+
+    Args:
+        rows: rows of all variants.
+
+    Returns:
+        A choice for each baseline and hardware, those of most variants first.
+    """
     groups: dict[tuple[str, str], list[Row]] = {}
     for row in sort_rows(rows):
         if row.baseline and row.is_measured:

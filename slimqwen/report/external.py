@@ -34,10 +34,10 @@ def external_table(first: Path, second: Path, file: Path) -> Table:
 
     Args:
         first, second: the variants' folders of records.
-        file: as `read_external` takes it.
+        file: result file of GuideLLM, AIPerf or `vllm bench serve`.
 
     Raises:
-        BenchError: as `read_external`.
+        BenchError: the file cannot be read, is of no such tool, lacks a figure, or is of a run that did not end.
         MissingRecordError: a variant has no latency record.
     """
     runs = read_external(file)

@@ -40,7 +40,7 @@ class NothingMeasuredError(SlimqwenError):
 
 
 def write_report(root: Path) -> tuple[Path, FieldReport, list[Problem]]:
-    """Write the field report of this machine into `FOLDER`, named after its card and digest.
+    """Write the field report of this machine into eval/field/, named after its card and digest.
 
     Returns:
         The file, its content, and the timings that were left out because their figures contradict each other.
@@ -89,7 +89,7 @@ def list_rows(records: Collection, left_out: list[Problem]) -> Iterator[tuple[De
 
 
 def name_device(hardware: Hardware, root: Path) -> Device:
-    """Name and number of a machine's GPUs; without a GPU, of its CPUs.
+    """Return name and number of a machine's GPUs; without a GPU, of the CPUs that the engine may use.
 
     A GPU has its short name in eval/devices.yaml, else the driver's name; CPUs are named by their best instruction set.
     """
@@ -172,7 +172,11 @@ def _last_start(variant: variants.Variant, card: str) -> FieldStart | None:
 
 
 def read_reports(root: Path) -> tuple[list[FieldReport], list[Problem]]:
-    """Read the field reports in `FOLDER`; returns the valid ones, and the fault of each other file."""
+    """Read the field reports in eval/field/.
+
+    Returns:
+        The valid reports, and a problem for each faulty file.
+    """
     reports, faults = [], []
     known = {*provenance.shipped_variants(root), *_shipped_workloads(root)}
     for file in sorted((root / FOLDER).glob("*")):

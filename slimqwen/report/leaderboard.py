@@ -56,7 +56,7 @@ class Score:
 
     @property
     def gain(self) -> Margins | None:
-        """The change in units of the task's margin (of the measure, if the margin is 0); None if not paired."""
+        """The change in units of the task's margin (of the measure, if the margin is 0); None if it is not paired."""
         if self.change is None:
             return None
         judgement = self.change.judgement
@@ -117,6 +117,8 @@ class Row:
         status: planned, measured, promoted or rejected; "unreadable" if measurements.json cannot be read.
         verdict: verdict in measurements.json; None without one.
         hardware: hardware of the latency record, else of the quality record; empty without a record.
+        on_cpu: whether that hardware has no GPU.
+        scores: (suite, task) -> score.
         timed: latency on this hardware; None if there is none.
         figures: figure and its record for each heading of the kinds' leaderboard columns.
         size_bytes: size of the checkpoint that was measured last; None without a measurement.
@@ -256,7 +258,7 @@ def rows_of(collection: Collection, variant: str) -> tuple[list[Row], list[Probl
 
 
 def hardware(entry: StoredRecord[Record]) -> str:
-    """Hardware that a record was measured on."""
+    """Readable name of the hardware that a record was measured on."""
     return provenance.hardware_name(entry.record.provenance.hardware)
 
 
@@ -369,7 +371,7 @@ _ORDER = {"promoted": 0, "pass": 1, "inconclusive": 2, "measured": 3, "fail": 4,
 
 
 def sort_rows(rows: Sequence[Row]) -> list[Row]:
-    """Sort rows, the most promising first."""
+    """Sort rows, the most promising first: promoted, pass, inconclusive, measured, fail, rejected; then by speed-up."""
     return sorted(
         rows, key=lambda row: (_ORDER.get(row.standing, 6), -speed_up(row), row.variant, row.hardware)
     )
@@ -381,7 +383,7 @@ def speed_up(row: Row) -> float:
 
 
 def margins(gain: Margins) -> str:
-    """A change in units of the margin, with its interval, as text."""
+    """A change in units of the margin, with its interval, as text: "-0.20 [-0.50, +0.10]"."""
     return f"{gain.value:+.2f} [{gain.low:+.2f}, {gain.high:+.2f}]"
 
 

@@ -53,7 +53,7 @@ class MarkdownError(SlimqwenError):
 
 
 def files(root: Path) -> list[Path]:
-    """Markdown files that may have table blocks."""
+    """Markdown files that may have table blocks: README.md, those of docs/, and the README.md of each variant."""
     return [
         file
         for pattern in ("README.md", "docs/**/*.md", "experiments/*/README.md")
@@ -82,7 +82,10 @@ def update_tables(root: Path, pages: Iterable[Path] | None = None, *, newest: bo
 
 
 def render_tables(root: Path, file: Path, *, newest: bool = False) -> str:
-    """The content of a Markdown file with its tables made again from their records; arguments as `update_tables`.
+    """Return the content of a Markdown file with its tables made again from their records; nothing is written.
+
+    Args:
+        newest: whether newer records replace those that a table names.
 
     Raises:
         MarkdownError: a block names an unknown table, has other arguments or is not closed; the message names the file.

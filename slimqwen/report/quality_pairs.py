@@ -19,7 +19,11 @@ Pair = tuple[StoredRecord[Quality], StoredRecord[Quality]]
 
 
 def find_pairs(collection: Collection, variant: str, baseline: str | None) -> dict[str, Pair]:
-    """Find, for each suite, the quality records of baseline and variant to compare (`quality_comparison.best_pair`)."""
+    """Find, for each suite, the quality records of baseline and variant to compare, of the newest checkpoints only.
+
+    Returns:
+        Name of a suite -> the baseline's record, the variant's record; without suites that cannot be paired.
+    """
     second, first = (
         quality_comparison.of_newest_checkpoint(collection.select(Quality, name) if name else ())
         for name in (variant, baseline)
@@ -33,7 +37,13 @@ def find_pairs(collection: Collection, variant: str, baseline: str | None) -> di
 
 
 def judge_responses(root: Path, pairs: Mapping[str, Pair]) -> Iterable[Verdict]:
-    """Verdicts on responses that run away, for each suite whose gate limits them."""
+    """Yield verdicts on the share of responses that run away, for each suite whose gate limits them.
+
+    Records whose items are damaged are left out.
+
+    Args:
+        pairs: records by suite, from `find_pairs`.
+    """
     for suite, (first, second) in pairs.items():
         limits = find_response_limits(suite, root)
         with contextlib.suppress(*DAMAGED):  # damaged items are among the problems

@@ -59,7 +59,7 @@ def comparison_tables(first: Path, second: Path) -> list[Table]:
 
 
 def results_table(path: Path) -> Table:
-    """The figures of one record, each with its standard error.
+    """The first table of one record, which its kind defines; by default a row per figure with its interval.
 
     Raises:
         RecordError: the record cannot be read.
@@ -131,7 +131,9 @@ def summary_table(root: Path, baseline: str, name: str, folder: str = "experimen
     such records has no row.
 
     Args:
-        folder: folder with both variants' folders of records.
+        baseline: name of the baseline.
+        name: name of the variant.
+        folder: folder with both variants' folders of records, relative to `root`.
 
     Raises:
         MissingRecordError: one of the two variants has no quality record.
@@ -208,6 +210,7 @@ def response_tables(first: Path, second: Path, root: Path) -> list[Table]:
     """Table of the responses that run away in two quality records.
 
     Args:
+        first, second: files of the two records.
         root: the repository, whose gates have the limits.
 
     Returns:

@@ -13,20 +13,27 @@ from slimqwen.variant.claims import Claim
 
 
 def find_unproven(root: Path, variant: str) -> dict[Claim, str]:
-    """Find the claims of a variant that no current record proves, with reasons; empty for a baseline.
+    """Find the claims of a variant that no current record proves; empty for a baseline.
 
     Args:
         root: the repository.
+
+    Returns:
+        Claim (speed, memory or quality) -> the reason, and the command that would measure it.
     """
     records = collection.collect(root)
     return list_unproven(records, rows_of(records, variant)[0])
 
 
 def list_unproven(records: Collection, rows: Sequence[Row]) -> dict[Claim, str]:
-    """`find_unproven` for rows that were made before.
+    """Find the claims of a variant that no current record proves, from rows that `leaderboard.rows_of` has made.
 
     Args:
+        records: the records of the repository.
         rows: the variant's rows, one for each hardware; a timing on any of them proves speed.
+
+    Returns:
+        Claim (speed, memory or quality) -> the reason, and the command that would measure it; empty for a baseline.
     """
     row = rows[0]
     measured = records.measurements.get(row.variant)

@@ -141,6 +141,8 @@ class Candidate:
         """The text of recipe.yaml; None if the candidate serves the base's own checkpoint.
 
         Args:
+            base: variant whose checkpoint the recipe transforms.
+            stage_parameters: further parameters of each stage, by the stage's name.
             corpus: calibration text that recipe.yaml names; None if each stage names its own.
         """
         rows = checkpoint.text_config(checkpoint.read_config(base.weights))["vocab_size"]
@@ -174,8 +176,10 @@ class Candidate:
         """The candidate as a variant, whose folder is written into experiments/ if it does not exist.
 
         Args:
+            base: variant whose flags and checkpoint it starts from.
             label: part of the variant's name that says what made it, such as "optimised".
-            corpus: as for `render`.
+            stage_parameters: further parameters of each stage, by the stage's name.
+            corpus: calibration text that recipe.yaml names; None if each stage names its own.
             evaluation: name of the evaluation that judges the variant; None for the base's.
             gain: expected gain in the variant's hypothesis, "faster" or "smaller".
         """

@@ -190,18 +190,20 @@ def search_variants(
 ) -> Path:
     """Search for the fastest variant of a base on a GPU within a quality budget, prove it, and write the record.
 
-    Candidates become variants of experiments/. What was measured is kept, so the same call continues.
+    Candidates become variants of experiments/. What was measured is kept, so the same call continues. If no candidate
+    keeps the limits, or the proof fails, the record says so and nothing is raised.
 
     Args:
         base: variant to search from; its checkpoint is the base of every candidate's recipe.
         gpu_name: name of a GPU in eval/devices.yaml.
         budget: name of a file of eval/gates/, whose limits every candidate must keep.
         executor: runs the measurements; this function enters it.
+        command: command line that the records state as their origin.
         candidates: most candidates that become variants.
         corpus: calibration text of their recipes; None for the text that the promoted recipe names.
 
     Returns:
-        The record.
+        File of the record.
 
     Raises:
         SlimqwenError: base, GPU or budget cannot be used, or a sensitivity could not be measured.

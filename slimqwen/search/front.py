@@ -66,6 +66,7 @@ class Front:
     Attributes:
         shape: tensor dimensions of the base.
         server: server settings that affect memory and speed, such as context length and KV cache dtype.
+        gpu: the GPU for which speeds are computed.
         sensitivities: what each change costs alone.
         limits: quality that a candidate may lose.
     """
@@ -77,12 +78,22 @@ class Front:
     limits: Limits
 
     def bound(self, model: Model, depth: int, acceptance_length: float) -> float:
-        """Most output tokens per second of one sequence with `SPEED_CONTEXT_LEN` cached tokens, by the roofline."""
+        """Most output tokens per second of one sequence with 2,048 cached tokens on the GPU, by the roofline.
+
+        Args:
+            model: bytes and FLOPs of the model, from `model`.
+            depth: tokens drafted at a time (K); 0 for no drafts.
+            acceptance_length: tokens per verify step; more than `depth` + 1 counts as `depth` + 1.
+        """
         length = min(depth + 1.0, acceptance_length)
         return cost.bound_decode_step(model, self.gpu, 1, SPEED_CONTEXT_LEN, depth, length).tokens_per_second
 
     def bound_candidate(self, candidate: Candidate, acceptance_share: float) -> float:
-        """`bound` of a candidate whose acceptance length is `acceptance_share` times the base's."""
+        """Most output tokens per second of a candidate, as `bound` computes them.
+
+        Args:
+            acceptance_share: its acceptance length as a share of the base's.
+        """
         return self.bound(
             self.model(candidate.shape(self.shape)),
             candidate.depth,
@@ -110,6 +121,7 @@ class Front:
         """Choose up to `count` candidates: the fastest within the limits, then the fastest within ever tighter ones.
 
         Args:
+            count: number to choose; fewer are returned if no more are within the limits and fit into the GPU's memory.
             kl_factor: measured over forecast divergence of earlier candidates; scales every forecast.
             known: candidates to leave out.
         """

@@ -1,7 +1,7 @@
 """Measurements of a variant and its baseline as tasks of an executor, for the demo and the proof of finalists.
 
 Such a task writes its record into the repository, which all nodes of a cluster share. A repeated task finds the record
-of the first run and reuses it, unless it no longer holds.
+of the first run and reuses it, unless an input of the measurement has changed since.
 """
 
 import math
@@ -85,7 +85,11 @@ def recipe_task(variant: Variant, stages: int | None = None, *, alone: bool = Fa
 
 
 def run_stages(root: Path, argument: tuple[str, int | None], progress: Progress) -> None:
-    """Run stages of a variant's recipe; `argument` is the variant's name and the number of stages, None for all."""
+    """Function of the task from `recipe_task`: run stages of a variant's recipe.
+
+    Args:
+        argument: the variant's name, and the number of stages; None for all.
+    """
     name, stages = argument
     variant_recipe.run_recipe(variants.load(name, root), stages, progress=progress)
 
@@ -97,6 +101,8 @@ def check_task(check: Check[Any], side: Variant, settings: RecordSettings) -> Ta
 
     Args:
         check: one of `settings.load_checks`.
+        side: the variant to measure.
+        settings: settings of the record.
 
     Raises:
         SlimqwenError: a config.env or a checkpoint cannot be used.
@@ -112,7 +118,11 @@ def check_task(check: Check[Any], side: Variant, settings: RecordSettings) -> Ta
 
 
 def measure_check(root: Path, argument: tuple[str, str, str, RecordSettings], progress: Progress) -> Measured:
-    """Run `check_task`: measure, unless a record still holds. `argument`: check, side and variant by name, settings."""
+    """Function of the task from `check_task`: measure one side of a check, or find its record with unchanged inputs.
+
+    Args:
+        argument: names of the check, of the side to measure and of the variant that is checked; settings of the record.
+    """
     name, side_name, variant_name, settings = argument
     check = settings.load_checks(variants.load(variant_name, root), progress)[name]
     side = variants.load(side_name, root)
@@ -121,7 +131,7 @@ def measure_check(root: Path, argument: tuple[str, str, str, RecordSettings], pr
 
 
 def gate_task(variant: Variant, settings: RecordSettings) -> Task:
-    """The task that writes a variant's gate record from the records of its checks."""
+    """The task that writes a variant's gate record from the records of its checks, which must have been measured."""
     return Task(
         f"gate of {variant.name}",
         f"gate of {variant.name}",
@@ -132,7 +142,11 @@ def gate_task(variant: Variant, settings: RecordSettings) -> Task:
 
 
 def measure_gate(root: Path, argument: tuple[str, RecordSettings], progress: Progress) -> Path:
-    """Run `gate_task`; returns the path of the gate record. `argument`: the variant's name, settings."""
+    """Function of the task from `gate_task`: write a variant's gate record; returns its path.
+
+    Args:
+        argument: the variant's name; settings of the record.
+    """
     name, settings = argument
     variant = variants.load(name, root)
     return gate.measure_gate(
@@ -145,7 +159,13 @@ def measure_gate(root: Path, argument: tuple[str, RecordSettings], progress: Pro
 
 
 def latency_task(sides: Sequence[Variant], rounds: int, settings: RecordSettings) -> Task:
-    """The task that times variants in turns; no other task runs beside it."""
+    """The task that times variants in turns with the workload `classes`; no other task runs beside it.
+
+    Args:
+        sides: the variants; the record of each is written into its own folder.
+        rounds: number of rounds, in each of which every variant is timed once.
+        settings: settings of the records.
+    """
     names = tuple(side.name for side in sides)
     title = f"latency of {names[-1]}"
     needs = estimate_resources(sides, alone=True)
@@ -155,7 +175,11 @@ def latency_task(sides: Sequence[Variant], rounds: int, settings: RecordSettings
 def measure_latency(
     root: Path, argument: tuple[tuple[str, ...], int, RecordSettings], progress: Progress
 ) -> Measured:
-    """Run `latency_task`, unless records of one earlier run still hold. `argument`: variant names, rounds, settings."""
+    """Function of the task from `latency_task`: time variants, unless records of one earlier run have unchanged inputs.
+
+    Args:
+        argument: names of the variants; number of rounds; settings of the records.
+    """
     names, rounds, settings = argument
     sides = [variants.load(name, root) for name in names]
     folders = [root / settings.folder / name for name in names]

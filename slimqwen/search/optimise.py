@@ -140,7 +140,14 @@ class Optimisation:
 def list_deciding(
     base: Variant, text: str, evaluation: str, goal: Goal, progress: Progress = silent
 ) -> dict[str, Any]:
-    """The inputs that decide an optimisation, as `Optimisation.asked` keeps them."""
+    """List the inputs that decide an optimisation, by name; files and the checkpoint are stated by digests.
+
+    Args:
+        base: the baseline, whose checkpoint is hashed.
+        text: calibration text, as a recipe names it.
+        evaluation: name of the evaluation.
+        goal: speed or memory.
+    """
     files = {text: base.folder / text, evaluation: base.root / "eval" / "own" / evaluation}
     digests = {name: text_digest(path) for name, path in files.items() if path.exists()}
     weights = checkpoint.digest(base.weights, progress)
@@ -148,13 +155,22 @@ def list_deciding(
 
 
 def describe_try(judged: Mapping[str, str]) -> str:
-    """One line about a judged try: variant, verdict, reason, and the change that was taken back after it."""
+    """One line about a judged try: variant, verdict, reason, and the change that was taken back after it.
+
+    Args:
+        judged: an entry of `Optimisation.tries`.
+    """
     back = f"; taken back: {judged['taken back']}" if "taken back" in judged else ""
     return f"{judged['variant']}: {judged['verdict']}: {judged['reason']}{back}"
 
 
 def choose_first(base: Variant, corpus: str, goal: Goal = "speed") -> Candidate:
-    """The first candidate: every optimisation that `fit` lists for the base; without drafts if the goal is memory."""
+    """The first candidate: every optimisation that `fit` lists for the base; without drafts if the goal is memory.
+
+    Args:
+        corpus: calibration text, as a recipe names it; by text that the model itself writes no vocabulary is pruned.
+        goal: speed or memory.
+    """
     rows = int(checkpoint.text_config(checkpoint.read_config(base.weights))["vocab_size"])
     choices: dict[str, Any] = {}
     for step in list_optimised(find_subject(base.name, base.root)):
@@ -189,6 +205,7 @@ def make_variant(
     Args:
         corpus: calibration text that recipe.yaml names.
         evaluation: name of the evaluation that judges the variant; None for the base's.
+        goal: what its hypothesis promises: faster for speed, smaller for memory.
         stages: further parameters by stage; None for those of this machine's platform (`STAGES_BY_PLATFORM`).
     """
     gain = "faster" if goal == "speed" else "smaller"
@@ -200,11 +217,14 @@ def make_variant(
 def take_back(
     candidate: Candidate, judged: Finalist, variant: Variant, progress: Progress = silent
 ) -> tuple[Candidate, str] | None:
-    """Take back the change that a failed check points at; None if none is left.
+    """Take back the change that a failed check points at; None if none is left. An inconclusive check counts as failed.
 
-    A failed acceptance check points at the drafts, because drafts change no response. Fidelity and quality point at the
-    weights. Taken back in this order: of the kinds of linears in 4 bits the one whose rounding costs most becomes 8-bit
-    (the output head 16-bit), then the next; then the vocabulary is whole again; then the embedding has 16 bits.
+    A failed acceptance check points at the drafts, because drafts change no response. Taken back in this order: twice
+    as many ids may be drafted, up to all; the draft head has 16 bits; the MTP head has 16 bits.
+
+    Fidelity and quality point at the weights. Taken back in this order: of the kinds of linears in 4 bits the one whose
+    rounding costs most becomes 8-bit (the output head 16-bit), then the next; then the vocabulary is whole again; then
+    the embedding has 16 bits.
 
     Args:
         judged: the try with its failed check.

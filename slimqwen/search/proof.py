@@ -70,7 +70,7 @@ class Proof(Block):
 
 @dataclass
 class Climb:
-    """The checks that a variant passed, up to the first that failed.
+    """What `climb` found about one variant: its checks are run in order, up to the first that does not pass.
 
     Attributes:
         reasons: why no further check was run; empty if nothing failed.
@@ -131,13 +131,15 @@ def prove_finalists(
 ) -> Proof:
     """Gate finalists on the proof's side of the items; with `side="search"`, on the search's side before a proof.
 
-    If the engine of a finalist crashes, that finalist fails with the reason and the others go on. Records that still
-    hold are reused, so an interrupted proof continues. Two calls with different finalists are two families of
+    If the engine of a finalist crashes, that finalist fails with the reason and the others go on. Records whose inputs
+    are unchanged are reused, so an interrupted proof continues. Two calls with different finalists are two families of
     hypotheses: choose all finalists first and call once.
 
     Args:
         names: the finalists: variants of the repository, each with a baseline and an EVALUATION.
         executor: runs the measurements; this function enters it.
+        command: command line that the records state as their origin.
+        side: side of the split whose items are measured.
         first_failure_ends: whether the first failed check, in the order of `CHECKS`, ends a finalist, without a gate
             record. This saves the hours of quality where fidelity fails within seconds.
 

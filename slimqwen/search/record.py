@@ -60,12 +60,12 @@ class Trial(Block):
 
     @property
     def kl(self) -> Finding | None:
-        """The measured divergence."""
+        """The measured divergence; None if it was not measured."""
         return self._find("fidelity", "kl_nats")
 
     @property
     def share(self) -> Finding | None:
-        """The measured share of the base's acceptance length."""
+        """The measured share of the base's acceptance length; None if it was not measured."""
         return self._find("acceptance", "acceptance length")
 
     @property

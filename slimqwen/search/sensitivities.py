@@ -71,8 +71,9 @@ class Sensitivities:
     """Measured cost of each change, made alone.
 
     Attributes:
-        kl_nats: divergence of the next-token distributions from the base's, nats a token, by change of the weights.
-        rates: share of drafts that are accepted up to each position and at it, by change of the drafts.
+        kl_nats: change of the weights -> divergence of the next-token distributions from the base's, nats a token.
+        rates: change of the drafts -> for each position 1..K, the share of verify steps that accept the draft's tokens
+            up to and including it.
         base_rates: the same rates without a change; empty without an MTP head.
     """
 
@@ -81,7 +82,10 @@ class Sensitivities:
     base_rates: Sequence[float]
 
     def rates_with(self, changes: Sequence[Change]) -> list[float]:
-        """Forecast rates with several changes: at each position, the base's times the share that each change keeps."""
+        """Forecast the acceptance rate at each position with several changes of the drafts.
+
+        It is the base's rate times, for each change, the share of that rate that the change alone keeps.
+        """
         rates = list(self.base_rates)
         for change in changes:
             pairs = zip(self.rates[change], self.base_rates, strict=True)
@@ -93,7 +97,11 @@ class Sensitivities:
 
 
 def list_changes(base: Variant) -> tuple[list[Change], list[Change]]:
-    """List the changes that can be tried on a base and served by this host's kernels: of weights, and of drafts."""
+    """List the changes that can be tried on a base and served by this host's kernels.
+
+    Returns:
+        The changes of weights, and those of drafts; either is empty if none is possible.
+    """
     outline = Outline.read(base.weights)
     widths = {
         info.shape[1]
@@ -218,6 +226,10 @@ def change_drafts(
 
     Args:
         argument: folder of `sample_outputs`, and the changes of the drafts.
+
+    Returns:
+        For each of them, a rate at each position 1..K: the share of verify steps that accept the draft's tokens up to
+        and including that position.
     """
     from slimqwen.models.draft_sensitivity import DraftChange, measure_draft_rates
     from slimqwen.recipe.stages.trim_draft_vocab import rank_ids

@@ -155,7 +155,13 @@ def read_manifest(folder: Path) -> BakedCache | None:
 
 
 def trust(root: Path, archive_sha256: str, origin: str) -> None:
-    """Let servers of the workspace `root` load an archive; `origin` says why, and an earlier origin is kept."""
+    """Let servers of a workspace load an archive.
+
+    Args:
+        root: the workspace.
+        archive_sha256: SHA-256 of the archive.
+        origin: why it may be loaded, for people; an earlier origin is kept.
+    """
     file = root / TRUSTED / archive_sha256
     if not file.is_file():
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -163,7 +169,12 @@ def trust(root: Path, archive_sha256: str, origin: str) -> None:
 
 
 def import_archive(root: Path, archive: Path, archive_sha256: str) -> None:
-    """Trust an archive whose SHA-256 the user gave.
+    """Let servers of a workspace load an archive whose SHA-256 the user gave.
+
+    Args:
+        root: the workspace.
+        archive: the archive, which stays where it is.
+        archive_sha256: the SHA-256, 64 hexadecimal digits.
 
     Raises:
         ServingError: the archive does not exist or has another SHA-256.
@@ -225,12 +236,12 @@ def collect_libraries(root: Path) -> int:
 
 
 def pack_cache(root: Path, destination: Path, **made_by: Any) -> BakedCache:
-    """Pack the files under a cache root into an archive with a manifest.
+    """Pack the files under a cache root into an archive with a manifest, and return the manifest.
 
     Args:
         root: the cache root; no process may still write to it.
         destination: the folder for archive and manifest.
-        made_by: the manifest's host, flags, environment and graphs.
+        made_by: the manifest's fields machine, flags, environment and graphs.
 
     Raises:
         ServingError: the root has no compiled graph.

@@ -74,10 +74,18 @@ def heeds_thinking(template: ChatTemplate, weights: Path) -> bool:
 
 
 def suggest_tool_choice(variant: Variant, flags: Mapping[str, Any]) -> str | None:
-    """The config.env lines that make a server parse tool calls; None if it does already or its model calls no tools.
+    """Say which config.env lines would make a server parse tool calls.
+
+    Args:
+        flags: the server's flags by name.
+
+    Returns:
+        The lines, as part of a sentence; None if the server parses tool calls already, or its model calls no tools.
 
     Raises:
-        ServingError, CorpusError: as `served_templates`.
+        ServingError: the file of --chat-template cannot be read.
+        CorpusError: a file of the checkpoint cannot be read.
+        CorruptCheckpointError: a file is a git-lfs pointer or begins with a byte order mark.
     """
     if flags.get("enable-auto-tool-choice"):
         return None
@@ -98,6 +106,7 @@ def check_templates(
     """Check that the default template renders a chat of three messages, with thinking on and off.
 
     Args:
+        templates: templates by name, from `served_templates`; without one named "default" nothing is checked.
         weights: the checkpoint folder, whose tokenizer_config.json names the special tokens.
         arguments: template variables that the server sets if a request does not.
         given_form: value of --chat-template-content-format.

@@ -24,7 +24,7 @@ def resolve(variant: Variant) -> Resolved:
     """Flags and environment variables of a variant's lines, from the cache if the same lines were checked before.
 
     Raises:
-        ConfigError: as `flags.resolve`.
+        ConfigError: a key is unknown, set twice or a secret, or vLLM's parser or config classes refuse a value.
     """
     file = variant.root / ".cache" / "flags" / f"{_digest(variant)}.json"
     with suppress(OSError, ValueError, KeyError, TypeError):  # no file, or one that this module did not write

@@ -245,6 +245,9 @@ def _check_cache(command: ServerCommand) -> None:
 def check_memory(command: ServerCommand) -> None:
     """Check that weights and KV cache fit into this machine's free memory.
 
+    On a GPU that is the share that --gpu-memory-utilization requests. If too little is free there, it waits until free
+    memory stops growing, because memory of ended processes is freed late.
+
     Raises:
         ServingError: they do not fit.
     """

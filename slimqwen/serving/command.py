@@ -223,7 +223,10 @@ class ServerCommand:
         return inherited | dict(self.environment)
 
     def with_cache_root(self, root: Path) -> "ServerCommand":
-        """The same command with a new compile cache in the folder `root`, to bake it or to time a cold start."""
+        """The same command with a new compile cache in the folder `root`, to bake it or to time a cold start.
+
+        Only for a command that compiles graphs, whose `cache` is not None.
+        """
         assert self.cache is not None
         cache = CompileCache(root, None, (), required=False)
         environment = {**self.environment, **_cache_environment(cache, self.platform)}

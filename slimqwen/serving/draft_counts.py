@@ -41,7 +41,8 @@ def count_drafts_in_vllm(
     """Have vLLM continue prompts greedily with drafts of the checkpoint's MTP head, and count the drafts.
 
     Args:
-        prompts: token ids.
+        weights: folder of the checkpoint.
+        prompts: token ids of each prompt.
         tokens: longest continuation, tokens.
         depth: tokens drafted at a time (K).
 
@@ -68,11 +69,11 @@ def needed_context(tokens: int, depth: int) -> int:
 def count_drafts(
     llm: Any, prompts: Sequence[Sequence[int]], *, tokens: int, temperature: float = 0.0, seed: int = 0
 ) -> DraftCounts:
-    """Have an engine continue prompts, max_num_seqs at a time, and count its drafts.
+    """Have an engine continue prompts, max_num_seqs at a time, and count its drafts for them.
 
     Args:
-        llm: engine of `in_process.engine`; an engine at depth 0 drafts nothing.
-        prompts: token ids.
+        llm: engine of `in_process.engine`; an engine without drafts gives zeros.
+        prompts: token ids of each prompt.
         tokens: longest continuation, tokens.
         temperature: sampling temperature; 0 is greedy.
         seed: seed of sampling; the seed of a prompt is `seed` plus its index.

@@ -56,9 +56,12 @@ def free_and_total_memory() -> tuple[int, int]:
 
 
 def await_free_memory(needed: int) -> int:
-    """Wait until `needed` bytes are free on the first GPU or free memory stops growing; returns the free bytes.
+    """Wait until `needed` bytes are free on the first GPU, or free memory has not grown for three seconds.
 
     The driver frees the memory of a process some time after the process has ended.
+
+    Returns:
+        Free memory, bytes; less than `needed` if waiting did not help.
     """
     free, _ = free_and_total_memory()
     grew = time.monotonic()

@@ -123,9 +123,10 @@ def served_arguments(flags: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def served_engine(weights: Path, flags: Mapping[str, Any], **overrides: Any) -> AbstractContextManager[Any]:
-    """A `vllm.LLM` with the flags of a server, for a `with` block.
+    """A `vllm.LLM` with the flags of a server, for a `with` block; flags of HTTP are left out.
 
     Args:
+        weights: folder of the checkpoint.
         flags: values by flag name without dashes.
         overrides: arguments of `LLM` that replace what the flags say.
     """
@@ -213,11 +214,14 @@ def read_head_inputs(llm: Any, prompts: Sequence[Sequence[int]], consume: Callab
 
 
 def counter(llm: Any, name: str) -> int:
-    """Present value of a counter of the engine, such as `vllm:spec_decode_num_accepted_tokens`."""
+    """Present value of a counter of the engine, such as `vllm:spec_decode_num_accepted_tokens`; 0 if there is none."""
     return sum(metric.value for metric in llm.get_metrics() if metric.name == name)
 
 
 def vector(llm: Any, name: str) -> tuple[int, ...]:
-    """Present values of a counter per position, such as `vllm:spec_decode_num_accepted_tokens_per_pos`."""
+    """Present values of a counter that the engine has per position; empty if there is none.
+
+    An example is `vllm:spec_decode_num_accepted_tokens_per_pos`, accepted draft tokens at positions 1..K.
+    """
     vectors = [tuple(metric.values) for metric in llm.get_metrics() if metric.name == name]
     return tuple(map(sum, zip(*vectors, strict=True)))

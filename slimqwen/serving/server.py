@@ -74,7 +74,8 @@ def prepare(command: ServerCommand, trouble: Iterable[checks.Trouble] = ()) -> N
         trouble: known trouble of this start, found by its plan.
 
     Raises:
-        ServingError: the archive is damaged, or as `checks.check_command`.
+        ServingError: the command cannot serve (`checks.check_command` lists the reasons and further exceptions), or the
+            archive is damaged.
     """
     checks.check_command(command, trouble)
     if command.cache is not None and command.cache.usable:
@@ -99,8 +100,8 @@ def run_server(
         progress: receives (activity, seconds since the start, 0).
 
     Raises:
-        ServingError: vLLM ended or was not ready in time; the message quotes the last error of its log. Or as
-            `prepare`.
+        ServingError: the command cannot serve, or vLLM ended or was not ready in time; the message quotes the last
+            error of its log.
     """
     command = command.on_port()
     prepare(command)

@@ -94,7 +94,12 @@ def require_healthy(server: RunningServer, activity: str) -> None:
 
 
 def server_lost(server: RunningServer, activity: str, seen: BaseException | str) -> ServerLostError:
-    """Make the error for a server that failed during an activity, with the cause in its log or what the client saw."""
+    """Make the error for a server that failed during an activity; its cause is from the server's log.
+
+    Args:
+        activity: what was being done, for the message.
+        seen: what the client saw, which is the cause if the log has none.
+    """
     if isinstance(seen, BaseException):
         seen = f"{type(seen).__name__}: {seen}"
     cause = find_last_cause(server.log) if server.log else None

@@ -42,7 +42,12 @@ def by_cluster(
     """The weighted mean and the weight of each cluster, in the order in which clusters first appear.
 
     Items that share a passage, and repeats of one item, are not independent: they form a cluster, which is the unit of
-    observation. Without `clusters` every item is a cluster of its own.
+    observation.
+
+    Args:
+        values: value of each item.
+        weights: weight of each item; None for 1.
+        clusters: a key of each item's cluster; None to make every item a cluster of its own.
 
     Raises:
         ValueError: values, weights and clusters differ in number.
@@ -62,10 +67,15 @@ def by_cluster(
 def mean(
     values: ArrayLike, weights: ArrayLike | None = None, clusters: Sequence[Hashable] | None = None
 ) -> Estimate:
-    """Mean of the values and its standard error over items, or over clusters of items (`by_cluster`).
+    """Mean of the values and its standard error over items, or over clusters of items.
 
     With weights (bytes of a document, tokens of a request) the mean is the ratio estimator sum(w x) / sum(w) with items
     as sampled units (Cochran, Sampling Techniques, 3rd ed., eq. 6.13). With equal weights its error is s / sqrt(n).
+
+    Args:
+        values: value of each item.
+        weights: weight of each item; None for equal weights.
+        clusters: a key of each item's cluster, such as the passage that items share; None if items are independent.
 
     Raises:
         TooFewItemsError: fewer than two values or clusters.
@@ -86,7 +96,11 @@ def paired_difference(
 ) -> Difference:
     """Mean of second minus first over the same items in the same order, with a paired bootstrap interval.
 
-    With `clusters`, whole clusters are resampled, and `count` is the number of clusters.
+    Args:
+        first, second: values of the two sides.
+        weights: weight of each item; None for equal weights.
+        clusters: a key of each item's cluster: whole clusters are resampled, and `count` is their number. None if items
+            are independent.
 
     Raises:
         TooFewItemsError: fewer than two items or clusters.
@@ -105,6 +119,10 @@ def paired_difference(
 
 def percentile_over_groups(groups: Sequence[ArrayLike], percent: float) -> Estimate:
     """A percentile of all observations, with the standard error of a bootstrap over whole groups.
+
+    Args:
+        groups: observations of each group.
+        percent: which percentile, 0 to 100.
 
     Raises:
         TooFewItemsError: fewer than two groups.
@@ -156,7 +174,7 @@ def ratio_of_medians(
 
 
 def student_half_width(standard_error: float, degrees_of_freedom: float) -> float:
-    """Half the width of Student's t interval at `CONFIDENCE_LEVEL`."""
+    """Half the width of the 95 % interval by Student's t."""
     return float(scipy.stats.t.ppf((1 + CONFIDENCE_LEVEL) / 2, degrees_of_freedom)) * standard_error
 
 
@@ -301,10 +319,14 @@ def bootstrap_interval(
     """The percentile bootstrap interval of a statistic, with a fixed seed.
 
     Args:
+        samples: arrays of observations.
         statistic: function that takes the arrays of `samples` and the keyword `axis`.
-        paired: whether the samples are resampled together.
+        paired: whether the samples are resampled together; they must then have the same length.
         batch: resamples computed at once, which decides memory and the order of draws.
         level: confidence level of the interval.
+
+    Returns:
+        Lower and upper end.
     """
     interval = scipy.stats.bootstrap(
         samples,

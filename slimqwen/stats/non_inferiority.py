@@ -61,9 +61,10 @@ def judge_loss(
 
 
 def judge_floor(estimate: Estimate, floor: float, *, right: int | None) -> Verdict:
-    """Judge whether a score lies above `floor`.
+    """Judge whether a score lies above `floor`: pass or fail if its whole interval does or does not, else inconclusive.
 
     Args:
+        estimate: the score.
         floor: lowest acceptable score, in its unit; more is better.
         right: number of right items, which gives an exact interval (Clopper and Pearson, 1934); None where items are
             not simply right or wrong, which gives Student's interval over items or clusters.

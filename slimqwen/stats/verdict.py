@@ -10,7 +10,7 @@ from typing import Self
 
 
 class Verdict(StrEnum):
-    """Outcome of a check."""
+    """Outcome of a check: pass, fail or inconclusive."""
 
     PASS = "pass"
     FAIL = "fail"
@@ -20,9 +20,10 @@ class Verdict(StrEnum):
     def from_interval(
         cls, low: float, high: float, limit: float, *, higher_is_better: bool, limit_passes: bool = True
     ) -> Self:
-        """Compare an interval with a limit.
+        """Compare an interval with a limit: inconclusive if the interval has parts on both sides.
 
         Args:
+            low, high: ends of the interval.
             higher_is_better: whether figures above the limit pass.
             limit_passes: whether an interval that ends exactly at the limit passes.
         """

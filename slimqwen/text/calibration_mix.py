@@ -81,8 +81,10 @@ def build_calibration_text(
 
     Args:
         weights: checkpoint whose tokenizer counts tokens, and whose chat templates render chats.
+        sources: files or folders to mix, at least one; their names must differ.
         tokens: number of tokens to take from all sources together; the last document may exceed it, and a text whose
             sources all run out has fewer.
+        seed: seed of the order of each source's documents.
         destination: .jsonl file, replaced if it exists.
         show: called with each source's counts after all are read, before any document is taken.
         public: how a public mix is made; None for a user's own text.

@@ -98,7 +98,15 @@ def content_form(template: str, tools: list[Any] | None = None) -> str:
 
 
 class ChatRenderer:
-    """Renders chats with the chat templates and the tokenizer of a checkpoint."""
+    """Renders chats with the chat templates and the tokenizer of a checkpoint.
+
+    Args:
+        weights: folder of the checkpoint.
+
+    Raises:
+        CorpusError: a template cannot be read, or begins with a byte order mark.
+        CorruptCheckpointError: a file is a git-lfs pointer or begins with a byte order mark.
+    """
 
     def __init__(self, weights: Path) -> None:
         import transformers  # slow to import
@@ -121,7 +129,8 @@ class ChatRenderer:
             to_continue: whether to drop the assistant's messages at the end and stop where the model's would begin.
 
         Raises:
-            CorpusError: as for `render`, with the location of the document.
+            CorpusError: the document is a prompt, the server would refuse the chat, or the template fails or leaves out
+                a part of it; the message has the location of the document.
         """
         if document.text is not None:
             return document.text
@@ -243,7 +252,11 @@ def require_text_or_chat(document: Document, *, or_prompt: bool = False) -> None
 
 
 def check_message(message: Any) -> dict[str, Any]:
-    """Check a message of a chat, and return it as vLLM's server would read it from a request."""
+    """Check a message of a chat, and return it as vLLM's server would read it from a request.
+
+    Raises:
+        ValueError: the message has no role, content that is not text, or a tool call that the server would refuse.
+    """
     from vllm.renderers.chat_utils import has_non_text_content
 
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
@@ -298,7 +311,11 @@ def _checked_call(call: Any) -> dict[str, Any]:
 
 
 def check_tool(tool: Any) -> dict[str, Any]:
-    """Check a tool with vLLM's own model of requests, and return it as vLLM's server passes it to the template."""
+    """Check a tool with vLLM's own model of requests, and return it as vLLM's server passes it to the template.
+
+    Raises:
+        ValueError: the server would refuse the tool (pydantic's ValidationError).
+    """
     from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionToolsParam
 
     dumped: dict[str, Any] = ChatCompletionToolsParam.model_validate(tool).model_dump()

@@ -39,12 +39,18 @@ def resolve_text(name: str | Path, folder: Path) -> Path:
 
 
 def named_corpus_path(name: str, base: str, root: Path) -> Path:
-    """Path of a mix of eval/corpora/ that `slimqwen download` makes for the base of a recipe."""
+    """Path of the text that `slimqwen download --corpus` makes of a mix of eval/corpora/ for the base of a recipe.
+
+    Args:
+        name: name of the mix.
+        base: the recipe's base: a variant or a hub repository.
+        root: the workspace.
+    """
     return root / "corpora" / f"{name}-{base.replace('/', '--').replace('@', '--')}.jsonl"
 
 
 def find_named_corpus(path: Path, root: Path) -> tuple[str, str] | None:
-    """Inverse of `named_corpus_path`: names of mix and base for a path; None if it is no such path."""
+    """Names of the mix and of the base for a path that `named_corpus_path` gives; None for any other path."""
     names = (file.stem for file in list_files("eval/corpora/*.yaml", root))
     for name in sorted(names, key=len, reverse=True):
         base = path.stem.removeprefix(f"{name}-")

@@ -112,13 +112,14 @@ def read_documents(
     *,
     goes_on: bool = False,
 ) -> Iterator[Document]:
-    """Yield the documents of a file or of a folder's files, blank ones too; files of each format of `files.FORMATS`.
+    """Yield the documents of a file or of a folder's files, blank ones too.
 
-    After the first fault no document is yielded (unless `goes_on`), but the rest is read to find all faults.
+    Files are .jsonl, .json, .csv, .tsv, .parquet or .txt. After the first fault no document is yielded (unless
+    `goes_on`), but the rest is read to find all faults.
 
     Args:
         path: a file or a folder.
-        division: how .txt files are divided.
+        division: how .txt files are divided: into blocks of 8 KiB, paragraphs (at empty lines), lines, or not (whole).
         understanding: counts to fill while reading; None for none.
         goes_on: whether to yield the valid documents after a fault, too, so that they can be counted.
 

@@ -63,9 +63,13 @@ def file_format(file: Path) -> str:
 
 
 def list_files(path: Path) -> tuple[list[Path], list[Path]]:
-    """List the files to read at a path, in the order of their names, and a folder's files that are left out.
+    """List the files to read at a path, and the files of a folder that are left out.
 
     If the names in a folder are splits of a data set (train, test, validation), only `train` is read.
+
+    Returns:
+        The files to read, in the order of their names, and those that are left out: other formats and other splits. A
+        path that is no folder is returned as it is, even if nothing is there.
 
     Raises:
         CorpusError: a folder has no file that can be read.
@@ -126,8 +130,8 @@ def open_bytes(file: Path) -> Iterator[IO[bytes]]:
     """Open a file to read its bytes, unpacked if it ends in .gz or .zst.
 
     Raises:
-        CorpusError: here or in the `with` block, the file cannot be read, is a git-lfs pointer, is cut short, or
-            expands as no text does.
+        CorpusError: here or in the `with` block: the file cannot be read, is a git-lfs pointer, is cut short, or
+            unpacks to far more bytes than any text would.
     """
     with reading(file), contextlib.ExitStack() as stack:
         plain = stack.enter_context(file.open("rb"))
@@ -148,8 +152,11 @@ def open_bytes(file: Path) -> Iterator[IO[bytes]]:
 def read_lines(stream: IO[bytes], file: object) -> Iterator[bytes]:
     """Yield the lines of a stream with their ends.
 
+    Args:
+        file: name of the file in the error message.
+
     Raises:
-        CorpusError: a line is longer than `MOST_LINE_BYTES`.
+        CorpusError: a line is longer than 64 MiB.
     """
     number = 0
     while line := stream.readline(MOST_LINE_BYTES + 1):
@@ -212,7 +219,14 @@ def not_utf8(error: UnicodeDecodeError) -> str:
 
 @contextlib.contextmanager
 def reading(path: Path) -> Iterator[None]:
-    """Turn exceptions of readers in the `with` block into a CorpusError about the file."""
+    """Turn what readers raise in the `with` block into a CorpusError with cause and cure.
+
+    Args:
+        path: the file, for the message.
+
+    Raises:
+        CorpusError: the file cannot be read, or is cut short or damaged.
+    """
     try:
         yield
     except (EOFError, zlib.error) as error:

@@ -11,14 +11,19 @@ LENGTH: Final = 13
 
 
 class Overlap:
-    """Known texts, as the set of all their runs of `LENGTH` tokens."""
+    """Known texts, as the set of all their runs of 13 tokens.
+
+    Args:
+        tokenize: text -> token ids.
+        known: the texts.
+    """
 
     def __init__(self, tokenize: Callable[[str], Sequence[int]], known: Iterable[str]) -> None:
         self._tokenize = tokenize
         self._runs = {run for text in known for run in self._list_runs(text)}
 
     def is_in(self, text: str) -> bool:
-        """Whether a text shares a run of `LENGTH` tokens with a known text."""
+        """Whether a text shares a run of 13 tokens with a known text; False for a shorter text."""
         return any(run in self._runs for run in self._list_runs(text))
 
     def _list_runs(self, text: str) -> Iterable[int]:

@@ -75,7 +75,14 @@ def documents(source: str, seed: int, root: Path, *, skips_faults: bool = False)
 
 
 class OwnPrompt(BaseModel):
-    """One row of the prompts of an own evaluation."""
+    """One row of the prompts of an own evaluation: a prompt or a chat. Other fields of a request are allowed, not sent.
+
+    Attributes:
+        prompt: text to continue; None for a chat.
+        messages: messages of a chat in OpenAI's form; None for a text.
+        tools: tools of the chat.
+        output_tokens: number of tokens to generate; None for the workload's.
+    """
 
     model_config = ConfigDict(
         extra="allow", frozen=True
@@ -96,6 +103,11 @@ class OwnPrompt(BaseModel):
 class PromptCutter:
     """Cuts prompts from a stream of documents; no two prompts share a document.
 
+    Args:
+        texts: the documents.
+        tokenize: text -> token ids.
+        source: name of the text, for errors.
+
     Attributes:
         documents_used: number of documents used so far.
         tokenize: text -> token ids.
@@ -112,7 +124,14 @@ class PromptCutter:
 
     @classmethod
     def for_checkpoint(cls, weights: Path, source: str, seed: int, root: Path) -> "PromptCutter":
-        """Make a cutter that reads `documents` with the tokenizer of a checkpoint."""
+        """Make a cutter that reads `documents` with the tokenizer of a checkpoint.
+
+        Args:
+            weights: folder of the checkpoint.
+            source: path of a file of texts, or the name of a text in eval/texts.
+            seed: seed that chooses the document to begin at.
+            root: folder that the path is relative to.
+        """
         from transformers import AutoTokenizer
 
         tokenizer = AutoTokenizer.from_pretrained(weights, local_files_only=True)
@@ -123,7 +142,12 @@ class PromptCutter:
         )
 
     def advance_to(self, documents_used: int, prompts: Iterable[Tokens]) -> None:
-        """Continue where another cutter of the same stream stopped: skip its documents, repeat none of its prompts."""
+        """Continue where another cutter of the same stream stopped: skip its documents, repeat none of its prompts.
+
+        Args:
+            documents_used: number of documents that the other cutter used.
+            prompts: token ids of its prompts.
+        """
         for _ in range(documents_used - self.documents_used):
             next(self._texts, None)
         self.documents_used = documents_used
@@ -156,8 +180,8 @@ def parse_own_prompts(file: Path) -> list[OwnPrompt]:
     """Read the prompts of an own evaluation: rows of a table, or texts of a JSON list.
 
     Raises:
-        CorpusError: the file cannot be read, rows have neither `prompt` nor `messages`, of which it names the first 20,
-            or there are fewer than two.
+        CorpusError: the file cannot be read, a row does not have exactly one of `prompt` and `messages`, or there are
+            fewer than two rows; the message names each faulty row, up to 20.
     """
     parsed: list[OwnPrompt] = []
     faults: list[str] = []
@@ -193,12 +217,14 @@ def _prompt_fields(row: TextRow) -> object:
 
 
 def read_own_prompts(file: Path, weights: Path) -> list[tuple[Tokens, int | None]]:
-    """Read the user's own prompts: token ids, and the number of tokens to generate (None where the line has none).
+    """Read the user's own prompts as token ids; the checkpoint's chat template renders messages.
 
-    The checkpoint's chat template renders messages.
+    Returns:
+        For each prompt its token ids, and the number of tokens to generate (None where the row has none).
 
     Raises:
-        CorpusError: as `parse_own_prompts`, or chats cannot be rendered, of which it names the first 20.
+        CorpusError: the file cannot be read, rows are malformed or fewer than two, or chats cannot be rendered; the
+            message names each faulty row.
     """
     renderer = ChatRenderer(weights)
     prompts: list[tuple[Tokens, int | None]] = []

@@ -61,7 +61,7 @@ class Faults:
 
     @property
     def is_full(self) -> bool:
-        """Whether there are so many messages that further ones would not help."""
+        """Whether there are 20 messages already, so that further ones would not help."""
         return len(self._rows) >= _MOST_FAULTS
 
     def __bool__(self) -> bool:
@@ -120,8 +120,8 @@ def read_rows(file: Path, columns: Iterable[str]) -> Iterator[TextRow]:
 
     Args:
         file: a file of any format but .txt.
-        columns: names of the columns that a reader may want; others of a parquet file are not read, unless there are no
-            names, and the separator of a .csv file is the one by which most of them are found.
+        columns: names of the columns that a reader may want. Of a parquet file only these are read; without names, all.
+            The separator of a .csv file is the one by which most of these names are found.
 
     Raises:
         CorpusError: the file cannot be read at all.

@@ -7,7 +7,15 @@ Prefix = str | tuple[str, ...]
 
 
 def find_prefix(prefix: Prefix, vocabularies: Sequence[Mapping[str, int]]) -> list[int] | None:
-    """Find the first prefix that is a token of every vocabulary; returns its id in each, or None if there is none."""
+    """Find the first prefix that is a token of every vocabulary.
+
+    Args:
+        prefix: text of the token, or several of them in order of preference.
+        vocabularies: token -> id, for each checkpoint.
+
+    Returns:
+        The token's id in each vocabulary; None if there is no such token.
+    """
     for text in (prefix,) if isinstance(prefix, str) else prefix:
         if all(text in vocabulary for vocabulary in vocabularies):
             return [int(vocabulary[text]) for vocabulary in vocabularies]

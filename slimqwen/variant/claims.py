@@ -15,7 +15,10 @@ _WORDS: dict[Claim, str] = {
 
 
 def read_claims(hypothesis: str) -> tuple[Claim, ...]:
-    """The claims that the words of a hypothesis make, for a measurements.json that does not state them."""
+    """The claims that the words of a hypothesis make, for a measurements.json that does not state them.
+
+    Quality is always claimed; speed and memory are if the hypothesis has words for them, such as faster or smaller.
+    """
     return tuple(
         claim
         for claim in CLAIMS

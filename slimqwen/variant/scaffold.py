@@ -112,11 +112,17 @@ def copy(name: str, source: str, hypothesis: str | None = None, root: Path | Non
     """Create experiments/<name>/ as a copy of another variant: its config.env lines, recipe and baseline.
 
     Args:
+        name: name of the copy: letters, digits, `.`, `_`, `-`; 64 at most.
         source: name of the variant to copy; if that is a baseline, it becomes the baseline of the copy.
-        hypothesis: as for `create`; None for that of the other variant.
+        hypothesis: expected result, one sentence; None for that of the other variant.
+        root: the repository; None for the workspace of the working folder.
+
+    Returns:
+        The folder.
 
     Raises:
-        ScaffoldError, ConfigError: as `create`.
+        ScaffoldError: the name is malformed or taken.
+        ConfigError: there is no variant `source`.
     """
     root = root or variants.repository_root()
     original = variants.load(source, root)

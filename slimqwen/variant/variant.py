@@ -68,7 +68,7 @@ class Variant:
 
     @property
     def recipe(self) -> Path | None:
-        """recipe.yaml, if the variant makes weights of its own."""
+        """Path of recipe.yaml; None if the variant makes no weights of its own."""
         return file if (file := self.recipe_file).is_file() else None
 
     @property
@@ -108,22 +108,22 @@ class Variant:
 
     @property
     def require_baked(self) -> bool:
-        """Whether REQUIRE_BAKED=1 is set."""
+        """Whether REQUIRE_BAKED=1 is set: a server without a baked compile cache that fits does not start."""
         return "REQUIRE_BAKED" in self.settings
 
     @property
     def require_plan(self) -> bool:
-        """Whether REQUIRE_PLAN=1 is set."""
+        """Whether REQUIRE_PLAN=1 is set: a server without a plan, or one that differs from its plan, does not serve."""
         return "REQUIRE_PLAN" in self.settings
 
     @property
     def allow_unsafe(self) -> bool:
-        """Whether ALLOW_UNSAFE=1 is set."""
+        """Whether ALLOW_UNSAFE=1 is set: a server starts in spite of known trouble."""
         return "ALLOW_UNSAFE" in self.settings
 
     @property
     def allow_open(self) -> bool:
-        """Whether ALLOW_OPEN=1 is set."""
+        """Whether ALLOW_OPEN=1 is set: a server without an API key may listen for other machines."""
         return "ALLOW_OPEN" in self.settings
 
     def with_lines(self, lines: Mapping[str, str]) -> "Variant":
@@ -137,7 +137,8 @@ class Variant:
         """Check that the checkpoint is there and whole; the error names the command that makes the checkpoint.
 
         Raises:
-            MissingCheckpointError, CorruptCheckpointError: as `checkpoint.check_folder`.
+            MissingCheckpointError: there is no checkpoint.
+            CorruptCheckpointError: a file is missing, cut short or damaged.
         """
         from slimqwen import checkpoint  # vLLM's processes import this module and do not need it
 
@@ -146,6 +147,10 @@ class Variant:
 
 def load(name: str, root: Path | None = None) -> Variant:
     """Read a variant and everything that it inherits.
+
+    Args:
+        name: name of the variant.
+        root: the repository; None for the workspace of the working folder.
 
     Raises:
         ConfigError: there is no such variant, or its config.env, one that it inherits, or its measurements.json
@@ -166,7 +171,10 @@ def load(name: str, root: Path | None = None) -> Variant:
 
 
 def making_command(weights: Path, root: Path) -> str:
-    """The cure at the end of an error message about a checkpoint folder: the command that makes it."""
+    """Write the cure at the end of an error message about a checkpoint folder: the command that makes it.
+
+    For a folder that no command makes it says where to put a checkpoint.
+    """
     name = weights.relative_to(root / "weights").parts[0] if weights.is_relative_to(root / "weights") else ""
     if name == EMBEDDED:
         return "`git checkout weights/tiny` restores it, `python tools/tinyworld train` trains it anew"

@@ -1,4 +1,4 @@
-"""API key: the header with the key that a client sends, and the paths about the server's state that need the key.
+"""API key: the header in which a client sends it, and the paths that show the server's state, which need it too.
 
 `patches/serving/engine_paths.py` adds the paths that occupy the engine.
 """

@@ -21,7 +21,10 @@ _PATCHES = (
 
 
 class Endpoints:
-    """Endpoint plugin, by the protocol `EndpointPlugin` in vllm/plugins/endpoint_plugins/interface.py."""
+    """Plugin of vLLM's API server that limits requests and sets the thinking budget.
+
+    It follows the protocol `EndpointPlugin` in vllm/plugins/endpoint_plugins/interface.py; vLLM makes the instance.
+    """
 
     name = "slimqwen_endpoints"
     required_tasks = ("generate",)

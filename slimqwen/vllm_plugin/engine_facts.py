@@ -64,13 +64,13 @@ class EngineFacts:
     model_runner: Any
 
     def slimqwen_engine_facts(self) -> dict[str, Any]:
-        """Attention backends and CUDA graphs of this worker."""
+        """Attention backends and CUDA graphs of this worker: name of a fact -> value."""
         config = self.vllm_config
         return {**backend_facts(attention_layers(config)), **graph_facts(config, self.model_runner)}
 
 
 async def collect_facts(app: Any) -> dict[str, Any]:
-    """Every fact of the engine, from vLLM's application `app` after its start."""
+    """Collect every fact of the engine, from vLLM's application `app` after its start: name of a fact -> value."""
     config = app.state.vllm_config
     (worker, *_) = await app.state.engine_client.collective_rpc(EngineFacts.slimqwen_engine_facts.__name__)
     return {**config_facts(config), **cache_facts(config), **worker}
@@ -180,10 +180,14 @@ def captured_sizes(manager: Any) -> dict[str, list[int]]:
 
 
 async def compare_with_plan(app: Any) -> bool:
-    """Compare the started engine with its plan, and log the differences.
+    """Compare the started engine with the plan in the environment variable SLIMQWEN_PLAN, and log the differences.
+
+    Args:
+        app: vLLM's application.
 
     Returns:
-        False if the engine differs from its plan and REQUIRE_PLAN=1 is set.
+        False if REQUIRE_PLAN=1 is set, and the engine differs from its plan or could not be compared. True otherwise,
+        also without a plan.
     """
     if VARIABLE not in os.environ:
         return True

@@ -33,5 +33,5 @@ def variant_policy(variant: Variant) -> Policy:
 
 
 def read_policy() -> Policy:
-    """The policy of the server that runs in this process."""
+    """The policy of the server that runs in this process, from its environment; the defaults if there is none."""
     return Policy.model_validate_json(os.environ.get(VARIABLE, "{}"))

@@ -51,7 +51,7 @@ class Readiness:
 
     A request that shutdown or engine death interrupts gets 503 with Retry-After too, or an error event in its stream.
 
-    The paths that say what the server does (/metrics, /load, /version) need the key, except from this machine.
+    The paths that say what the server does (/metrics, /load, /version) need the API key, except from this machine.
 
     Before the warm-up the engine is compared with its plan. Under REQUIRE_PLAN=1 an engine that differs is never ready.
 
@@ -59,6 +59,10 @@ class Readiness:
     restarts on failure does nothing, and would wait for ever for a client that does not read. Remove this part when
     `run_server` in vllm/entrypoints/launchers/api_server/entry.py raises after an engine's death and `serve_http` gives
     uvicorn a `timeout_graceful_shutdown`.
+
+    Args:
+        app: the application.
+        warm: sends the warm-up requests to vLLM's application.
     """
 
     def __init__(self, app: ASGIApp, warm: Callable[[Any], Awaitable[None]] = warm_up.send_warm_up) -> None:

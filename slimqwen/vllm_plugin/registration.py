@@ -15,10 +15,13 @@ PLUGINS: Mapping[str, str] = {
 
 
 def require_plugins(environment: Mapping[str, str]) -> None:
-    """Check that a vLLM process with this environment will load every plugin.
+    """Check that a vLLM process with this environment will load every plugin of this package.
+
+    Args:
+        environment: environment variables of the process.
 
     Raises:
-        PluginError: a plugin is not installed, or VLLM_PLUGINS leaves it out.
+        PluginError: a plugin is not installed, or VLLM_PLUGINS does not name it.
     """
     allowed = environment.get("VLLM_PLUGINS", "")
     for plugin, group in PLUGINS.items():

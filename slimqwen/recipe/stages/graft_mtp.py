@@ -99,7 +99,7 @@ def needs(outline: Outline, parameters: GraftMtpParameters) -> Needs:
 
 
 def inspect_graft(outline: Outline, parameters: GraftMtpParameters) -> Iterator[Fault]:
-    """Find faults of the input, then of the donor."""
+    """Find faults: an input that has an MTP head or another quantisation format, or a donor whose head does not fit."""
     if any(name.startswith(_PREFIX) for name in outline.tensors):
         yield Fault(f"{outline.name} has an MTP head; remove graft_mtp from the recipe")
         return

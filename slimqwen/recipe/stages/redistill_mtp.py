@@ -60,7 +60,7 @@ def redistill_head(
     """Write source to destination with the trained head, or with the original one if training improved nothing.
 
     Raises:
-        CorpusError: source has no `OUTPUTS` beside it.
+        CorpusError: source has no sampled_outputs.jsonl beside it.
         MtpHeadError: the MTP head of source is incomplete.
         StageError: source has no MTP head in 16 or 32 bits, or no draft head although `rows` needs one; a loss is not
             finite; or vLLM measures a different acceptance length.

@@ -69,7 +69,7 @@ class SampleOutputsParameters(Parameters):
 def write_sampled_outputs(
     source: Path, destination: Path, parameters: SampleOutputsParameters, progress: Progress
 ) -> Facts:
-    """Copy source to destination and write the outputs into the file `OUTPUTS` there.
+    """Copy source to destination and write the outputs into sampled_outputs.jsonl there.
 
     Raises:
         CorpusError: the text of the prompts is missing, malformed or too short.

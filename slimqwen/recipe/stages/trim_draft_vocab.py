@@ -91,7 +91,7 @@ def trim_draft_vocabulary(
     """Write source to destination with a draft head.
 
     Raises:
-        CorpusError: source has no `OUTPUTS` beside it.
+        CorpusError: source has no sampled_outputs.jsonl beside it.
         StageError: source has no MTP head or a draft head already, its output head cannot be unpacked to 16 bits, or
             `size` does not lie between the number of required ids and the size of the vocabulary.
     """

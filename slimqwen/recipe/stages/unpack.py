@@ -20,7 +20,12 @@ from slimqwen.recipe.stage import Facts, Fault, Needs, Parameters, Stage, requir
 
 
 def unpack_weights(source: Path, destination: Path, parameters: Parameters, progress: Progress) -> Facts:
-    """Write source to destination without a quantised weight. Raises StageError and UnsupportedFormatError."""
+    """Write source to destination without a quantised weight.
+
+    Raises:
+        StageError: nothing is quantised, or the scales of an 8-bit KV cache would lose their config.
+        UnsupportedFormatError: a weight is quantised in a form that `Weight` does not read.
+    """
     outline = Outline.read(source)
     require_fit(inspect_unpacking(outline, parameters))
     replaced: dict[str, Mapping[str, NewTensor]] = {}

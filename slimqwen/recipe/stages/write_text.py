@@ -1,8 +1,9 @@
 """The stage `write_text`: the model writes the text that later stages read where a recipe says `corpus: self`.
 
-A recipe has this stage first without saying so, as long as its longest reader needs. The checkpoint passes through
-unchanged, with `own_text.jsonl` beside it, which later stages pass on: prompts of `OwnPrompts` and the model's
-continuations, a {"text": …} a line. An interrupted run goes on behind the last whole chunk of texts.
+A recipe need not name this stage: it is put first, and writes as many tokens as the stage that reads most needs. The
+checkpoint passes through unchanged, with `own_text.jsonl` beside it, which later stages pass on: prompts of
+`OwnPrompts` and the model's continuations, a {"text": …} a line. An interrupted run continues after the last whole
+chunk of texts.
 """
 
 import json
@@ -45,7 +46,10 @@ class WriteTextParameters(Parameters):
 def write_own_text(
     source: Path, destination: Path, parameters: WriteTextParameters, progress: Progress, *, unfinished: Path
 ) -> Facts:
-    """Copy source to destination and write the model's text into the file `OWN_TEXT` there."""
+    """Copy source to destination and write the model's text into own_text.jsonl there.
+
+    A killed run continues from `unfinished`, with the same result.
+    """
     # torch reads the variable at import; without it vLLM uses a single thread.
     os.environ["OMP_NUM_THREADS"] = str(parameters.threads)
     from transformers import AutoTokenizer

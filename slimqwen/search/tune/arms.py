@@ -69,7 +69,7 @@ class Arm:
 
     @property
     def speculation(self) -> dict[str, Any] | None:
-        """VLLM's speculative config; None for no drafts."""
+        """The speculative config of vLLM, with the changes; None for no drafts."""
         if self.drafts is None:
             return None
         return dict(self.drafts) | {
@@ -155,8 +155,13 @@ def find_refused_fields(workload: Workload, root: Path, platform: Platform) -> s
     A line of prompts.jsonl may be a whole request with fields such as `logit_bias`. The timed requests leave them out,
     but the clients whose requests these are send them.
 
+    Args:
+        workload: the requests: its sampling parameters, and the user's own prompts if it has some.
+        root: the repository.
+        platform: platform of the server; beside drafts it decides which fields are refused.
+
     Raises:
-        CorpusError: as `parse_own_prompts`.
+        CorpusError: the file of the prompts cannot be read, or a prompt in it is malformed.
     """
     own = parse_own_prompts(root / workload.prompts) if workload.prompts else []
     reasons = []

@@ -119,7 +119,7 @@ ROWS = (
 
 
 def figures_of(plan: Plan) -> dict[str, str]:
-    """Values from a plan for the names in braces in `ROWS`, such as half_budget; fewer if the plan failed."""
+    """Values from a plan that settings are computed from, by their names in `ROWS`; fewer if the plan failed."""
     figures: dict[str, str] = {}
     if plan.engine:
         budget, requests = plan.engine.max_num_batched_tokens, plan.engine.max_num_seqs
@@ -134,7 +134,10 @@ def figures_of(plan: Plan) -> dict[str, str]:
 
 
 def list_changes(figures: Mapping[str, str], *, rounding: bool, sampling: bool) -> Iterator[SettingsChange]:
-    """Yield the changes of `ROWS` with their braces filled in; those that name an unknown figure are left out.
+    """Yield the changes of settings that can be tried, from the table `ROWS`.
+
+    Names in braces in a row's config.env lines are replaced by figures of a plan. A row that names an unknown figure is
+    left out.
 
     Args:
         figures: values for the names in braces, from `figures_of`.

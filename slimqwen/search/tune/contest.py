@@ -31,6 +31,9 @@ class LoadTurn(Block):
         load: number of concurrent requests, or `sessions`.
         output_tokens: tokens of all responses.
         seconds: wall time of all requests.
+        ttft_ms: time to first token of each request.
+        e2el_ms: end-to-end latency of each request.
+        drafts: number of drafts.
         accepted_tokens: number of accepted draft tokens.
     """
 
@@ -52,9 +55,14 @@ class Turn(Block):
     """One start of an arm's server, and its requests.
 
     Attributes:
+        arm: name of the arm.
         number: number of the round, from 0.
         seconds: time of the whole turn.
         failure: why the turn failed, which ends the arm; empty if it did not fail.
+        loads: the requests at each load; empty if the turn failed.
+        kv_tokens: tokens that the KV cache holds; None if unknown.
+        near_ties: number of greedy responses that differ from the reference engine's only by a near tie.
+        host: load of the host while requests were timed; None if none were.
     """
 
     arm: str
@@ -68,7 +76,14 @@ class Turn(Block):
 
 
 class Contest:
-    """The turns of all arms so far, what they say about each arm, and which arms still take turns."""
+    """The turns of all arms so far, what they say about each arm, and which arms still take turns.
+
+    Args:
+        arms: all arms, the reference among them.
+        refused: name of an arm that cannot be served here -> the reason; such an arm takes no turn.
+        reference: the arm with which all others are compared; by default no drafts.
+        separately: whether each arm gets a verdict of its own, as for flags; otherwise only the fastest is judged.
+    """
 
     def __init__(
         self,
@@ -143,7 +158,10 @@ class Contest:
 
     @property
     def verdict(self) -> Verdict:
-        """Whether the fastest arm is faster than the reference; if arms are judged separately, whether any is."""
+        """Whether the fastest arm is faster than the reference; if arms are judged separately, whether any is.
+
+        It is inconclusive until the arms that decide have three rounds, and where their interval contains 1.
+        """
         is_open = any(arm is not self.reference for arm in self.alive)
         fastest = None if self.separately else self.find_fastest()
         if fastest is None:
@@ -151,7 +169,10 @@ class Contest:
         return self.judge(fastest)
 
     def judge(self, arm: Arm) -> Verdict:
-        """Whether an arm is faster: the interval of its speed-up over all loads, compared with 1."""
+        """Whether an arm is faster than the reference, from the interval of its speed-up over all loads.
+
+        Pass if the whole interval is above 1, fail if it is below 1; inconclusive otherwise and before three rounds.
+        """
         speedup = self.describe(arm).speedup
         if speedup is None or len(self.turns_of(arm)) < FEWEST_ROUNDS:
             return Verdict.INCONCLUSIVE
@@ -159,7 +180,7 @@ class Contest:
 
     @property
     def is_decided(self) -> bool:
-        """Whether further turns could change neither the verdict nor the winner."""
+        """Whether further turns could change neither the verdict nor the winner, so that the contest may end."""
         return self.verdict != Verdict.INCONCLUSIVE and len(self.alive) <= 2
 
     def describe(self, arm: Arm) -> TunedArm:

@@ -27,6 +27,10 @@ def prepare_arms(subject: TuneSubject, arms: Sequence[Arm], log: Path, progress:
     Args:
         arms: all arms, the reference first.
         log: file for vLLM's output while it plans.
+
+    Returns:
+        By the arm's name: the reason why it is left out; and for an arm with a plan, the figures that
+        `changes.list_changes` fills in.
     """
     refused: dict[str, str] = {}
     commands: dict[str, ServerCommand] = {}
@@ -53,7 +57,11 @@ def prepare_arms(subject: TuneSubject, arms: Sequence[Arm], log: Path, progress:
 
 
 def shorten(error: SlimqwenError, subject: TuneSubject) -> str:
-    """The error's message without paths of this machine."""
+    """The error's message with paths of this machine shortened, so that a record can hold it.
+
+    Args:
+        subject: what is tuned; its repository and checkpoint have the paths.
+    """
     return str(provenance.portable(str(error), subject.variant.root))
 
 

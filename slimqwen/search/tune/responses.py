@@ -1,7 +1,7 @@
-"""Comparison of a served arm's greedy responses with a plain engine's: one at a time, and at the largest load.
+"""Comparison of a served arm's greedy responses with the reference engine's: one at a time, and at the largest load.
 
-`slimqwen.evals.engine` has the plain (reference) engine and the comparison. The compared responses come from the very
-server that is timed.
+`slimqwen.evals.engine` has the reference engine (vLLM without speculation, caching, graphs and batching) and the
+comparison. The compared responses come from the very server that is timed.
 """
 
 from collections.abc import Sequence
@@ -40,11 +40,11 @@ _GREEDY = {
 
 
 class WrongResponsesError(SlimqwenError):
-    """Greedy responses of an arm's server differ from the plain engine's by more than near ties, or prove nothing."""
+    """Greedy responses of an arm's server differ from the reference engine's beyond near ties, or prove nothing."""
 
 
 class PlainResponses(BaseModel):
-    """Greedy responses of a variant's plain engine, with which those of every arm are compared.
+    """Greedy responses of a variant by the reference engine, with which those of every arm are compared.
 
     Attributes:
         requests: prompts of many lengths.
@@ -92,10 +92,13 @@ class PlainResponses(BaseModel):
         )
 
     def compare(self, server: RunningServer, loads: Sequence[int], progress: Progress) -> int:
-        """Compare a server's responses with the plain engine's; returns the number of near ties.
+        """Compare a server's responses with the reference engine's.
 
         Args:
             loads: numbers of concurrent requests; all requests are sent once at each.
+
+        Returns:
+            Number of near ties: responses that first differ where two tokens are almost equally likely.
 
         Raises:
             WrongResponsesError: a response differs by more than a near tie.

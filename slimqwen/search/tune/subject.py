@@ -29,10 +29,12 @@ class TuneSubject:
     """The variant that is tuned, and how it is measured.
 
     Attributes:
+        variant: the variant.
         served: the variant's own command.
         workload: the requests; each prompt class occurs once for every load.
         loads: numbers of concurrent requests.
         sequences: max_num_seqs of every arm; None if the variant's own is large enough for every load.
+        port: TCP port of every arm's server; None for the variant's own.
         sessions: workload of an agent's sessions, for serving flags; None if flags are not timed over sessions.
     """
 
@@ -54,7 +56,14 @@ class TuneSubject:
         *,
         sessions: bool,
     ) -> "TuneSubject":
-        """Prepare a variant for tuning: repeat the workload's classes at each load. Arguments as of `tune_variant`."""
+        """Prepare a variant for tuning: repeat the workload's prompt classes at each load.
+
+        Args:
+            workload: the requests; for an own evaluation its prompts are read and tokenized.
+            loads: numbers of concurrent requests; None for 1, 4, 16 and max_num_seqs, up to max_num_seqs.
+            port: TCP port of every arm's server; None for the variant's own.
+            sessions: whether flags are timed over sessions of an agent, too.
+        """
         served = ServerCommand.resolve(variant, port=port)
         limit = served.flags.get("max-num-seqs")
         most = limit or max(_LOADS)
@@ -79,7 +88,10 @@ class TuneSubject:
         return [*timed, *EngineSettings.load(SETTINGS, root).inputs(root)]
 
     def for_flags(self) -> "TuneSubject":
-        """The subject for timing flags: own prompts are sent at one load only, so that no prefix cache has them."""
+        """The subject for timing flags: own prompts are sent at the largest load only.
+
+        At a second load the prefix cache would already have the prompts. Other workloads stay as they are.
+        """
         if not self.workload.prompts:
             return self
         classes = tuple(c for c in self.workload.classes if c.concurrency == max(self.loads))
@@ -91,7 +103,11 @@ class TuneSubject:
         return self.variant.with_lines(arm.list_lines(self.served, self.sequences))
 
     def resolve(self, arm: Arm) -> ServerCommand:
-        """The server command of an arm."""
+        """The server command of an arm.
+
+        Raises:
+            ConfigError: vLLM would refuse a line of the arm.
+        """
         return ServerCommand.resolve(self.with_arm(arm), port=self.port)
 
 

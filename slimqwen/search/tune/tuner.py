@@ -1,7 +1,7 @@
 """The tuner: measures arms in turns on fresh servers, all with the same requests, until the winner is clear.
 
 Drafts come first; then each change of a setting beside the drafts that won; then the union of what paid, in turns.
-Before an arm is timed for the first time, the responses of that very server are compared with a plain engine's.
+Before an arm is timed for the first time, the responses of that very server are compared with the reference engine's.
 Finished turns are kept in a journal, from which the same command continues.
 """
 
@@ -64,20 +64,26 @@ def tune_variant(
 ) -> Path:
     """Time ways to speculate, and then serving flags, for a variant at each load, and write the record.
 
+    If the minutes do not suffice, the record's verdict is inconclusive, and the same call with more minutes continues.
+
     Args:
         loads: numbers of concurrent requests; None for 1, 4, 16 and max_num_seqs, up to max_num_seqs.
-        flags: which serving flags to try, one of `FLAGS`; if any, drafts get at most half of the minutes.
-        sessions: whether flags are timed over sessions of an agent, too.
         minutes: time limit after which no turn begins; the time of an interrupted run counts.
+        command: command line that the record states as its origin.
+        flags: which serving flags to try: "none"; "exact", those that keep greedy responses; or "lossy", also those
+            that make vLLM round differently. If any, drafts get at most half of the minutes.
+        sessions: whether flags are timed over sessions of an agent, too.
         temperature: temperature of the timed requests; None for the workload's.
+        port: TCP port of the servers; None for the variant's own.
+        even_if_busy: whether to keep turns that were timed on a busy host.
 
     Returns:
-        The record in the variant's folder.
+        File of the record, in the variant's folder.
 
     Raises:
         HostBusyError: the host was too busy in all attempts at a turn; finished turns are kept.
         ServingError, ServerLostError: the undrafted server cannot be started, or died.
-        WrongResponsesError: the undrafted server responds differently from a plain engine.
+        WrongResponsesError: the undrafted server responds differently from the reference engine.
         BenchError, CorpusError: the workload does not fit the loads or the server, or has too little text.
     """
     started = provenance.utc_now()
@@ -330,7 +336,15 @@ def _choose_drafts(contest: Contest) -> Arm | None:
 
 
 def apply_chosen(record: Tune, variant: Variant, name: str) -> Path | None:
-    """Write a variant with the lines of the chosen arm; None if no arm is chosen, or `variant` has these lines."""
+    """Write a new variant with the config.env lines of the chosen arm.
+
+    Args:
+        variant: the variant that was tuned, which the new one inherits.
+        name: name of the new variant.
+
+    Returns:
+        Folder of the new variant; None if no arm is chosen, or `variant` has these lines already.
+    """
     if not record.lines:
         return None
     may_lose = record.winner is not None and record.winner.needs_gate

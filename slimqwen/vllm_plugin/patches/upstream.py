@@ -1,4 +1,4 @@
-"""Checks that vLLM is as the patches expect, replacement of its functions, and the error of a failed check."""
+"""Compares vLLM with what the patches expect, replaces its functions, and defines the error of a failed comparison."""
 
 import ast
 import functools
@@ -114,6 +114,7 @@ def require(*names: str, of: str) -> None:
     """Check that patches may be made here, and log them: vLLM is a known version, their places have the known bodies.
 
     Args:
+        names: names of the patches, as `table.PATCHES` has them.
         of: part of vLLM that they change, for the log.
 
     Raises:
@@ -174,10 +175,15 @@ def lacks_triton() -> bool:
 
 
 def expect(patch: str, holds: bool, difference: str) -> None:
-    """Check that an expectation about vLLM holds that the patch relies on.
+    """Check an expectation about vLLM on which a patch relies.
+
+    Args:
+        patch: name of the patch.
+        holds: whether the expectation holds.
+        difference: how vLLM differs if it does not, for the message.
 
     Raises:
-        PatchError: `holds` is False; `difference` says how vLLM differs.
+        PatchError: `holds` is False.
     """
     if not holds:
         raise PatchError(PATCHES[patch].file, difference)

@@ -28,7 +28,10 @@ EndReason = Callable[[], str | None]
 async def answer(app: ASGIApp, scope: Scope, receive: Receive, send: Send, end_reason: EndReason) -> None:
     """Run the application for an HTTP request, and return 503 where shutdown or engine death makes it fail.
 
-    While `end_reason` returns None, a server error passes unchanged.
+    Args:
+        app: the application; `scope`, `receive` and `send` are those of its ASGI call.
+        end_reason: function that says why requests are interrupted now. While it returns None, a server error passes
+            unchanged.
     """
     status: int | None = None
     streams = is_complete = is_refused = False
@@ -76,7 +79,10 @@ def cut_outputs(
 ) -> Callable[..., AsyncGenerator[Any, None]]:
     """Wrap `AsyncLLM.generate`: an output cut by shutdown or engine death raises vLLM's retryable error, a 503.
 
-    While `end_reason` returns None, an error or an abort passes unchanged.
+    Args:
+        generate: the function to wrap.
+        end_reason: function that says why requests are interrupted now. While it returns None, an error or an abort
+            passes unchanged.
     """
     from vllm.exceptions import RetryableRequestError
     from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError

@@ -34,7 +34,12 @@ _COUNTING = (
 
 
 class BodyLimit:
-    """Returns 413 for a body over the policy's limit, before any of it is parsed; other requests pass unchanged."""
+    """Returns 413 for a body over the limit, before any of it is parsed; other requests pass unchanged.
+
+    Args:
+        app: the application.
+        max_bytes: the limit; None for the variant's MAX_BODY_BYTES, by default 16 MiB.
+    """
 
     def __init__(self, app: ASGIApp, max_bytes: int | None = None) -> None:
         self._app = app
