@@ -27,7 +27,6 @@ _STEPS = ("recipe", "tune", "proof", "gate", "timing", "promote")
 _LEAST_TUNING, _MOST_TUNING = 10.0, 30.0
 """Minutes below which drafts are not tuned, and most that are spent on it."""
 
-
 _NOTED_S = 60.0
 
 
@@ -181,11 +180,7 @@ def optimise(
 
 
 def _announce(asked: _Asked, gpu: str | None, disk: float | None, downloaded: float) -> None:
-    """Say what will be done: whether it fits, the recipe, its time and disk, what will judge it.
-
-    Args:
-        disk: most GB for the recipe and the `downloaded` GB together; None for no limit.
-    """
+    """Say whether it fits, the recipe, its time and disk (at most `disk` GB with the downloaded), what will judge it."""
     from slimqwen.evals.suites.suite import Suite
     from slimqwen.fit import verdict
     from slimqwen.fit.memory import ServerSettings
@@ -212,10 +207,8 @@ def _announce(asked: _Asked, gpu: str | None, disk: float | None, downloaded: fl
     if not to_fetch:
         forecasts = variant_recipe.forecast_recipe(variant)
         costs = tuple(cost for cost, each in zip(costs, forecasts, strict=True) if not each.reused)
-    hours, needed = (
-        sum(each.seconds for each in costs) / 3600,
-        sum(each.needs.disk_bytes for each in costs) / 1e9,
-    )
+    hours = sum(each.seconds for each in costs) / 3600
+    needed = sum(each.needs.disk_bytes for each in costs) / 1e9
     tries = [*(each["variant"] for each in journal.tries), variant.name]
     origin = f"try {tries.index(variant.name) + 1}" if journal.tries else "fit chose it"
     say(
@@ -225,10 +218,8 @@ def _announce(asked: _Asked, gpu: str | None, disk: float | None, downloaded: fl
     if lacking := variant_recipe.lacking_space(costs, base.root / "weights" / "store"):
         raise OptimiseError(*lacking)
     if disk is not None and needed + downloaded > disk:
-        beside = f" beside {downloaded:.2f} GB of download" if downloaded else ""
-        raise OptimiseError(
-            f"the recipe takes {needed:.1f} GB{beside}, more than --disk {disk:g}; raise --disk"
-        )
+        gb = f"{needed:.1f} GB beside {downloaded:.2f} GB of download" if downloaded else f"{needed:.1f} GB"
+        raise OptimiseError(f"the recipe takes {gb}, more than --disk {disk:g}; raise --disk")
     if hours > asked.hours:
         raise OptimiseError(
             f"the recipe alone takes {hours:.1f} of {asked.hours:g} hours here; raise --hours, or use a GPU"
@@ -444,9 +435,7 @@ def _give_up(asked: _Asked, why: str) -> bool:
 
 def _say_status(journal: "Optimisation | None", name: str) -> None:
     if journal is None:
-        raise OptimiseError(
-            f"no optimisation of {name} has begun; run `slimqwen optimise {name}` to begin one"
-        )
+        raise OptimiseError(f"no optimisation of {name} has begun; `slimqwen optimise {name}` begins one")
     say(f"{name}: at {journal.step or 'its beginning'}; left: {', '.join(journal.left) or 'nothing'}")
     _say_steps(journal)
     say(f"time so far: {journal.seconds / 3600:.1f} hours")

@@ -117,8 +117,6 @@ class Row:
         status: planned, measured, promoted or rejected; "unreadable" if measurements.json cannot be read.
         verdict: verdict in measurements.json; None without one.
         hardware: hardware of the latency record, else of the quality record; empty without a record.
-        on_cpu: whether that hardware has no GPU.
-        scores: (suite, task) -> score.
         timed: latency on this hardware; None if there is none.
         figures: figure and its record for each heading of the kinds' leaderboard columns.
         size_bytes: size of the checkpoint that was measured last; None without a measurement.
