@@ -27,8 +27,6 @@ _STEPS = ("recipe", "tune", "proof", "gate", "timing", "promote")
 _LEAST_TUNING, _MOST_TUNING = 10.0, 30.0
 """Minutes below which drafts are not tuned, and most that are spent on it."""
 
-_NOTED_S = 60.0
-
 
 class OptimiseError(SlimqwenError):
     """An optimisation cannot begin or go on."""
@@ -95,7 +93,7 @@ class _Asked:
 
             def watch(activity: str, done: float, total: float) -> None:
                 nonlocal noted
-                if time.monotonic() - noted > _NOTED_S:
+                if time.monotonic() - noted > 60:
                     noted = time.monotonic()
                     self.note()
                 show(activity, done, total)
@@ -180,7 +178,7 @@ def optimise(
 
 
 def _announce(asked: _Asked, gpu: str | None, disk: float | None, downloaded: float) -> None:
-    """Say whether it fits, the recipe, its time and disk (at most `disk` GB with the downloaded), what will judge it."""
+    """Say whether it fits, the recipe, its hours and disk (beside the downloaded GB), and what will judge it."""
     from slimqwen.evals.suites.suite import Suite
     from slimqwen.fit import verdict
     from slimqwen.fit.memory import ServerSettings
