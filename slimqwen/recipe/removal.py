@@ -12,7 +12,7 @@ import yaml
 from slimqwen import variant as variants
 from slimqwen.checkpoint.files import bytes_on_disk
 from slimqwen.errors import SlimqwenError
-from slimqwen.recipe.recipe_file import find_base_variant
+from slimqwen.recipe.recipe_file import RecipeError, find_base_variant
 from slimqwen.records.git import tracked_files
 from slimqwen.variant.config_env import read_config_env
 
@@ -104,10 +104,7 @@ def list_users(name: str, root: Path) -> dict[str, str]:
             users[other] = f"a line with {weights}"
         elif _read(folder / "measurements.json", json.loads).get("baseline") == name:
             users[other] = "the baseline"
-        elif (base := _read(folder / "recipe.yaml", yaml.safe_load).get("base")) and name in (
-            base,
-            find_base_variant(str(base), root),
-        ):
+        elif _is_base(name, _read(folder / "recipe.yaml", yaml.safe_load).get("base"), root):
             users[other] = "the recipe's base"
     return users
 
@@ -121,6 +118,14 @@ def remove_variant(removal: Removal) -> None:
     if removal.link:
         removal.link.unlink()
     shutil.rmtree(hidden)
+
+
+def _is_base(name: str, base: object, root: Path) -> bool:
+    """Whether a recipe's `base` is the variant `name`, or the hub repository that it copies."""
+    try:
+        return bool(base) and name in (base, find_base_variant(str(base), root))
+    except RecipeError:  # a repository that no variant here copies
+        return False
 
 
 def _read(file: Path, parse: Callable[[str], object]) -> dict[str, object]:

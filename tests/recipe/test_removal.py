@@ -53,6 +53,11 @@ def test_it_deletes_the_folder_the_link_and_the_outputs_that_nothing_else_uses(r
     assert list((root / ".cache").glob("removed-*")) == []
 
 
+def test_a_recipe_whose_base_no_variant_has_is_no_obstacle(root):
+    add(root, "new", "BASE=tiny\n", recipe="base: owner/elsewhere\nstages: []\n")
+    assert plan_removal("old", root).folder.name == "old"
+
+
 @pytest.mark.parametrize(
     ("lines", "baseline", "recipe", "how"),
     [
