@@ -154,7 +154,7 @@ def find_subject(model: str, root: Path) -> Subject:
         try:
             return _of_hub(model)
         except UnavailableError as error:
-            raise SubjectError(f"{missing} (on the hub: {error})") from None
+            raise SubjectError(f"{missing}; on the hub: {error}") from None
     if model.count("/") == 1:
         return _of_hub(model)
     known = ", ".join(sorted(file.stem for file in list_files(f"{shapes.FOLDER}/*.json", root)))

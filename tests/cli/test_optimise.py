@@ -287,7 +287,7 @@ def test_what_takes_too_much_is_said_before_anything_runs(steps: Steps, options:
 
 
 def test_what_has_not_begun_has_no_status(steps: Steps) -> None:
-    message = "error: no optimisation of tiny has begun; run `slimqwen optimise tiny` to begin one"
+    message = "error: no optimisation of tiny has begun; `slimqwen optimise tiny` begins one"
     assert run("optimise tiny --status") == (3, message)
 
 

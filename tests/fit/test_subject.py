@@ -184,7 +184,7 @@ def test_a_folder_with_the_name_of_an_owner_does_not_hide_the_hub(
     assert find_subject(hub_server.REPOSITORY, ROOT).source.endswith("index of owner/name")
     with pytest.raises(
         SubjectError,
-        match=r"no nime in the folder owner; did you mean owner/nome\? \(on the hub: .* has no owner/nime at main",
+        match=r"no nime in the folder owner; did you mean owner/nome\?; on the hub: .* has no owner/nime at main",
     ):
         find_subject("owner/nime", ROOT)
     hub.requests.clear()
