@@ -120,7 +120,7 @@ class PromptClass(_Strict):
 
         Args:
             seed: numbers that seed the generator.
-            min_tokens: shortest length that is drawn.
+            min_tokens: lower bound of a prompt's and of a response's length, tokens.
             max_model_len: longest prompt and response together; longer pairs are cut to it.
         """
         if not self.spread:

@@ -24,7 +24,7 @@ def render_commands(command: Any) -> str:
     """Content of docs/commands.md: the verbs of a command line as a Markdown table.
 
     Args:
-        command: the click command that typer makes of the application.
+        command: the application as a click command, from `typer.main.get_command`.
     """
     rows = [
         f"| `{name}{_arguments(verb)}` | {_summary(verb)} | {_options(verb)} |\n"

@@ -341,8 +341,8 @@ def choose_turns(output_tokens: int, *, block_size: int, context_len: int) -> li
     """Choose the prompt lengths of a session's turns, tokens: from just beyond two blocks to the context's end.
 
     A hybrid model's state is kept at the last block end of a prompt, with drafts at the one before. The second turn
-    adds little text after it: after much new text, a session that wrongly got another session's state often gives the
-    right tokens all the same. The response to the third turn crosses a block end.
+    adds little text after it, because much new text hides another session's state: the response often has the right
+    tokens in spite of it. The response to the third turn crosses a block end.
     """
     start, end, last = 2 * block_size + 1, 3 * block_size, context_len - output_tokens
     turns = (start, start + output_tokens * 3 // 2, end - output_tokens // 2, end + output_tokens)

@@ -34,7 +34,7 @@ class Looks:
 
     @property
     def is_worth_a_line(self) -> bool:
-        """Whether a reader should be told: this is a later look than the first, or the count began anew."""
+        """Whether a table should mention the looks: there was more than one, or their count began anew."""
         return self.count > 1 or self.dropped_since is not None
 
     def order(self, item: str) -> tuple[int, bytes]:

@@ -42,7 +42,7 @@ class MtpHead(nn.Module):  # type: ignore[misc]  # torch is not followed by the 
     """The MTP head, which makes one draft step.
 
     Args:
-        config: the backbone's `Qwen3_5TextConfig`, which has the dimensions; weights are drawn at random.
+        config: the backbone's `Qwen3_5TextConfig`, for the dimensions. The weights are random.
     """
 
     def __init__(self, config: Any) -> None:

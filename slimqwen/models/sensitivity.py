@@ -45,7 +45,7 @@ def measure_costs(
         units: unit -> names (as in the text-only class) of its linears, which are rounded together.
         forms: unit -> layouts to try.
         texts: token ids of texts of equal length.
-        draws: how often all next tokens are drawn; more draws give a smaller error.
+        draws: number of samples of all next tokens; more samples give a smaller error.
 
     Returns:
         Unit -> estimated divergence of each of its layouts, in the order of `forms`.

@@ -56,7 +56,7 @@ class PlanRecord(Record):
 def make_plans(variant: Variant, gpus: Sequence[Gpu | None], *, progress: Progress = silent) -> list[Plan]:
     """Plan a variant on simulated GPUs, or on this machine's CPU.
 
-    If vLLM refuses the variant, its plan is made all the same, and the plan's `error` says why.
+    If vLLM refuses the variant on a GPU, the plan for that GPU has vLLM's reason as its `error`.
 
     Args:
         gpus: the GPUs to simulate; None in the sequence stands for this machine's CPU.

@@ -218,8 +218,8 @@ def _send_job(connection: socket.socket, job: Mapping[str, Any]) -> int:
         line = lines.readline()
     if not line:
         raise ServingError(
-            "the helper process that has imported vLLM and of which servers are forks has died, as when memory runs "
-            "out; free memory and run the command again"
+            "the helper process that starts vLLM's servers died, as when memory runs out; free memory and run the "
+            "command again"
         )
     return int(line)
 

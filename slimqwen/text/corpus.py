@@ -39,7 +39,7 @@ def resolve_text(name: str | Path, folder: Path) -> Path:
 
 
 def named_corpus_path(name: str, base: str, root: Path) -> Path:
-    """Path of the text that `slimqwen download --corpus` makes of a mix of eval/corpora/ for the base of a recipe.
+    """Path of a mix of eval/corpora/ as `slimqwen download --corpus` writes it for the base of a recipe.
 
     Args:
         name: name of the mix.
